@@ -95,7 +95,7 @@ class ServerDiscovery:
 
     async def _find_roots(self) -> list[str]:
         if self._config.servers_file is not None:
-            text = await asyncio.to_thread(self._config.servers_file.read_text)
+            text = await asyncio.to_thread(self._config.servers_file.read_text, "utf-8-sig")
             return [server_root(line.strip()) for line in text.splitlines() if line.strip()]
         assert self._config.hostname is not None
         addresses = await self._resolve(self._config.hostname)

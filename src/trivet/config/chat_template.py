@@ -15,7 +15,7 @@ def read_chat_template(value: str, *, key: str = "chat_template") -> str:
         ConfigError: there is no such file, and the text cannot be a template.
     """
     try:
-        return Path(value).read_text(encoding="utf-8")
+        return Path(value).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as exc:
         if any(character in value for character in "{}\n"):
             return value

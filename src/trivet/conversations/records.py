@@ -65,7 +65,19 @@ def _as_messages(value: Any, role: str, place: str) -> list[ChatMessage]:
             )
         if message.get("weight") not in (None, 0, 1):
             raise ConfigError(f"the weight of message {number} in {place} must be 0 or 1, got {message['weight']!r}")
+        _require_content(message, f"message {number} in {place}")
     return [_as_served(message) for message in value]
+
+
+def _require_content(message: Mapping[str, Any], place: str) -> None:
+    """Refuse what no chat template can write: each would fail in its own way, or write it as Python shows it."""
+    content = message.get("content")
+    is_parts = isinstance(content, Sequence) and all(isinstance(part, Mapping | str) for part in content)
+    if not is_parts and content is not None:
+        raise ConfigError(f"the content of {place} must be text or a list of parts, got {content!r}")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, Sequence) and all(isinstance(call, Mapping) for call in calls)):
+        raise ConfigError(f"the tool_calls of {place} must be a list of calls, got {calls!r}")
 
 
 def _as_served(message: Mapping[str, Any]) -> ChatMessage:

@@ -131,7 +131,7 @@ def read_json(path: Path) -> list[DatasetRecord]:
         ConfigError: the file is no text, or a line or an item of the list is not a JSON object.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             if path.suffix == ".json" and file.read(1024).lstrip().startswith("["):
                 file.seek(0)
                 return _parse_list(file.read(), path)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trivet.config.loading.user_values import read_toml_file
 from trivet.errors import ConfigError
 from trivet.examples.files import example_configs, example_environments
 from trivet.tools.workspace_project import installed_source, missing_entries, pip_find_links, project_file, requires_build
@@ -138,7 +139,7 @@ def _read_project(path: Path) -> Mapping[str, Any]:
         ConfigError: it is no TOML.
     """
     try:
-        return tomllib.loads(path.read_text())
+        return read_toml_file(path)
     except (OSError, ValueError) as exc:  # TOML and UTF-8 errors are ValueErrors
         raise ConfigError(f"{path} cannot be read: {exc}; repair it, then run this command again to see what to add") from exc
 

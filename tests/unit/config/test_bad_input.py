@@ -1,12 +1,16 @@
 """Input that no machine can use ends with exit code 2 and one line that names the key or the argument."""
 
+import codecs
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 
 from trivet.config.command import run_command
 from trivet.config.loading.user_values import MAX_DEPTH
@@ -180,6 +184,69 @@ def test_a_key_beyond_ascii_is_refused_where_the_locale_has_only_ascii() -> None
     assert ended.returncode == 2
     assert ended.stderr.startswith(b"error: ")
     assert ended.stderr.count(b"\n") == 1
+
+
+def test_a_path_beyond_ascii_is_refused_where_the_locale_has_only_ascii(tmp_path: Path) -> None:
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = run_process("--output-dir", str(tmp_path / "\u00fc"), **plain)
+    assert (ended.returncode, ended.stderr.count(b"\n")) == (2, 1)
+    assert b"cannot be the path of a file here, where paths are read in ascii: unset PYTHONUTF8, or set LC_ALL" in ended.stderr
+    file = tmp_path / "a.toml"
+    file.write_text('output_dir = "\u00fc"', encoding="utf-8")
+    ended = run_process("@", str(file), **plain)
+    assert (ended.returncode, ended.stderr.count(b"\n")) == (2, 1)
+    assert b"cannot be the path of a file here, where paths are read in ascii: unset PYTHONUTF8" in ended.stderr
+
+
+def numeric_keys() -> list[str]:
+    """Return every key of the commands that holds one number, at any depth."""
+    kinds = (TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig)
+    return [f"{kind.__name__}/{'.'.join(path)}" for kind in kinds for path in _numbers(kind)]
+
+
+def _numbers(kind: type[Section], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in kind.model_fields.items():
+        kinds = set(get_args(field.annotation) or (field.annotation,)) - {type(None)}
+        if kinds <= {int, float}:
+            yield (*above, name)
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _numbers(field.annotation, (*above, name))
+
+
+def test_true_and_false_are_no_numbers_in_any_key() -> None:
+    kinds = {kind.__name__: kind for kind in (TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig)}
+    keys = numeric_keys()
+    assert len(keys) > 100
+    for key in keys:
+        kind, _, path = key.partition("/")
+        value: object = True
+        for part in reversed(path.split(".")):
+            value = {part: value}
+        with pytest.raises(ValidationError) as failed:
+            kinds[kind].model_validate(value)
+        assert {".".join(map(str, error["loc"])) for error in failed.value.errors()} >= {path}
+
+
+@pytest.mark.parametrize("value", ["true", "[true]", "[5, false]"])
+def test_a_boolean_is_no_number_in_a_list(value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(f"steps = {value}\n")
+    assert "steps" in refusal(capsys, "@", str(file), kind=EvalConfig)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le-bom"])
+def test_a_file_with_a_byte_order_mark_is_read(encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "max_steps = 7  # caf\u00e9\r\n"
+    data = codecs.BOM_UTF16_LE + text.encode("utf-16-le") if encoding.endswith("bom") else text.encode(encoding)
+    (tmp_path / "a.toml").write_bytes(data)
+    assert run_command(TrainerConfig, lambda _: 0, ["@", str(tmp_path / "a.toml"), "--dry-run"]) == 0
+    assert "max_steps = 7" in capsys.readouterr().out
+
+
+def test_a_file_in_another_encoding_is_refused_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.toml").write_bytes("max_steps = 7\n# caf\u00e9\n".encode("latin-1"))
+    said = refusal(capsys, "@", str(tmp_path / "a.toml"))
+    assert "line 2 is not text in UTF-8 (byte 0xe9); save the file in UTF-8" in said
 
 
 def test_a_dry_run_shows_a_path_beyond_ascii_on_an_output_of_ascii(tmp_path: Path) -> None:

@@ -175,3 +175,9 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do() -> None:
 def test_a_directory_without_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
         open_source(str(tmp_path))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a", "completion": "b"}\n')
+    assert list(open_source(str(file))) == [{"prompt": "a", "completion": "b"}]

@@ -3,6 +3,7 @@
 Called wherever configurations, flags, variables and data are read. A text that breaks a limit is a ValueError.
 """
 
+import codecs
 import json
 import tomllib
 from pathlib import Path
@@ -29,11 +30,25 @@ def read_toml_file(path: Path) -> dict[str, object]:
     if len(data) > MAX_TOML_BYTES:
         raise ValueError(f"it is larger than {MAX_TOML_BYTES >> 20} MiB")
     try:
-        content: dict[str, object] = tomllib.loads(data.decode("utf-8"))
+        content: dict[str, object] = tomllib.loads(decode_text(data))
     except RecursionError:
         raise ValueError(_describe_depth()) from None
     require_limits(content)
     return content
+
+
+def decode_text(data: bytes) -> str:
+    """Return the text of a file, without its byte order mark: in UTF-8, or in UTF-16 if it has one.
+
+    Raises:
+        ValueError: it is in another encoding; names the line.
+    """
+    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as exc:
+        line = data[: exc.start].count(b"\n") + 1
+        raise ValueError(f"line {line} is not text in UTF-8 (byte {data[exc.start]:#04x}); save the file in UTF-8") from None
 
 
 def parse_json(text: str) -> object:

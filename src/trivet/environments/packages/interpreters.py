@@ -86,7 +86,7 @@ def _require_version(env: EnvConfig, python: str) -> None:
         )
         where = python or "the Python of trivet"
         raise EnvironmentLoadError(
-            f"env.id = {env.id!r} asks for version {env.version}, and {found} ({where}); install it with: uv run trivet env install "
+            f"env.id = {env.id!r} asks for version {env.version}, and {found} ({where}); install it: uv run trivet env install "
             f"{env.id}, or write env.id = {env.package!r}"
         )
 
