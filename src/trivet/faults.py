@@ -10,9 +10,9 @@ batch_send          .before .during .after    orchestrator: before the first try
 batch_acknowledge   .before .after            trainer: a message arrived, its reply goes out; messages can be lost or doubled
 optimizer_step      .before .during .after    trainer, every rank: during is between gradients and the step
 weight_write        .before .during .after    trainer: before, between files and manifest, after the manifest
-stable              .before .after            trainer: around the marker that makes a policy visible
+stable              .before .after            trainer: around the renaming that makes a policy visible
 trainer_half        .before .during .after    trainer, every rank: during is while the shards are written
-commit              .before .during .after    trainer: during is between the renaming and COMMITTED
+commit              .before .during .after    trainer: during is between COMMITTED and the renaming
 clean_up            .before .after            trainer: around the removal of what nobody needs
 reload              .before .during .after    inference: during is while the engine is paused
 """

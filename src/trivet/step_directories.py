@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trivet.config.layout import parse_step
-from trivet.storage.durable import remove_directory
+from trivet.storage.durable import is_listed, remove_directory
 
 
 def list_steps(directory: Path, *, marker: str | None = None, suffix: str = "") -> dict[int, Path]:
@@ -13,7 +13,7 @@ def list_steps(directory: Path, *, marker: str | None = None, suffix: str = "") 
         marker: list only the directories that hold this file, which makes them whole.
         suffix: what follows `step_N` in the name: files instead of directories.
     """
-    if not directory.is_dir():
+    if not is_listed(directory) or not directory.is_dir():
         return {}
     found = {
         step: path

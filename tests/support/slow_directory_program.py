@@ -2,7 +2,8 @@
 
     python slow_directory_program.py DIRECTORY SECONDS_FILE [LOCKS]
 
-Locks reach the directory behind it, and what others write is seen up to `_CACHED_S` late, as on NFS. With LOCKS, a directory for
+Locks reach the directory behind it, and what others write is seen up to `_CACHED_S` late, as on NFS: a name that was absent when it
+was asked for stays absent for that long. With LOCKS, a directory for
 files to lock in place of those that are meant, locks hold on this machine alone and everything else is seen at once, as on Lustre
 with `localflock`. Needs root and mfusepy; only the mount namespace of this process sees it.
 """
@@ -163,7 +164,9 @@ def main(directory: str, seconds_file: str, locks: str | None = None) -> int:
     root, late_by = Path(f"/proc/self/fd/{os.open(directory, os.O_RDONLY | os.O_DIRECTORY)}"), Path(seconds_file)
     files = SlowDirectory(root, late_by) if locks is None else DirectoryWithOwnLocks(root, late_by, Path(locks))
     cached_s = _CACHED_S if locks is None else 0.0
-    fuse.FUSE(files, directory, foreground=True, attr_timeout=cached_s, entry_timeout=cached_s)
+    absent_s = float(os.environ.get("ABSENT_S", cached_s))
+    times = {"attr_timeout": cached_s, "entry_timeout": cached_s, "negative_timeout": absent_s}
+    fuse.FUSE(files, directory, foreground=True, **times)
     return 0
 
 

@@ -83,12 +83,11 @@ def commit(
         step=step, time=clock(), parts=digests, schema=CHECKPOINT_SCHEMA, version=own_version(), run_id=run_id
     )
     reach("commit.before", step=step)
+    write_json_atomically(staging / COMMITTED, record)
+    reach("commit.during", step=step)
     remove_directory(final)
-    sync_directory(staging)
     staging.rename(final)
     sync_directory(layout.checkpoints)
-    reach("commit.during", step=step)
-    write_json_atomically(final / COMMITTED, record)
     reach("commit.after", step=step)
     return record
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
+from trivet.storage.durable import is_listed
 from trivet.weights.retention import acknowledge, forget_reader
 from trivet.wire.versions import PolicyVersion
 
@@ -41,7 +42,7 @@ class WeightsReader:
     def need(self, step: int) -> None:
         """Have the policy of `step` and all newer ones kept, and release older ones."""
         self._needed = step
-        if self._layout is None or not self._layout.readers.is_dir():
+        if self._layout is None or not is_listed(self._layout.readers):
             return
         try:
             acknowledge(self._layout, self._name, PolicyVersion(step), lifetime_s=_LIFETIME_S)

@@ -16,6 +16,7 @@ from trivet.algorithms.staleness import required_version, target_version
 from trivet.client.server import TargetPolicy
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import WaitTimeout, WeightsError
+from trivet.storage.durable import is_listed
 from trivet.telemetry import process_report
 from trivet.weights.catalog import latest_version
 from trivet.weights.manifest import read_manifest, verify
@@ -194,6 +195,8 @@ class PolicyWatcher:
 
 def _published_at(directory: Path) -> int | None:
     """Return when the policy in `directory` was published, in ns, which tells it from one published in its place; None: not yet."""
+    if not is_listed(directory):
+        return None
     try:
         return (directory / STABLE).stat().st_mtime_ns
     except FileNotFoundError:

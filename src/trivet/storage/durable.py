@@ -96,6 +96,26 @@ def list_files(directory: Path) -> list[str]:
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
 
 
+def is_listed(path: Path) -> bool:
+    """Return whether `path` is there, by listings of its directory and of the one above. For names that other machines create.
+
+    A shared file system such as NFS remembers for up to a minute that a name which was asked for is absent. A listing is newer.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
+    return all(map(_lists, (path.parent, path)))
+
+
+def _lists(path: Path) -> bool:
+    try:
+        return path in path.parent.iterdir() if path.name not in ("", "..") else path.exists()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except PermissionError:  # names in it may be asked for all the same
+        return path.exists()
+
+
 def sync_file(path: Path) -> None:
     """Wait until the content of `path` is on disk."""
     with path.open("rb") as file:

@@ -24,8 +24,9 @@ def publish(
 ) -> Manifest:
     """Publish what `write` puts into the directory it is given as policy `version`.
 
-    A directory that an earlier attempt left under the same version is replaced. Readers see the new one only once its
-    `STABLE` is there, after every byte of it is on disk.
+    A directory that an earlier attempt left under the same version is replaced. `STABLE` is written last, after every byte is
+    on disk and before the directory gets its name: whoever sees the name sees all, on a shared file system too, where a name
+    that was asked for too early may seem absent for a minute.
 
     Args:
         announce: called when everything is written and no reader can see it yet, so no load precedes it.
@@ -48,11 +49,11 @@ def publish(
     write_json_atomically(staging / MANIFEST, manifest)
     reach("weight_write.after", step=version, path=staging)
     announce(manifest)
+    write_atomically(staging / STABLE, b"")
+    reach("stable.before", step=version, path=staging)
     remove_directory(final, marker=STABLE)
     staging.rename(final)
     sync_directory(layout.weights)
-    reach("stable.before", step=version, path=final)
-    write_atomically(final / STABLE, b"")
     reach("stable.after", step=version, path=final)
     return manifest
 

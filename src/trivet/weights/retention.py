@@ -9,7 +9,7 @@ import msgspec
 
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import WeightsError
-from trivet.storage.durable import DECODE_ERRORS, remove_directory, write_json_atomically
+from trivet.storage.durable import DECODE_ERRORS, is_listed, remove_directory, write_json_atomically
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
 
@@ -86,7 +86,7 @@ class LiveReaders:
 
 
 def _acknowledgements(layout: RunLayout) -> Iterator[tuple[str, Acknowledgement]]:
-    for path in sorted(layout.readers.glob("[!.]*.json")):
+    for path in sorted(layout.readers.glob("[!.]*.json")) if is_listed(layout.readers) else ():
         try:
             acknowledgement = msgspec.json.decode(path.read_bytes(), type=Acknowledgement)
         except FileNotFoundError:  # `forget_reader` removed it after the directory was listed

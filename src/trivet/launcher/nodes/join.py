@@ -34,7 +34,7 @@ from trivet.process.lock import holder_of
 from trivet.process.stacks import show_stacks_on_signal
 from trivet.schedulers.node_variables import NODE_BASE
 from trivet.secret import RunSecret, read_secret, secret_file, share_secret
-from trivet.storage.durable import DECODE_ERRORS, hash_bytes
+from trivet.storage.durable import DECODE_ERRORS, hash_bytes, is_listed
 
 _POLL_INTERVAL_S = 0.1
 _BEAT_INTERVAL_S = 0.5
@@ -285,7 +285,9 @@ def _is_held(lock: Path) -> bool:
 def read_control(layout: RunLayout) -> _Head | None:
     """Return where the head listens; None while no run has said it."""
     try:
-        control = msgspec.json.decode(layout.control.read_bytes(), type=Control)
-        return _Head(control, read_secret(secret_file(layout, environ=os.environ)).token)
+        secret = secret_file(layout, environ=os.environ)
+        if not (is_listed(layout.control) and is_listed(secret)):
+            return None
+        return _Head(msgspec.json.decode(layout.control.read_bytes(), type=Control), read_secret(secret).token)
     except (OSError, ConfigError, *DECODE_ERRORS):
         return None

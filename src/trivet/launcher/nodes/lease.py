@@ -24,7 +24,7 @@ import msgspec
 
 from trivet.errors import NodesMissing, RunDirectoryBusy
 from trivet.launcher.nodes.head_contact import ALONE_SHARE
-from trivet.storage.durable import DECODE_ERRORS, replace_file
+from trivet.storage.durable import DECODE_ERRORS, is_listed, replace_file
 
 _RENEW_INTERVAL_S = 1.0
 _SETTLE_S = 3.0
@@ -55,7 +55,7 @@ def read_lease(path: Path) -> Lease | None:
         OSError: the file cannot be read now.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Lease)
+        return msgspec.json.decode(path.read_bytes(), type=Lease) if is_listed(path) else None
     except (FileNotFoundError, *DECODE_ERRORS):
         return None
 
