@@ -14,6 +14,7 @@ ELSEWHERE = {
     "client/server.py": "unit/client/test_server_pool.py",
     "config/chat_template.py": "unit/config/checks/test_all_checks.py",
     "config/checks/*.py": "unit/config/checks/test_all_checks.py",
+    "config/environment_ids.py": "unit/environments/packages/test_interpreters.py",
     "config/loading/*.py": "unit/config/loading/test_load.py",
     "config/tables.py": "unit/config/loading/test_load.py",
     "config/sections/*.py": "unit/config/loading/test_load.py",
@@ -29,7 +30,6 @@ ELSEWHERE = {
     "environments/local_pool.py": "unit/environments/apis/v0/test_kinds.py",
     "environments/nodes/*.py": "unit/environments/nodes/test_node_pools.py",  # both ends of one connection
     "environments/packages/import_*.py": "unit/environments/packages/test_discovery.py",
-    "environments/packages/interpreters.py": "unit/tools/test_environment_installer.py",
     "environments/packages/venvs.py": "unit/tools/test_environment_installer.py",
     "environments/packages/probe*.py": "integration/test_env_workers.py",  # a process of its own
     "environments/port.py": "unit/environments/workers/test_pool.py",

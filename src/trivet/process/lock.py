@@ -189,14 +189,19 @@ def lock_directory(directory: Path) -> int:
     return file
 
 
-def remove_if_free(directory: Path) -> None:
-    """Remove a directory of this user that nobody has locked, with all that it holds; leave any other as it is."""
+def remove_if_free(directory: Path, *, before: Callable[[Path], object] = lambda _: None) -> None:
+    """Remove a directory of this user that nobody has locked, with all that it holds; leave any other as it is.
+
+    Args:
+        before: called with a directory that is about to be removed.
+    """
     try:
         file = lock_directory(directory)
     except OSError:  # gone, or whoever uses it still lives
         return
     try:
         if os.fstat(file).st_uid == os.getuid():
+            before(directory)
             shutil.rmtree(directory, ignore_errors=True)
     finally:
         os.close(file)

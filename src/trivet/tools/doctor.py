@@ -1,4 +1,5 @@
-"""`trivet doctor`: what this machine has, what is missing for what, and how to get it. Looks, and changes nothing.
+"""`trivet doctor`: what this machine has, what is missing for what, and how to get it. It removes what environments of a killed run
+left, containers and temporary files, and changes nothing else.
 
 `machine_facts` looks at the machine; `diagnose` judges what was found, and is pure.
 """
@@ -25,6 +26,7 @@ from trivet.config.sections.inference import ServerConfig
 from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR, TransportConfig
 from trivet.dependencies import RESTORE, Violation, find_violations
 from trivet.environments.packages.venvs import VenvStore, find_home
+from trivet.environments.workers.worker_directory import sweep_directories
 from trivet.machine import Machine, ask_nvidia_smi, inspect_machine
 from trivet.process.proxies import OWN_DIRECT, find_proxies, find_unusable
 from trivet.storage.disk import format_bytes, free_bytes
@@ -85,6 +87,8 @@ class Facts:
     programs: frozenset[str]
     """Which of uv and tmux are on PATH."""
     has_wandb_login: bool
+    num_left_containers: int
+    """Containers that environments of killed runs left, and that were removed now."""
     proxies: Mapping[str, str]
     """The proxies that environment variables name."""
     proxy_problem: str | None
@@ -133,6 +137,7 @@ def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
         max_open_files=_max_open_files(),
         programs=frozenset(name for name in ("uv", "tmux") if shutil.which(name)),
         has_wandb_login=_has_wandb_login(environ),
+        num_left_containers=sweep_directories(),
         proxies=find_proxies(environ),
         proxy_problem=find_unusable(environ),
         venvs=[record.describe() for record in VenvStore(find_home(environ)).records().values()],
@@ -158,6 +163,7 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
         _wandb,
         _proxies,
         _environments,
+        _containers,
     ]
     return [judge(facts) for judge in judges]
 
@@ -317,14 +323,22 @@ def _proxies(facts: Facts) -> Diagnosis:
     if not facts.proxies:
         return Diagnosis(subject="proxies", health=Health.OK, found="none named by variables")
     found = ", ".join(f"{name} = {proxy}" for name, proxy in facts.proxies.items())
-    if facts.proxy_problem is not None:
-        return Diagnosis(subject="proxies", health=Health.NOTE, found=found, remedy=f"{facts.proxy_problem}; {OWN_DIRECT}")
-    return Diagnosis(subject="proxies", health=Health.OK, found=f"{found}: {OWN_DIRECT}")
+    if facts.proxy_problem is None:
+        return Diagnosis(subject="proxies", health=Health.OK, found=f"{found}: {OWN_DIRECT}")
+    return Diagnosis(subject="proxies", health=Health.NOTE, found=found, remedy=f"{facts.proxy_problem}; {OWN_DIRECT}")
 
 
 def _environments(facts: Facts) -> Diagnosis:
     found = "; ".join(facts.venvs) or "none in virtual environments of their own"
     return Diagnosis(subject="environments", health=Health.OK, found=found)
+
+
+def _containers(facts: Facts) -> Diagnosis:
+    count = facts.num_left_containers
+    found = (
+        f"{count} that environments of a killed run left: removed now" if count else "none left by environments of a killed run"
+    )
+    return Diagnosis(subject="containers", health=Health.OK, found=found)
 
 
 def _table(findings: Sequence[Diagnosis]) -> Table:

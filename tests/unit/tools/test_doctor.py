@@ -23,6 +23,7 @@ GOOD = Facts(
     max_open_files=1 << 20,
     programs=frozenset({"uv", "tmux"}),
     has_wandb_login=True,
+    num_left_containers=0,
     proxies={},
     proxy_problem=None,
     venvs=["v0 (Python 3.12.1, verifiers 0.3.1): my-env 0.1.0"],

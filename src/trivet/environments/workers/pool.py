@@ -232,7 +232,7 @@ class WorkerPool:
             WorkerLost: a worker ended while it loaded.
             WaitTimeout: one took too long.
         """
-        sweep_directories()
+        await asyncio.to_thread(sweep_directories)
         self._environments = {settings.name: self._make_environment(settings) for settings in self._settings}
         try:
             async with asyncio.TaskGroup() as tasks:

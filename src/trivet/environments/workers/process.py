@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 from trivet.environments.settings import interpreter_variables, worker_environment
+from trivet.environments.workers.containers import SCOPE
 from trivet.environments.workers.worker_directory import WorkerDirectory
 from trivet.environments.workers.worker_log import WorkerLog
 from trivet.exits import describe_exit
@@ -69,7 +70,12 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=(channel.fileno(), pulses.fileno()),
-                env={**environ, **interpreter_variables(python, environ), "TMPDIR": str(directory.path)},
+                env={
+                    **environ,
+                    **interpreter_variables(python, environ),
+                    "TMPDIR": str(directory.path),
+                    SCOPE: directory.path.name,
+                },
                 start_new_session=True,
             )
             return cls(process, log=log, log_offset=output.tell(), directory=directory)

@@ -1,6 +1,7 @@
 """Loads an environment of the v1 API, verifiers 0.4 and newer: its configuration, its tasks, and the clients of the servers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from verifiers.v1 import ClientConfig, EvalClientConfig, Task
@@ -12,10 +13,11 @@ from trivet.environments.apis.reward_guard import Scores, guard
 from trivet.environments.apis.v1.client import TrivetClientConfig, use_trivet_clients
 from trivet.environments.apis.v1.configuration import make_config, read_arguments
 from trivet.environments.apis.v1.host import V1Host, V1Rules
-from trivet.environments.apis.v1.programs import tie_programs
+from trivet.environments.apis.v1.programs import tie_containers, tie_programs
 from trivet.environments.apis.v1.served_turns import ServedTurns
 from trivet.environments.examples import digest_rows, hash_fields
 from trivet.environments.packages.installed import require_installed
+from trivet.environments.workers.containers import SCOPE
 from trivet.environments.workers.stages import StageBoard
 from trivet.errors import EnvironmentLoadError
 from trivet.wire.groups import EnvironmentInfo
@@ -30,13 +32,15 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
     """Load the environment that `settings` name.
 
     Args:
-        environ: not read: verifiers takes the key of a server from the process's own variables.
+        environ: says where the worker's temporary files are. verifiers takes the key of a server from the process's own.
 
     Raises:
         EnvironmentLoadError: the package is not installed, its configuration refuses the args, or its own code raised.
     """
     use_trivet_clients()
     tie_programs()
+    if SCOPE in environ:
+        tie_containers(Path(environ["TMPDIR"]))
     try:
         data, select = read_arguments(settings.env_id, settings.args)
         env = load_environment(make_config(data, name=settings.name))
