@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from ipaddress import ip_address
 from urllib.parse import urlsplit, urlunsplit
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass_environment  # pyright: ignore[reportAttributeAccessIssue]  typeshed omits it
 
 PROXY_ERRORS = (ImportError, ValueError)
 """What httpx raises where the variables name a proxy that it cannot use: SOCKS without its package, or another scheme."""

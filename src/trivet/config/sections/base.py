@@ -56,7 +56,7 @@ def _as_text(value: object) -> object:
 
 def _is_numeric(field: FieldInfo | None) -> bool:
     """Return whether a field holds numbers, and nothing that may be a boolean."""
-    scalars = _scalars(field.annotation) if field is not None else set()
+    scalars: set[Any] = _scalars(field.annotation) if field is not None else set()
     return not scalars.isdisjoint((int, float)) and scalars.isdisjoint((bool, Any, object))
 
 
