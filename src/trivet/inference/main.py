@@ -41,7 +41,6 @@ from trivet.inference.server_shards import open_store
 from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
 from trivet.process.imports import without_collections
-from trivet.process.lifetime import die_with_parent
 from trivet.process.listening import is_held
 from trivet.process.lock import holder_of
 from trivet.process.server_shard import ServerShard, read_shard, shard_name
@@ -67,7 +66,6 @@ first may do so while a request is on its way on that connection, and the reques
 
 def main() -> int:
     """Run the command; return its exit code."""
-    die_with_parent()
     return run_command(InferenceConfig, serve)
 
 

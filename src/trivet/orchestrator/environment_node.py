@@ -13,7 +13,6 @@ from trivet.environments.nodes.pool_server import PoolServer
 from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError
 from trivet.orchestrator.connections import open_own_workers
-from trivet.process.lifetime import die_with_parent
 from trivet.process.signals import run_until_signalled
 from trivet.process.stacks import show_tasks_on_signal
 from trivet.secret import find_secret
@@ -24,7 +23,6 @@ from trivet.wire.status import RUNNING_GROUPS
 
 def main() -> int:
     """Run the command and return its exit code."""
-    die_with_parent()
     return run_command(OrchestratorConfig, start, check=check)
 
 

@@ -12,7 +12,6 @@ from trivet.environments.packages.interpreters import require_environment
 from trivet.faults import arm
 from trivet.orchestrator.advantage import make_advantage
 from trivet.process.imports import without_collections
-from trivet.process.lifetime import die_with_parent
 from trivet.process.lock import hold_role
 from trivet.process.signals import run_until_signalled
 from trivet.process.stacks import show_tasks_on_signal
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run the command and return its exit code."""
-    die_with_parent()
     return run_command(OrchestratorConfig, start, check=check)
 
 

@@ -1,6 +1,7 @@
 """Ties a process to its parent, so that no violent end leaves one behind (design invariant 7).
 
-Called first thing by every process that another of ours starts: roles, trainer ranks, engine workers, environment workers.
+Done to every process that another of ours starts: roles, trainer ranks, engine workers, environment workers. A command that a user
+starts is tied to nothing: with nohup it outlives its shell.
 As a program, `python -m trivet.process.lifetime --parent PID COMMAND…` ties itself and becomes COMMAND: what takes seconds to
 import is then tied from its first moment. Linux only; elsewhere nothing is tied.
 """

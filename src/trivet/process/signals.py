@@ -5,7 +5,8 @@ The launcher, which is no asyncio program, polls its signals by `launcher.superv
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,19 @@ def ending_signals() -> list[signal.Signals]:
     One that its starter has it ignore, as nohup does with SIGHUP, is not among them.
     """
     return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Yield the list of the SIGTERM and SIGHUP that came during the block, which ends when it suits it. Ctrl-C ends it at once."""
+    received: list[int] = []
+    numbers = [number for number in ending_signals() if number != signal.SIGINT]
+    before = {number: signal.signal(number, lambda came, _: received.append(came)) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def run_until_signalled(

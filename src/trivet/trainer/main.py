@@ -10,7 +10,6 @@ from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
 from trivet.faults import arm
-from trivet.process.lifetime import die_with_parent
 from trivet.process.lock import hold_role
 from trivet.secret import find_secret
 from trivet.telemetry import process_report
@@ -28,7 +27,6 @@ from trivet.wire.versions import Step
 
 def main() -> int:
     """Run one rank from the command line; return its exit code."""
-    die_with_parent()
     return run_command(TrainerConfig, start)
 
 

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trivet.process.imports import without_collections
-from trivet.process.lifetime import die_with_parent, module_command, tied_command
+from trivet.process.lifetime import module_command, tied_command
 from trivet.process.rank_place import RankPlace, read_place
+from trivet.process.signals import ending_signals
 from trivet.process.stacks import ignore_until_listening
 from trivet.secret import make_secret
 
@@ -30,14 +31,12 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", RENDEZVOUS_FILE)
 """Environment variables that make a rank join others."""
 _END_TIMEOUT_S = 30.0
 """Longest time that ranks may take to end after a signal; then they are killed."""
-_STOPPING = {signal.SIGTERM, signal.SIGINT}
 
 Rank = subprocess.Popen[bytes]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks to their end; return the exit code, 128 + N when signal N ended them."""
-    die_with_parent()
     num_ranks, module, *arguments = argv
     place = read_place()
     if num_ranks == "1":
@@ -87,7 +86,8 @@ def await_ranks(ranks: Sequence[Rank]) -> int:
 
     It blocks the signals that it waits for, so the ranks must be started before.
     """
-    awaited = {signal.SIGCHLD, *_STOPPING}
+    stopping = ending_signals()
+    awaited = {signal.SIGCHLD, *stopping}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     exit_code, kill_at = 0, float("inf")
     while running := [rank for rank in ranks if rank.poll() is None]:
@@ -97,7 +97,7 @@ def await_ranks(ranks: Sequence[Rank]) -> int:
             kill_at = _end(running, signal.SIGKILL)
         left = min(max(kill_at - time.monotonic(), 0.0), _END_TIMEOUT_S)
         received = signal.sigtimedwait(awaited, left)
-        if received is not None and received.si_signo in _STOPPING:
+        if received is not None and received.si_signo in stopping:
             exit_code = exit_code or 128 + received.si_signo
             kill_at = _end(running, received.si_signo)
     return exit_code or _exit_code(ranks)

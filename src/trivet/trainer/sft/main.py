@@ -13,7 +13,7 @@ from trivet.config.command import run_command
 from trivet.config.sections.sft import SftConfig
 from trivet.errors import BatchError
 from trivet.faults import arm, reach
-from trivet.process.lifetime import die_with_parent
+from trivet.process.signals import noted_signals
 from trivet.telemetry import process_report
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import cross_entropy
@@ -21,7 +21,7 @@ from trivet.trainer.main import set_up_rank
 from trivet.trainer.measurement.bench import run_bench
 from trivet.trainer.model.export import load_tokenizer
 from trivet.trainer.open_session import open_session
-from trivet.trainer.ranks.world import World, open_world
+from trivet.trainer.ranks.world import World, gather_bytes, open_world
 from trivet.trainer.session import Session
 from trivet.trainer.sft.batches import Batches, make_batch, open_batches
 from trivet.trainer.sft.validation import Validation, open_validation
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Run one rank from the command line; return its exit code."""
-    die_with_parent()
     return run_command(SftConfig, start)
 
 
@@ -52,12 +51,15 @@ def start(config: SftConfig) -> int:
             return 0
         set_up_rank(config, world, role="sft")
         arm(config.faults.schedule, rank=world.rank)
-        run(config, world)
-    return 0
+        return run(config, world)
 
 
-def run(config: SftConfig, world: World) -> None:
-    """Train to max_steps, by default one epoch; publish and commit at the interval and at the end."""
+def run(config: SftConfig, world: World) -> int:
+    """Train to max_steps, by default one epoch; publish and commit at the interval and at the end.
+
+    Returns:
+        The exit code: 128 + N when signal N, SIGTERM or SIGHUP, came, after the step was finished and committed.
+    """
     process_report.begin("reading the data")
     tokenizer = load_tokenizer(config)
     batches = open_batches(config, tokenizer, vocab_size=len(tokenizer))
@@ -77,9 +79,26 @@ def run(config: SftConfig, world: World) -> None:
             values = validation.measure(session.learner.model, world, step=Step(0))
             if session.telemetry is not None:
                 session.telemetry.write_step(0, values)
-        for step in range(session.from_step + 1, config.max_steps + 1):
-            with session.failing_together():
-                _take_step(session, config, batches, validation, Step(step))
+        with noted_signals() as received:
+            for step in range(session.from_step + 1, config.max_steps + 1):
+                with session.failing_together():
+                    _take_step(session, config, batches, validation, Step(step))
+                # The ranks get a signal at different moments: what one has by now counts for all.
+                asked = max(number for [number] in gather_bytes(world, bytes(received[:1] or [0])))
+                if asked and step < config.max_steps:
+                    _end_early(session, config, Step(step))
+                    return 128 + asked
+    return 0
+
+
+def _end_early(session: Session, config: SftConfig, step: Step) -> None:
+    """Commit a step, unless that was due anyway."""
+    logger.info("preempted after step=%s", step)
+    process_report.begin(f"committing step {step}")
+    if not config.ckpt.is_due(step, max_steps=config.max_steps):
+        session.publish(step)
+        session.save(step, parts=(TRAINER,))
+    session.ending = "preempted"
 
 
 def _take_step(session: Session, config: SftConfig, batches: Batches, validation: Validation | None, step: Step) -> None:

@@ -1,6 +1,9 @@
 import json
 import math
+import os
 import shutil
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,10 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.sft import SftConfig
 from trivet.errors import BatchError, ConfigError, Diverged, ResumeError
 from trivet.trainer.sft.main import run
+from trivet.trainer.step import Learner, StepResult, train_step
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
+from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
 
 
@@ -84,6 +89,23 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(picture_model: Path, 
         ConfigError, match=r"has an embedding of 128 tokens, and the tokenizer \(.*\) has 129: 1 tokens have no row"
     ):
         run(make_config(picture_model, data, tmp_path / "out", max_steps=1), world)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_the_step_end_and_commits_it(
+    tiny_model: Path, data: Path, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def signalled(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> StepResult:
+        if step == 3:
+            os.kill(os.getpid(), number)
+        return train_step(learner, rows, step=step)
+
+    monkeypatch.setattr("trivet.trainer.sft.main.train_step", signalled)
+    layout = RunLayout(tmp_path / "out")
+    assert run(make_config(tiny_model, data, layout.root, max_steps=7), world) == 128 + number
+    assert published_versions(layout) == committed_steps(layout) == [3]
+    assert run(make_config(tiny_model, data, layout.root, max_steps=7, ckpt={"resume_step": 3}), world) == 0
+    assert committed_steps(layout) == [3, 7]
 
 
 def test_without_max_steps_the_data_is_seen_once(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
