@@ -119,8 +119,8 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
         session.await_policy()  # the history lists the events of one step before those of the next
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=[]))
+        session.choose_probe(batch.rows)
         if config.ckpt.is_due(step, max_steps=config.max_steps):
-            session.choose_probe(batch.rows)
             session.publish(step)
             session.save(step, parts=(TRAINER,))
         session.settle()
