@@ -40,7 +40,7 @@ def score(model: PolicyModel, samples: Sequence[Sequence[int]], world: World, *,
         dtype: the dtype that the model computes in.
     """
     scored: dict[int, list[float]] = {}
-    plan = plan_rows([_to_row(samples)], num_ranks=1, shares_prefixes=model.shares_prefixes)
+    plan = plan_rows([_to_row(samples)], num_ranks=1, shares_prefixes=model.shares_prefixes, packs=model.packs)
     with torch.no_grad(), _without_adapter_dropout(model):
         for row in plan.take(0, device=world.device):
             parts = model(row).logprobs_N.float().cpu().split(row.num_loss_tokens_S)

@@ -102,6 +102,7 @@ def plan_rows(
     max_tokens: int | None = None,
     max_shared_tokens: int | None = None,
     shares_prefixes: bool = True,
+    packs: bool = True,
 ) -> RowPlan:
     """Decide which samples of a batch share a row, and which rank computes it. Samples without loss tokens may be left out.
 
@@ -113,7 +114,9 @@ def plan_rows(
         max_tokens: pack the batch's samples again, into rows of at most this many tokens; None: keep the batch's rows.
         max_shared_tokens: most tokens of a row whose samples share a prefix; by default as of any other row.
         shares_prefixes: compute tokens that samples of a row begin with in common once.
+        packs: false: each sample is a row of its own, whatever the other arguments say.
     """
+    shares_prefixes = shares_prefixes and packs
     samples: list[Place] = []
     tokens: list[np.ndarray] = []
     packed: list[list[int]] = []
@@ -121,12 +124,14 @@ def plan_rows(
         trained = _trained_samples(row)
         if trained.any():
             # A row that stays whole keeps all its samples, so that it need not be copied.
-            kept = [number for number in range(len(trained)) if max_tokens is None or trained[number]]
+            kept = [number for number in range(len(trained)) if trained[number] or (packs and max_tokens is None)]
             packed.append(list(range(len(samples), len(samples) + len(kept))))
             samples += [(index, number) for number in kept]
             parts = np.split(row.token_ids_T, np.cumsum(row.sequence_lengths_S)[:-1])
             tokens += [parts[number] for number in kept]
     items = [[number] for number in range(len(samples))]
+    if not packs:
+        packed, max_tokens = items, None
     row_limit = max_tokens or max((row.num_tokens for row in rows), default=0)
     if shares_prefixes:
         # A group that is larger than a rank's part of the batch would leave other ranks without work.

@@ -137,6 +137,7 @@ def _plan(learner: Learner, rows: Sequence[MicroBatch]) -> RowPlan:
         max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else model.lanes.max_tokens(longest),
         max_shared_tokens=learner.micro_batch_tokens or max(longest, model.seq_len),
         shares_prefixes=model.shares_prefixes,
+        packs=model.packs,
     )
 
 

@@ -72,19 +72,24 @@ def layouts(examples: list[Example]) -> dict[str, list[MicroBatch]]:
     }
 
 
-def load_model(directory: Path, *, adapter: Path | None = None) -> Any:
+def load_model(directory: Path, *, adapter: Path | None = None, attention: str = "eager") -> Any:
     """Load by plain transformers and PEFT, in float64. With an adapter, only the adapter is trainable."""
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        directory, dtype=torch.float64, attn_implementation=attention, experts_implementation="eager"
     )
     return model if adapter is None else PeftModel.from_pretrained(model, str(adapter), is_trainable=True).base_model.model
 
 
 def loss_and_gradients(
-    model_dir: Path, examples: list[Example], config: DefaultLossConfig | None, *, adapter: Path | None = None
+    model_dir: Path,
+    examples: list[Example],
+    config: DefaultLossConfig | None,
+    *,
+    adapter: Path | None = None,
+    attention: str = "eager",
 ) -> tuple[Any, dict[str, Any]]:
     """Return the policy loss of `config`, or without one the mean cross-entropy, and its gradients by parameter name."""
-    model = load_model(model_dir, adapter=adapter)
+    model = load_model(model_dir, adapter=adapter, attention=attention)
     num_tokens = sum(sum(example.is_trained) for example in examples)
     total = torch.zeros((), dtype=torch.float64)
     for example in examples:

@@ -62,8 +62,10 @@ def meta_learner(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
         config = TrainerModelConfig(name=str(tiny_model), compute_dtype="float32", fused_lm_head_chunk_size=7)
         hf_config = read_config(config)
         heads = HeadDims.of(hf_config)
-        attention = register_attention("sdpa", device=torch.device("cpu"), dtype=torch.float32, heads=heads)
-        causal_lm = build(hf_config, config, attention=attention, dtype=torch.float32).to("meta")
+        causal_lm = build(hf_config, config, dtype=torch.float32).to("meta")
+        causal_lm.config._attn_implementation = register_attention(
+            "sdpa", device=torch.device("cpu"), dtype=torch.float32, heads=heads
+        )
         model = PolicyModel(causal_lm.train(), chunk_size=7, logit_rule=find_logit_rule(causal_lm, name=config.name))
         world = World(rank=0, size=1, device=META, mesh=FakeMesh(), control=None, secret=None)  # type: ignore[arg-type]  # one rank
         return Learner(

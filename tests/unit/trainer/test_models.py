@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.trainer import TrainerModelConfig
 from trivet.errors import ConfigError
+from trivet.trainer.attention import packed
 from trivet.trainer.model.export import Exporter
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.ranks.world import gather_tensor
@@ -143,46 +144,87 @@ def test_an_encoder_with_a_decoder_is_refused(world, tmp_path: Path) -> None:
     assert "it is an encoder with a decoder" in refuse(save_config(config, tmp_path), world)
 
 
+def test_attention_that_sees_later_tokens_is_refused(world, tmp_path: Path) -> None:
+    config = transformers.Gemma3TextConfig(**merge({"use_bidirectional_attention": True}))
+    assert "its attention sees later tokens" in refuse(save_config(config, tmp_path), world)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "reason"),
     [
-        transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4),
-        transformers.Qwen3NextConfig(**merge(EXPERTS, {"layer_types": ["linear_attention", "full_attention"]})),
+        (transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4), "carry a state"),
+        (transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2), "an attention of its own"),
+        (transformers.NemotronConfig(**merge()), "do not tell attention where samples end"),
+        (transformers.LlamaConfig(**merge({"rope_parameters": LONGROPE})), "beyond 64 tokens"),
+        (
+            transformers.Llama4TextConfig(
+                **merge(
+                    {
+                        "layer_types": ["chunked_attention"] * 2,
+                        "attention_chunk_size": 16,
+                        "intermediate_size_mlp": 48,
+                        "num_local_experts": 2,
+                    }
+                )
+            ),
+            "within chunks of 16 tokens",
+        ),
     ],
-    ids=["mamba", "qwen3-next"],
+    ids=["mamba", "bloom", "nemotron", "longrope", "chunks"],
 )
-def test_layers_that_carry_a_state_are_refused(world, tmp_path: Path, config: PreTrainedConfig) -> None:
-    assert "a state along the row, which would leak from one packed sample" in refuse(save_config(config, tmp_path), world)
+def test_a_model_whose_samples_cannot_be_kept_apart_is_trained_on_one_sample_a_row(
+    config: PreTrainedConfig, reason: str, tmp_path: Path, make_learner, oracle, caplog: pytest.LogCaptureFixture
+) -> None:
+    examples = oracle.make_examples(count=5, vocab_size=VOCAB, prompt_length=20)
+    directory = save_model(config, tmp_path)
+    learner = make_learner(directory)
+    assert not learner.model.packs
+    assert reason in caplog.text
+    expected_loss, _ = oracle.loss_and_gradients(directory, examples, None)
+    result = train_step(learner, [oracle.make_row(examples)], step=1)
+    assert result.loss == pytest.approx(expected_loss, rel=10 * TOLERANCE)
+    assert result.num_computed_tokens == sum(len(example.token_ids) for example in examples)
 
 
-def test_attention_that_does_not_know_where_samples_end_is_refused(world, tmp_path: Path) -> None:
-    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
-    assert "does not know where the samples of a packed row end" in refuse(save_config(config, tmp_path), world)
+def test_a_model_whose_packed_rows_differ_is_trained_on_one_sample_a_row(
+    models: dict[str, Path], make_learner, oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The attention of this model multiplies what it is given by a number that packed attention does not know."""
+    attend = packed.grouped_packed
 
+    def attend_otherwise(*args, **kwargs):
+        return attend(*args, **kwargs)[0] * 1.5, None
 
-def test_attention_with_sinks_is_refused(world, tmp_path: Path) -> None:
-    config = transformers.GptOssConfig(**merge({"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4096}))
-    assert "its attention has sinks" in refuse(save_config(config, tmp_path), world)
-
-
-def test_a_window_shorter_than_a_row_is_refused(world, tmp_path: Path) -> None:
-    message = refuse(save_config(make_config("gemma2", sliding_window=16), tmp_path), world, seq_len=32)
-    assert "a window of 16 tokens only, model.seq_len is 32" in message
+    monkeypatch.setattr(packed, "grouped_packed", attend_otherwise)
+    learner = make_learner(models["llama"])
+    assert "log-probabilities of a packed row differ" in caplog.text
+    examples = oracle.make_examples(count=5, vocab_size=VOCAB, prompt_length=20)
+    expected_loss, _ = oracle.loss_and_gradients(models["llama"], examples, None)
+    assert train_step(learner, [oracle.make_row(examples)], step=1).loss == pytest.approx(expected_loss, rel=TOLERANCE)
 
 
 def test_logits_that_are_changed_in_an_unknown_way_are_refused(world, models, monkeypatch) -> None:
     forward = transformers.LlamaForCausalLM.forward
 
-    def forward_with_scaled_logits(self, *args, **kwargs):
+    def forward_with_raised_logits(self, *args, **kwargs):
         outputs = forward(self, *args, **kwargs)
         assert outputs.logits is not None
-        outputs.logits = outputs.logits * 2.0
+        outputs.logits = outputs.logits + 2.0
         return outputs
 
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward_with_scaled_logits)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward_with_raised_logits)
     assert "changes its logits in a way that the trainer does not know" in refuse(models["llama"], world)
 
 
 def test_a_kernel_that_cannot_cap_scores_is_refused_for_a_model_that_does(world, models) -> None:
     message = refuse(models["gemma2"], world, attn="flash_varlen")
-    assert "cannot cap scores as this model does" in message
+    assert "can neither cap scores nor add sinks as this model does" in message

@@ -93,3 +93,13 @@ def test_what_only_some_rows_carry_is_left_out_of_a_joined_row(oracle) -> None:
     alone = join_samples(rows, [(0, 0)])
     assert alone.teacher_logprobs_T is not None
     assert alone.token_ids_T.tolist() == rows[0].token_ids_T.tolist()
+
+
+def test_a_model_that_cannot_keep_samples_apart_gets_one_sample_a_row(oracle) -> None:
+    examples = oracle.make_examples(count=6, vocab_size=50, prompt_length=20)
+    packed = oracle.make_row(examples)
+    packed.loss_mask_T[: len(examples[0].token_ids)] = False
+    plan = plan_rows([packed], num_ranks=1, max_tokens=100, max_shared_tokens=100, packs=False)
+    rows = plan.take(0, device=CPU)
+    assert sorted(row.places for row in rows) == [((0, number),) for number in range(1, 6)]
+    assert plan.num_tokens == sum(len(example.token_ids) for example in examples[1:])

@@ -55,7 +55,7 @@ def choose_attention(
     device_type: str,
     capability: tuple[int, int] | None,
     is_float32: bool = False,
-    has_softcap: bool,
+    has_special_scores: bool,
     heads: HeadDims,
     is_installed: Callable[[str], bool],
 ) -> str:
@@ -64,18 +64,21 @@ def choose_attention(
     Args:
         capability: compute capability of the CUDA device.
         is_float32: the model computes in float32, which no flash attention takes.
+        has_special_scores: the model caps scores or has sinks, which no kernel of torch knows.
 
     Raises:
         ConfigError: as for `register_attention`.
     """
     if attn == "auto":
-        if has_softcap or device_type not in ("cpu", "cuda"):
+        if has_special_scores or device_type not in ("cpu", "cuda"):
             return "sdpa"
         return "grouped" if device_type == "cpu" else _fastest_on_cuda(capability, is_float32, heads, is_installed)
     if attn == "sdpa":
         return attn
-    if has_softcap:
-        raise ConfigError(f'model.attn = "{attn}" cannot cap scores as this model does; set model.attn = "sdpa"')
+    if has_special_scores:
+        raise ConfigError(
+            f'model.attn = "{attn}" can neither cap scores nor add sinks as this model does; set model.attn = "sdpa"'
+        )
     if attn == "grouped":
         if device_type != "cpu":
             raise ConfigError(f'model.attn = "grouped" is for the CPU, this is {device_type}; set model.attn = "auto"')

@@ -133,10 +133,10 @@ def grouped_attention(
     """Compute causal attention within each sample.
 
     Args:
-        query: [T, K * G, D]; key and value [T, K, D].
+        query: [T, K * G, D]; key [T, K, D]; value [T, K, D], where D may be another one.
 
     Returns:
-        [T, K * G, D].
+        [T, K * G, D] with the value's D.
     """
     return _GroupedAttention.apply(query, key, value, groups, scale)  # type: ignore[no-any-return]  # apply is untyped
 
@@ -160,7 +160,7 @@ class _GroupedAttention(torch.autograd.Function):
             outputs.append(_to_rows(blocks, group))
         ctx.save_for_backward(query, key, value, *saved)
         ctx.groups, ctx.scale = groups, scale
-        return _in_row_order(outputs, groups).view(query.shape)
+        return _in_row_order(outputs, groups).view(*query.shape[:-1], value.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 
 from trivet.errors import ConfigError
 from trivet.trainer.attention.choice import PACKAGES, HeadDims, choose_attention
@@ -74,6 +74,10 @@ class Segments:
         """Tokens of the longest segment, its prefix included."""
         return self.keys.longest if self.keys else self.longest
 
+    def shortens(self, window: int | None) -> bool:
+        """Tell whether a window of so many tokens hides any token of a sample from a later one; None: there is no window."""
+        return window is not None and window < self.longest_sample
+
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device) -> "Segments":
         """Describe a row of samples of these lengths, in tokens, that share nothing, for `device`."""
@@ -117,12 +121,17 @@ def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
+def packs_rows(attention: str) -> bool:
+    """Tell whether the attention of this name keeps the samples of a row apart: transformers' own do not."""
+    return attention.startswith(_PREFIX)
+
+
 def register_attention(
     attn: str,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    has_softcap: bool = False,
+    has_special_scores: bool = False,
     heads: HeadDims,
 ) -> str:
     """Register the configured attention with transformers and return its name there.
@@ -131,7 +140,7 @@ def register_attention(
 
     Args:
         dtype: the dtype in which the model computes.
-        has_softcap: the model caps the scores before the softmax, which no kernel of torch does.
+        has_special_scores: the model caps scores before the softmax or has sinks, which no kernel of torch knows.
         heads: the features of the model's heads.
 
     Raises:
@@ -144,7 +153,7 @@ def register_attention(
             device_type=device.type,
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
             is_float32=dtype == torch.float32,
-            has_softcap=has_softcap,
+            has_special_scores=has_special_scores,
             heads=heads,
             is_installed=lambda package: package not in refused and _is_installed(package),
         )
@@ -193,23 +202,6 @@ def _attend_probe(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
     return flash_varlen_packed(torch.nn.Identity(), query, key, value, None, segments=segments)[0]
 
 
-def require_full_attention(config: PreTrainedConfig, *, seq_len: int) -> None:
-    """Refuse a model whose attention window is shorter than a row.
-
-    Raises:
-        ConfigError: the model limits attention to a window that a row could exceed.
-    """
-    window = getattr(config, "sliding_window", None)
-    uses_window = getattr(config, "use_sliding_window", True) and "sliding_attention" in (
-        getattr(config, "layer_types", None) or ["sliding_attention"]
-    )
-    if window is not None and uses_window and window < seq_len:
-        raise ConfigError(
-            f"the model attends over a window of {window} tokens only, model.seq_len is {seq_len}, and packed rows have no "
-            f"window attention; set model.seq_len <= {window}"
-        )
-
-
 def sdpa_packed(  # noqa: PLR0913  # those that transformers gives to an attention
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -219,16 +211,16 @@ def sdpa_packed(  # noqa: PLR0913  # those that transformers gives to an attenti
     *,
     segments: Segments,
     scaling: float | None = None,
-    softcap: float | None = None,
     dropout: float = 0.0,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention segment by segment.
 
     Args:
         query: [1, H, T, D]; key and value [1, K, T, D].
-        softcap: scores become softcap * tanh(score / softcap).
         dropout: share of the attention weights that are zeroed.
+        options: what transformers' models give besides. `softcap`: scores become softcap * tanh(score / softcap).
+            `sliding_window`: a token sees so many tokens, itself the last. `s_aux`, [H]: scores of sinks, keys without a value.
 
     Returns:
         [1, T, H, D], and no attention weights.
@@ -250,10 +242,12 @@ def sdpa_packed(  # noqa: PLR0913  # those that transformers gives to an attenti
         value.split(list(key_lengths), dim=2),
         strict=True,
     )
-    if softcap is not None:
-        outputs = [_capped_attention(q, k, v, scaling=scaling, softcap=softcap, dropout=dropout) for q, k, v in parts]
+    softcap, sinks_H, window = options.get("softcap"), options.get("s_aux"), options.get("sliding_window")
+    given: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "window": window if segments.shortens(window) else None}
+    if softcap is not None or sinks_H is not None:
+        outputs = [_attend_in_memory(q, k, v, softcap=softcap, sinks_H=sinks_H, **given) for q, k, v in parts]
     else:
-        outputs = [_causal_attention(q, k, v, scaling=scaling, dropout=dropout) for q, k, v in parts]
+        outputs = [_causal_attention(q, k, v, **given) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
 
 
@@ -270,33 +264,47 @@ def _repeat_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, dropout: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, dropout: float, window: int | None
 ) -> torch.Tensor:
     """Compute attention of one segment; its queries are the last of its keys' tokens."""
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
-    if query.shape[2] == key.shape[2]:
+    if query.shape[2] == key.shape[2] and window is None:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    return scaled_dot_product_attention(query, key, value, attn_mask=~_is_later(query, key), **options)
+    return scaled_dot_product_attention(query, key, value, attn_mask=~_is_hidden(query, key, window=window), **options)
 
 
-def _is_later(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return bool [queries, keys]: the key comes behind the query."""
+def _is_hidden(query: torch.Tensor, key: torch.Tensor, *, window: int | None) -> torch.Tensor:
+    """Return bool [queries, keys]: the key comes behind the query, or before its window."""
     num_queries, num_keys = query.shape[2], key.shape[2]
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1 + num_keys - num_queries)
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+    is_later = ones.triu(1 + num_keys - num_queries)
+    return is_later if window is None else is_later | ones.tril(num_keys - num_queries - window)
 
 
-def _capped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, softcap: float, dropout: float
+def _attend_in_memory(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute causal attention of one segment with all scores in memory, because no kernel of torch caps them."""
-    is_later = _is_later(query, key)
+    """Compute attention of one segment with all scores in memory, because no kernel of torch caps them or has sinks."""
+    is_hidden = _is_hidden(query, key, window=window)
     key, value = _repeat_heads(query, key, value)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
-    weights = scores.masked_fill(is_later, float("-inf")).softmax(
-        dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)
-    )
-    return torch.nn.functional.dropout(weights, dropout).to(value.dtype) @ value
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).view(1, -1, 1, 1).expand(-1, -1, scores.shape[2], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights = torch.nn.functional.dropout(weights[..., : key.shape[2]], dropout)
+    return weights.to(value.dtype) @ value
 
 
 def grouped_packed(
@@ -308,9 +316,12 @@ def grouped_packed(
     *,
     segments: Segments,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute what `sdpa_packed` computes, by matrix products over segments of similar length; the shapes are the same."""
+    if segments.shortens(sliding_window):
+        return sdpa_packed(module, query, key, value, None, segments=segments, scaling=scaling, sliding_window=sliding_window)
     assert segments.groups is not None, "attention by groups is for the CPU"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -326,12 +337,14 @@ def flash_varlen_packed(
     *,
     segments: Segments,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute what `sdpa_packed` computes in one kernel, for float16 and bfloat16; the shapes are the same."""
     query, key, value, lengths = _unpack(query, key, value, segments)
     groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _HAS_ENABLE_GQA else {}
-    output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(-1, 0), **groups)
+    num_before = -1 if sliding_window is None else sliding_window - 1  # tokens that a token sees before itself; -1: all
+    output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(num_before, 0), **groups)
     assert isinstance(output, torch.Tensor)
     return output[None], None
 
@@ -361,13 +374,15 @@ def package_packed(
     *,
     segments: Segments,
     scaling: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute what `sdpa_packed` computes with the package that `attn` names.
 
     Shapes are as in `sdpa_packed`, dtypes as in `flash_varlen_packed`.
     """
     query, key, value, (offsets_q, offsets_k, longest_q, longest_k) = _unpack(query, key, value, segments)
+    sliding_window = options.get("sliding_window")
+    window: dict[str, Any] = {} if sliding_window is None else {"window_size": (sliding_window - 1, 0)}
     output = import_module(PACKAGES[attn]).flash_attn_varlen_func(
         *(tensor.contiguous() for tensor in (query, key, value)),
         cu_seqlens_q=offsets_q,
@@ -377,6 +392,7 @@ def package_packed(
         softmax_scale=scaling,
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),  # the packages know nothing of torch's own switch
+        **window,
     )
     # Versions of the package for Hopper differ: some return the log-sums of the softmax as well.
     return (output[0] if isinstance(output, tuple) else output)[None], None

@@ -19,12 +19,13 @@ import torch
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from trivet.trainer.attention.choice import HeadDims
 from trivet.trainer.optim.master_weights import MasterWeights
 
 logger = logging.getLogger(__name__)
 
-_PROBE_TOKENS, _PROBE_FEATURES = 3, 64
-"""Size of the input on which a part is compared with its replacement."""
+_PROBE_TOKENS = 3
+"""Tokens of the input on which a part is compared with its replacement."""
 
 
 def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> MasterWeights | None:
@@ -182,6 +183,7 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
         return False
     weight = torch.linspace(-1.5, 1.5, module.weight.numel())  # type: ignore[reportCallIssue, reportArgumentType]  # one tensor
     inputs = torch.linspace(-3.0, 2.0, _PROBE_TOKENS * len(weight)).view(_PROBE_TOKENS, -1)
+    inputs[0] *= 1e-3  # so small that epsilon matters
     with torch.no_grad():
         return all(
             torch.equal(
@@ -201,23 +203,27 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate_halves(values, cos, sin, sign=1)
+        return _rotate_halves(values, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _rotate_halves(grads[0], *ctx.saved_tensors, sign=-1), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate_halves(grads[0], cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None
 
 
-def _rotate_halves(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sign: int) -> torch.Tensor:
-    half = values.shape[-1] // 2
-    rotated = values * cos
-    rotated[..., :half].addcmul_(values[..., half:], sin[..., :half], value=-sign)
-    rotated[..., half:].addcmul_(values[..., :half], sin[..., half:], value=sign)
-    return rotated
+def _rotate_halves(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first features of each head, as many as `cos` has; the others stay. `cos` may be wider than `values`."""
+    num_rotated = cos.shape[-1]
+    half = num_rotated // 2
+    rotated = values[..., :num_rotated] * cos
+    rotated[..., :half].addcmul_(values[..., half:num_rotated], sin[..., :half], value=-1)
+    rotated[..., half:].addcmul_(values[..., :half], sin[..., half:])
+    rotated = rotated.to(values.dtype)
+    return rotated if num_rotated == values.shape[-1] else torch.cat([rotated, values[..., num_rotated:]], dim=-1)
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
-    """Apply rotary positions to queries and keys; the two halves of `cos` are equal, and those of `sin`.
+    """Apply rotary positions to queries and keys.
 
     Arguments have the names of the transformers function that this one replaces.
     """
@@ -225,28 +231,45 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return _Rotary.apply(q, cos, sin), _Rotary.apply(k, cos, sin)
 
 
+_replaced: dict[str, Rotary] = {}
+"""The functions of transformers in whose place `rotate` is, by their modules."""
+
+
 def _replace_rotary(causal_lm: PreTrainedModel) -> bool:
     """Replace the function in the module that defines the model: its blocks look it up there by name."""
     modeling: Any = sys.modules[type(causal_lm).__module__]
-    theirs: Rotary | None = getattr(modeling, "apply_rotary_pos_emb", None)
-    if theirs is rotate:
-        return True
-    if theirs is None or not _is_plain_rotary(theirs):
+    current: Rotary | None = getattr(modeling, "apply_rotary_pos_emb", None)
+    if current is None:
         return False
-    modeling.apply_rotary_pos_emb = rotate
+    theirs = _replaced[modeling.__name__] if current is rotate else current
+    modeling.apply_rotary_pos_emb = theirs
+    if not _rotates_alike(theirs, causal_lm):
+        return False
+    _replaced[modeling.__name__], modeling.apply_rotary_pos_emb = theirs, rotate
     return True
 
 
-def _is_plain_rotary(theirs: Rotary) -> bool:
-    angles = torch.linspace(0.0, 2.0, _PROBE_TOKENS * _PROBE_FEATURES // 2, dtype=torch.float64).view(1, _PROBE_TOKENS, -1)
-    cos, sin = (torch.cat([half, half], dim=-1) for half in (angles.cos(), angles.sin()))
-    values = torch.linspace(-1.0, 1.0, 2 * _PROBE_TOKENS * _PROBE_FEATURES, dtype=torch.float64)
-    query = values.view(1, 2, _PROBE_TOKENS, _PROBE_FEATURES)
+def _rotates_alike(theirs: Rotary, causal_lm: PreTrainedModel) -> bool:
+    """Tell whether `theirs` does what `rotate` does, for heads of which as many features are rotated as in this model.
+
+    Some models call the function for whole heads, others only for what is rotated of them.
+    """
+    rotated = {2 * len(buffer) for name, buffer in causal_lm.named_buffers() if name.endswith("inv_freq")}
+    dim = HeadDims.of(causal_lm.config).query
+    outcomes = [_compare_rotation(theirs, *sizes) for size in rotated for sizes in {(size, size), (max(dim, size), size)}]
+    return True in outcomes and False not in outcomes
+
+
+def _compare_rotation(theirs: Rotary, num_features: int, num_rotated: int) -> bool | None:
+    """Tell whether `theirs` does what `rotate` does; None: it does not take so many features, or has other arguments."""
+    angles = torch.linspace(0.0, 2.0, _PROBE_TOKENS * num_rotated, dtype=torch.float64).view(1, _PROBE_TOKENS, -1)
+    values = torch.linspace(-1.0, 1.0, 2 * _PROBE_TOKENS * num_features, dtype=torch.float64)
+    query = values.view(1, 2, _PROBE_TOKENS, num_features)
     try:
-        found = theirs(query, query[:, :1], cos, sin)
+        found = theirs(query, query[:, :1], angles.cos(), angles.sin())
     except (TypeError, ValueError, RuntimeError):
-        # It takes other arguments, so it is another function.
-        return False
+        return None
+    expected = rotate(query, query[:, :1], angles.cos(), angles.sin())
     return all(
-        torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, rotate(query, query[:, :1], cos, sin), strict=True)
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, expected, strict=True)
     )

@@ -60,7 +60,8 @@ def model_cost(model: PolicyModel) -> ModelCost:
     config = model.causal_lm.config
     assert isinstance(config, PreTrainedConfig)
     is_tied = model.embedding.weight is model.head.weight
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads = getattr(config, "num_attention_heads", None) or 0  # a model of state-space layers alone has none
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
     used = {name: _count_used(name, parameter, config) for name, parameter in model.named_parameters()}
     matmul_parameters = sum(used.values()) - (0 if is_tied else model.embedding.weight.numel())
     num_trained = sum(used[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -68,7 +69,7 @@ def model_cost(model: PolicyModel) -> ModelCost:
         matmul_parameters=matmul_parameters,
         frozen_parameters=matmul_parameters - num_trained if has_adapter(model.causal_lm) else 0,
         num_layers=config.num_hidden_layers,
-        attention_width=config.num_attention_heads * head_dim,
+        attention_width=num_heads * head_dim,
         hidden_size=config.hidden_size,
     )
 

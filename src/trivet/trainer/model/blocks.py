@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trivet.config.sections.model import ActivationCheckpointConfig, TrainerModelConfig
 from trivet.errors import ConfigError
-from trivet.trainer.attention.packed import TRACEABLE, WITHOUT_OPERATOR
+from trivet.trainer.attention.packed import TRACEABLE, WITHOUT_OPERATOR, packs_rows
 from trivet.trainer.model.activations import ActivationOffload, CudaTransfers
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def _choose_policy(kept: frozenset[str], context: Any, operator: Any, *_: Any, *
 
 def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.device, seq_len: int) -> None:
     require_compiler(device)
-    if attention not in TRACEABLE:
+    if packs_rows(attention) and attention not in TRACEABLE:
         # Such an attention loops over the samples of a row: if it were traced, each new row would be compiled anew.
         AttentionInterface.register(attention, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention]))
     # Otherwise torch treats equal sizes as one, and a first row of as many tokens as the model has features makes its own graph.

@@ -66,17 +66,15 @@ def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
     return hf_config
 
 
-def build(hf_config: PreTrainedConfig, config: TrainerModelConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model with parameters on the meta device and buffers with their values.
+def build(hf_config: PreTrainedConfig, config: TrainerModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model with parameters on the meta device, buffers with their values, and the attention that transformers takes.
 
     Raises:
         ConfigError: transformers has no causal language model of this kind.
     """
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            causal_lm = AutoModelForCausalLM.from_config(
-                hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
-            )
+            causal_lm = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as exc:
         raise _not_loadable(config, exc) from exc
     # Tied parameters went to the meta device one by one and became two.

@@ -15,21 +15,27 @@ from transformers import PreTrainedModel
 
 from trivet.config.sections.model import ComputeDtype, TrainerModelConfig
 from trivet.errors import ConfigError
-from trivet.trainer.attention.packed import HeadDims, register_attention, require_full_attention
+from trivet.trainer.attention.packed import HeadDims, packs_rows, register_attention
 from trivet.trainer.kernels.cpu import speed_up_on_cpu
 from trivet.trainer.kernels.lanes import Lanes
+from trivet.trainer.measurement.fake_data import fake_groups
 from trivet.trainer.model.blocks import blocks_of, prepare_blocks
 from trivet.trainer.model.initial_weights import build, fill, read_config
 from trivet.trainer.model.logit_arithmetic import LogitArithmetic
 from trivet.trainer.model.logprobs import TokenScores, score_tokens
 from trivet.trainer.model.random_rates import find_random_rates, report_random_rates
-from trivet.trainer.model.supported import LogitRule, find_logit_rule, require_packable, require_text_decoder
+from trivet.trainer.model.supported import LogitRule, decoder_of, find_logit_rule, require_text_decoder, why_unpacked
 from trivet.trainer.optim.master_weights import MasterWeights
-from trivet.trainer.ranks.world import World
-from trivet.trainer.rows import RowTensors
+from trivet.trainer.ranks.world import World, sum_over_ranks
+from trivet.trainer.rows import RowTensors, plan_rows, to_tensors
 from trivet.weights.adapters import is_adapter
 
 logger = logging.getLogger(__name__)
+
+_ONE_SAMPLE = "rows hold one sample each, which takes longer: %s"
+_CHECK_TOKENS = 40
+_MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Nats, on average over tokens. Rounding of bfloat16 gives up to about 0.05, samples that see each other about 1."""
 
 
 class PolicyModel(torch.nn.Module):
@@ -80,10 +86,13 @@ class PolicyModel(torch.nn.Module):
 
     def forward(self, row: RowTensors) -> TokenScores:
         """Score the loss tokens of `row`."""
-        outputs = self.causal_lm.base_model(
-            input_ids=row.token_ids_1U, position_ids=row.position_ids_1U, use_cache=False, segments=row.segments
-        )
+        assert self.packs or len(row.segments.lengths) == 1, "the rows of this model hold one sample each"
+        packing = {"position_ids": row.position_ids_1U, "segments": row.segments} if self.packs else {}
+        outputs = decoder_of(self.causal_lm)(input_ids=row.token_ids_1U, use_cache=False, **packing)
         hidden_NH, weight = outputs.last_hidden_state[0].index_select(0, row.predictors_N), self.head.weight
+        if self.head.bias is not None:
+            weight = torch.cat([weight, self.head.bias[:, None]], dim=1)
+            hidden_NH = torch.cat([hidden_NH, hidden_NH.new_ones(len(hidden_NH), 1)], dim=1)
         return score_tokens(
             hidden_NH,
             weight,
@@ -103,6 +112,11 @@ class PolicyModel(torch.nn.Module):
         """Cast changed master weights with all cores, before rows are computed side by side."""
         if self._masters is not None:
             self._masters.renew()
+
+    @property
+    def packs(self) -> bool:
+        """Whether a row may hold several samples, which the model's attention keeps apart; else it holds one."""
+        return packs_rows(self.causal_lm.config._attn_implementation or "")
 
     @property
     def embedding(self) -> torch.nn.Embedding:
@@ -156,20 +170,12 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     require_model(config.name)
     require_dtypes(config, world.device)
     hf_config = read_config(config)
-    require_text_decoder(hf_config, name=config.name, seq_len=config.seq_len)
-    require_full_attention(hf_config, seq_len=config.seq_len)
-    has_softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
-    attention = register_attention(
-        config.attn,
-        device=world.device,
-        dtype=torch_dtype(config.compute_dtype),
-        has_softcap=has_softcap,
-        heads=HeadDims.of(hf_config),
-    )
+    require_text_decoder(hf_config, name=config.name)
     dtype = torch_dtype(config.compute_dtype if config.lora else config.optimization_dtype)
-    causal_lm = build(hf_config, config, attention=attention, dtype=dtype)
+    causal_lm = build(hf_config, config, dtype=dtype)
     random_rates = find_random_rates(hf_config)
-    require_packable(causal_lm, name=config.name)
+    own_attention = _own_attention(causal_lm)
+    attention = causal_lm.config._attn_implementation = _choose_attention(causal_lm, config, own_attention, world)
     logit_rule = find_logit_rule(causal_lm, name=config.name)
     if config.lora is not None:
         from trivet.trainer.model.lora import add_adapter
@@ -179,14 +185,17 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     has_kernels = world.device.type == "cpu" and config.compile is None
     masters = speed_up_on_cpu(causal_lm, dtype=compute_dtype) if has_kernels else None
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
-    is_whole = world.size == 1 and config.lora is None and masters is not None
+    has_bias = getattr(causal_lm.get_output_embeddings(), "bias", None) is not None
+    is_whole = world.size == 1 and config.lora is None and masters is not None and not has_bias
     model = PolicyModel(
         causal_lm,
         chunk_size=config.fused_lm_head_chunk_size,
         logit_rule=logit_rule,
         masters=masters if is_whole else None,
         # The masks that a checkpoint draws again would be other ones if lanes shared the random state.
-        lanes=Lanes.of(seq_len=config.seq_len) if is_whole and not (keeps_dropout and random_rates) else None,
+        lanes=Lanes.of(seq_len=config.seq_len)
+        if is_whole and packs_rows(attention) and not (keeps_dropout and random_rates)
+        else None,
         shares_prefixes=config.share_prefixes,
         seq_len=config.seq_len,
         reduces_each_row=config.reduce_each_row and world.size > 1,
@@ -200,6 +209,8 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     if not is_whole:
         shard(model, config, world)
     fill(model, causal_lm, config, world)
+    if model.packs:
+        _check_packing(model, config, own_attention=own_attention, world=world)
     logger.info(
         "model loaded name=%s parameters=%s ranks=%s lanes=%s", config.name, model.num_parameters, world.size, model.lanes.count
     )
@@ -208,6 +219,73 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
         logger.info("adapter added rank=%s trained_parameters=%s", config.lora.rank, num_trained)
     report_random_rates(random_rates, config.lora, keeps_dropout=keeps_dropout)
     return model
+
+
+def _own_attention(causal_lm: PreTrainedModel) -> str:
+    """Return the attention by which transformers computes a sample alone."""
+    # For Gemma 2, transformers before 5.21 takes scaled_dot_product_attention, which leaves out the cap of scores.
+    return "eager" if _has_softcap(causal_lm) else causal_lm.config._attn_implementation or "eager"
+
+
+def _has_softcap(causal_lm: PreTrainedModel) -> bool:
+    return getattr(causal_lm.config, "attn_logit_softcapping", None) is not None
+
+
+def _choose_attention(causal_lm: PreTrainedModel, config: TrainerModelConfig, own_attention: str, world: World) -> str:
+    """Return the name of an attention over packed rows; `own_attention` for a model whose rows hold one sample each.
+
+    Raises:
+        ConfigError: as for `register_attention`.
+    """
+    if reason := why_unpacked(causal_lm, seq_len=config.seq_len):
+        logger.warning(_ONE_SAMPLE, reason)
+        return own_attention
+    return register_attention(
+        config.attn,
+        device=world.device,
+        dtype=torch_dtype(config.compute_dtype),
+        has_special_scores=_has_softcap(causal_lm) or any(name.endswith(".sinks") for name, _ in causal_lm.named_parameters()),
+        heads=HeadDims.of(causal_lm.config),
+    )
+
+
+def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attention: str, world: World) -> None:
+    """Have rows hold one sample each if those of a small row do not score as they do alone, by transformers. Collective.
+
+    Two of the samples begin alike, and all are longer than an attention window that rows exceed.
+    """
+    hf_config = model.causal_lm.config
+    window = getattr(hf_config, "sliding_window", None) or 0
+    size = _CHECK_TOKENS + (window if window < config.seq_len else 0)
+    prompt_len = _CHECK_TOKENS // 2
+    (row,) = fake_groups(
+        0,
+        seed=0,
+        seq_len=3 * size,
+        vocab_size=hf_config.vocab_size,
+        num_rows=1,
+        prompt_len=prompt_len,
+        answer_len=size - prompt_len,
+        group_size=2,
+    )
+    attention, packed_N, reason = hf_config._attn_implementation, None, ""
+    with torch.no_grad(), without_dropout(model), torch.compiler.set_stance("force_eager"):
+        try:
+            packed_N = model(to_tensors(row, device=world.device, shares_prefixes=config.share_prefixes)).logprobs_N
+        except TypeError as exc:  # a block that does not hand on the arguments of its model
+            reason = f"its blocks do not tell attention where samples end ({exc})"
+        hf_config._attn_implementation = own_attention
+        if packed_N is not None:
+            rows = plan_rows([row], num_ranks=1, packs=False).take(0, device=world.device)
+            alone_N = torch.cat([model(each).logprobs_N for each in rows])
+            error = sum_over_ranks(world, (packed_N - alone_N).abs().mean()).item() / world.size
+            reason = f"log-probabilities of a packed row differ by {error:.2g} on average from those of its samples alone"
+            if error <= _MAX_PACKING_ERROR[torch_dtype(config.compute_dtype)]:
+                hf_config._attn_implementation = attention
+    free_gathered(model)
+    if not model.packs:
+        model.lanes = Lanes()
+        logger.warning(_ONE_SAMPLE, reason)
 
 
 def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:

@@ -1,11 +1,12 @@
-"""Decides which models packed rows can be trained on, and how a model's head product becomes logits.
+"""Decides which models can be trained, which on rows of several samples, and how a model's head product becomes logits.
 
 Called by `trainer.model.policy_model` before weights are read. A model that is not known to come out right is refused, because it
 would silently train wrong.
 """
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,8 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from trivet.errors import ConfigError
 
-_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-"""Kinds of layers that carry nothing from one token to the next except through attention."""
+_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Kinds of layers that carry nothing from one token to the next except through attention over a row or a window."""
+_ROPES_BY_LENGTH = ("dynamic", "longrope")
 _PROBE = (-40.0, -3.0, -0.5, 0.0, 0.25, 2.0, 40.0)
 """Products of the head on which a model's own logits are compared: small and large enough to show a scale and a softcap."""
 
@@ -32,11 +34,11 @@ class LogitRule:
         return capped * self.scale
 
 
-def require_text_decoder(config: PreTrainedConfig, *, name: str, seq_len: int) -> None:
-    """Refuse a model that is not a causal decoder of text with attention layers only.
+def require_text_decoder(config: PreTrainedConfig, *, name: str) -> None:
+    """Refuse a model that is not a causal decoder of text.
 
     Raises:
-        ConfigError: a model of more than text, an encoder with a decoder, or one whose layers carry a state along the row.
+        ConfigError: a model of more than text, an encoder with a decoder, or one that sees later tokens.
     """
     refusal = f"model.name = {name!r} ({config.model_type}) cannot be trained: "
     if parts := sorted(set(cast("dict[str, object]", type(config).sub_configs)) - {"text_config"}):
@@ -45,52 +47,40 @@ def require_text_decoder(config: PreTrainedConfig, *, name: str, seq_len: int) -
         raise ConfigError(f"{refusal}it is an encoder with a decoder; give a causal language model")
     if getattr(config, "use_bidirectional_attention", False):
         raise ConfigError(f"{refusal}its attention sees later tokens; give a causal language model")
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    if others := sorted(set(kinds) - _LAYERS):
-        raise ConfigError(
-            f"{refusal}its layers {', '.join(others)} carry a state along the row, which would leak from one packed sample into "
-            "the next; give a model with attention layers alone"
-        )
-    chunk = getattr(config, "attention_chunk_size", None)
-    if "chunked_attention" in kinds and chunk is not None and chunk < seq_len:
-        raise ConfigError(
-            f"{refusal}it attends within chunks of {chunk} tokens, model.seq_len is {seq_len}, and packed rows have no chunks; "
-            f"set model.seq_len <= {chunk}"
-        )
 
 
-def require_packable(causal_lm: PreTrainedModel, *, name: str) -> None:
-    """Refuse a model whose attention cannot be replaced by packed attention.
+def why_unpacked(causal_lm: PreTrainedModel, *, seq_len: int) -> str | None:
+    """Return why a row can hold one sample only, as a clause for the user; None for a model whose rows can hold several.
 
-    Raises:
-        ConfigError: the model's own code would let samples of a row see each other, or does what packed attention does not.
+    A sample alone in its row is computed as transformers computes it, so that nothing of its arithmetic need be known here.
     """
-    refusal = f"model.name = {name!r} ({type(causal_lm).__name__}) cannot be trained: "
-    if causal_lm._is_stateful:
-        raise ConfigError(
-            f"{refusal}it carries a state along the row, which would leak from one packed sample into the next; give a model "
-            "with attention layers alone"
-        )
+    config = causal_lm.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if causal_lm._is_stateful or not kinds <= _LAYERS | {"chunked_attention"}:
+        return "its layers carry a state along the row"
     if not causal_lm._supports_attention_backend:
-        raise ConfigError(
-            f"{refusal}it has an attention of its own, which does not know where the samples of a packed row end; give a model "
-            "whose attention transformers can exchange, such as Llama, Qwen or Gemma"
-        )
-    if any(parameter.endswith(".sinks") for parameter, _ in causal_lm.named_parameters()):
-        raise ConfigError(f"{refusal}its attention has sinks, which packed attention has not; give a model without")
+        return "it has an attention of its own, which transformers cannot exchange"
+    if "chunked_attention" in kinds and config.attention_chunk_size < seq_len:
+        return f"it attends within chunks of {config.attention_chunk_size} tokens"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for scaling in (rope, *(each for each in rope.values() if isinstance(each, dict))):
+        # Transformers chooses the frequencies of these by the longest sample of the row.
+        original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+        if scaling.get("rope_type") in _ROPES_BY_LENGTH and original < seq_len:
+            return f"its rotary positions depend on the length of the sample beyond {original} tokens"
+    return None
 
 
 def find_logit_rule(causal_lm: PreTrainedModel, *, name: str) -> LogitRule:
-    """Read from its configuration how `causal_lm` makes logits, and confirm it by its own code on a few numbers.
+    """Find by its own code on a few numbers how `causal_lm` makes logits of what its head gives.
 
     Raises:
         ConfigError: the head is no plain linear one, or its product is changed in a way that is not known here.
     """
     head = causal_lm.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
-        raise ConfigError(f"model.name = {name!r} has no plain linear head without bias, which the trainer needs")
-    rule = _rule_of(causal_lm.config)
-    products = torch.tensor(_PROBE).repeat(2, 1)[None]
+    if not isinstance(head, torch.nn.Linear):
+        raise ConfigError(f"model.name = {name!r} has no plain linear head, which the trainer needs")
+    products = torch.tensor(_PROBE, dtype=torch.float64).repeat(2, 1)[None]
     try:
         logits = _run_around_head(causal_lm, head, products)
     except Exception as exc:  # a model's own code may raise anything
@@ -98,18 +88,17 @@ def find_logit_rule(causal_lm: PreTrainedModel, *, name: str) -> LogitRule:
             f"model.name = {name!r}: {type(causal_lm).__name__} does not get its logits from the head alone ({exc}); the trainer "
             "computes them by itself and cannot train it"
         ) from exc
-    if logits.shape != products.shape or not torch.allclose(logits.float(), rule(products), rtol=1e-3):
+    unscaled = LogitRule(softcap=getattr(causal_lm.config, "final_logit_softcapping", None))
+    capped, logits = unscaled(products), logits.double()
+    rule = replace(
+        unscaled, scale=float((logits * capped).sum() / capped.square().sum()) if logits.shape == capped.shape else 0.0
+    )
+    if not rule.scale > 0 or not torch.allclose(logits, capped * rule.scale, rtol=1e-3):
         raise ConfigError(
             f"model.name = {name!r}: {type(causal_lm).__name__} changes its logits in a way that the trainer does not know, beyond "
-            "final_logit_softcapping, logit_scale and logits_scaling; give another model"
+            "a scale and final_logit_softcapping; give another model"
         )
     return rule
-
-
-def _rule_of(config: PreTrainedConfig) -> LogitRule:
-    scale = getattr(config, "logit_scale", None) or 1.0
-    divisor = getattr(config, "logits_scaling", None) or 1.0
-    return LogitRule(scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
 
 
 class _Outputs:
@@ -125,22 +114,32 @@ class _Outputs:
         return (self.last_hidden_state,)[index]  # type: ignore[reportReturnType]  # a slice of the tuple goes unused
 
 
-class _Returns(torch.nn.Module):
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self._hidden = hidden
+class _StandIn(torch.nn.Module):
+    """Computes `function` in the place of `module`, whose other attributes it has."""
 
-    def forward(self, *_: Any, **__: Any) -> _Outputs:
-        return _Outputs(self._hidden)
+    def __init__(self, module: torch.nn.Module, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.__dict__["_module"] = module  # not a part of this one: it is asked only for what this one lacks
+        self._function = function
+
+    def forward(self, inputs: Any = None, **_: Any) -> Any:
+        return self._function(inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
 
 
 def _run_around_head(causal_lm: PreTrainedModel, head: torch.nn.Linear, products: torch.Tensor) -> torch.Tensor:
     """Return the logits that the model's forward makes of `products`, with the head and what comes before it left out."""
     shell = copy.copy(causal_lm)
-    modules = dict(causal_lm._modules)
-    modules[causal_lm.base_model_prefix] = _Returns(products)
-    (head_name,) = (key for key, module in modules.items() if module is head)
-    modules[head_name] = torch.nn.Identity()
-    shell._modules = modules
+    decoder = decoder_of(causal_lm)
+    stand_ins = {decoder: _StandIn(decoder, lambda _: _Outputs(products)), head: _StandIn(head, lambda hidden: hidden)}
+    shell._modules = {name: stand_ins.get(module, module) for name, module in causal_lm._modules.items()}
     with torch.no_grad():
         return shell.forward(input_ids=torch.zeros(products.shape[:2], dtype=torch.int64), use_cache=False).logits
+
+
+def decoder_of(causal_lm: PreTrainedModel) -> torch.nn.Module:
+    """Return what comes before the head. Llama 4 does not have it under the name that its class says."""
+    base = causal_lm.base_model
+    return causal_lm.get_submodule("model") if base is causal_lm else base

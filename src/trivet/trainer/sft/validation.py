@@ -62,7 +62,7 @@ class Validation:
         with torch.no_grad(), without_dropout(model):
             for start in range(0, len(self.rows), size):
                 part = self.rows[start : start + size]
-                plan = plan_rows(part, num_ranks=world.size, shares_prefixes=model.shares_prefixes)
+                plan = plan_rows(part, num_ranks=world.size, shares_prefixes=model.shares_prefixes, packs=model.packs)
                 for row in plan.take(world.rank, device=world.device):
                     logprobs_N = model(row).logprobs_N
                     if not row.is_dummy:

@@ -11,7 +11,7 @@ FA4 = "flash_attn.cute.interface"
 
 
 @pytest.mark.parametrize(
-    ("capability", "packages", "dtype", "has_softcap", "heads", "expected"),
+    ("capability", "packages", "dtype", "has_special_scores", "heads", "expected"),
     [
         ((9, 0), {"flash_attn", "flash_attn_interface"}, "bfloat16", False, HEADS, "flash_attention_3"),
         ((9, 0), {"flash_attn"}, "bfloat16", False, HEADS, "flash_varlen"),
@@ -37,14 +37,14 @@ FA4 = "flash_attn.cute.interface"
     ],
 )
 def test_auto_takes_the_fastest_that_runs_on_cuda(
-    capability: tuple[int, int], packages: set[str], dtype: str, has_softcap: bool, heads: HeadDims, expected: str
+    capability: tuple[int, int], packages: set[str], dtype: str, has_special_scores: bool, heads: HeadDims, expected: str
 ) -> None:
     found = choose_attention(
         "auto",
         device_type="cuda",
         capability=capability,
         is_float32=dtype == "float32",
-        has_softcap=has_softcap,
+        has_special_scores=has_special_scores,
         heads=heads,
         is_installed=packages.__contains__,
     )
@@ -69,7 +69,7 @@ def test_flash_attention_that_the_gpu_or_the_model_does_not_allow_is_refused(
             attn,
             device_type="cuda",
             capability=capability,
-            has_softcap=False,
+            has_special_scores=False,
             heads=heads,
             is_installed=lambda package: True,
         )
@@ -87,7 +87,7 @@ def test_an_attention_whose_package_is_missing_is_refused() -> None:
             "flash_attention_2",
             device_type="cuda",
             capability=(8, 0),
-            has_softcap=False,
+            has_special_scores=False,
             heads=HEADS,
             is_installed=set[str]().__contains__,
         )
@@ -99,7 +99,7 @@ def test_attention_by_groups_is_refused_on_cuda() -> None:
             "grouped",
             device_type="cuda",
             capability=(9, 0),
-            has_softcap=False,
+            has_special_scores=False,
             heads=HEADS,
             is_installed=set[str]().__contains__,
         )

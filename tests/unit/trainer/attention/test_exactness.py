@@ -83,7 +83,7 @@ def require_usable(attn: str, *, device: str, dtype: torch.dtype, dim: int) -> N
         device_type=device,
         capability=torch.cuda.get_device_capability() if device == "cuda" else None,
         is_float32=dtype == torch.float32,
-        has_softcap=False,
+        has_special_scores=False,
         heads=HeadDims(query=dim, value=dim),
         is_installed=lambda package: find_spec(package) is not None,
     )

@@ -1,5 +1,6 @@
 import sys
 import types
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Qwen3Config
 
 from trivet.errors import ConfigError
 from trivet.trainer.attention import packed
 from trivet.trainer.attention.choice import HeadDims
 from trivet.trainer.attention.packed import (
     Segments,
+    flash_varlen_packed,
+    grouped_packed,
     package_packed,
     register_attention,
-    require_full_attention,
     sdpa_packed,
 )
 from trivet.trainer.rows import to_tensors
@@ -122,9 +123,60 @@ def test_flash_attention_2_gets_the_samples_of_a_row_one_behind_the_other(monkey
     torch.testing.assert_close(found, expected)
 
 
-def test_a_window_shorter_than_a_row_is_refused() -> None:
-    windowed = Qwen3Config(use_sliding_window=True, sliding_window=512, max_window_layers=0, num_hidden_layers=2)
-    with pytest.raises(ConfigError, match=r"model\.seq_len <= 512"):
-        require_full_attention(windowed, seq_len=2048)
-    require_full_attention(windowed, seq_len=512)
-    require_full_attention(Qwen3Config(sliding_window=512, num_hidden_layers=2), seq_len=2048)
+@pytest.mark.parametrize("function", [sdpa_packed, grouped_packed])
+@pytest.mark.parametrize("paths", [[[], [], []], [[], [0], [0]]], ids=["samples alone", "a shared prefix"])
+def test_a_token_sees_no_further_than_its_window(function: Callable[..., Any], paths: list[list[int]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 19, 8, generator=generator) for heads in (4, 2, 2))
+    segments = Segments.behind([7, 9, 3], paths, device=CPU)
+    found = function(torch.nn.Identity(), query, key, value, None, segments=segments, sliding_window=5)[0]
+    own = list(torch.arange(19).split([7, 9, 3]))
+    for tokens, path in zip(own, paths, strict=True):
+        seen = torch.cat([*(own[each] for each in path), tokens])
+        for number, token in enumerate(tokens.tolist()):
+            end = len(seen) - len(tokens) + number + 1
+            window = seen[max(0, end - 5) : end]
+            alone = scaled_dot_product_attention(
+                query[:, :, [token]],
+                key[:, :, window].repeat_interleave(2, dim=1),
+                value[:, :, window].repeat_interleave(2, dim=1),
+            )
+            torch.testing.assert_close(found[:, token], alone[:, :, 0])
+
+
+def test_a_sink_takes_its_share_of_the_weights() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 6, 8, generator=generator) for _ in range(3))
+    sinks = torch.tensor([0.5, -1.0])
+    segments = Segments.of([4, 2], device=CPU)
+    found = sdpa_packed(torch.nn.Identity(), query, key, value, None, segments=segments, scaling=0.3, s_aux=sinks)[0]
+    scores = 0.3 * query[0, :, 5] @ key[0, :, 4:6].transpose(1, 2)
+    weights = torch.cat([scores.diagonal().T, sinks[:, None]], dim=-1).softmax(dim=-1)[:, :2]
+    torch.testing.assert_close(found[0, 5], torch.einsum("hk,hkd->hd", weights, value[0, :, 4:6]))
+
+
+def test_values_may_have_fewer_features_than_keys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, 9, dim, generator=generator) for heads, dim in ((4, 8), (2, 8), (2, 6))]
+    segments = Segments.of([4, 1, 4], device=CPU)
+    found, expected = (
+        function(torch.nn.Identity(), *tensors, None, segments=segments, scaling=0.3)[0]
+        for function in (grouped_packed, sdpa_packed)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_flash_attention_gets_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = list[tuple[int, int]]()
+
+    def record(query: torch.Tensor, *_: Any, window_size: tuple[int, int], **__: Any) -> torch.Tensor:
+        windows.append(window_size)
+        return query
+
+    monkeypatch.setattr(packed, "varlen_attn", record)
+    tensors = [torch.empty(1, count, 7, 8) for count in (4, 2, 2)]
+    for window in (None, 5):
+        flash_varlen_packed(
+            torch.nn.Identity(), *tensors, None, segments=Segments.of([4, 3], device=CPU), sliding_window=window
+        )
+    assert windows == [(-1, 0), (4, 0)]

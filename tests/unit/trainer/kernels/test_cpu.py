@@ -1,12 +1,14 @@
 """Compare replaced parts of a model with those of transformers."""
 
 import copy
+from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.gemma import modeling_gemma
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -26,7 +28,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def keep_modeling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore what a test replaced in transformers' modules."""
-    for modeling in (modeling_llama, modeling_gemma):
+    for modeling in (modeling_llama, modeling_gemma, modeling_gpt_neox):
         monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)
 
 
@@ -42,7 +44,11 @@ def results(model: PreTrainedModel) -> list[torch.Tensor]:
     return [logits.detach(), *gradients]
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(**SIZES, attention_bias=True), GemmaConfig(**SIZES)], ids=["llama", "gemma"])
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**SIZES, attention_bias=True), GemmaConfig(**SIZES), GPTNeoXConfig(**SIZES, rotary_pct=0.5)],
+    ids=["llama", "gemma", "gpt_neox"],
+)
 def test_logits_and_gradients_are_those_of_transformers(config: PreTrainedConfig) -> None:
     model = make_model(config)
     expected = results(model)
@@ -79,13 +85,18 @@ def test_rotary_positions_of_another_kind_are_left_alone(monkeypatch: pytest.Mon
     assert modeling_llama.apply_rotary_pos_emb is interleaved
 
 
-def test_rotation_has_the_gradient_of_transformers_function() -> None:
+@pytest.mark.parametrize(
+    ("modeling", "num_rotated"),
+    [(modeling_llama, 8), (modeling_gpt_neox, 8), (modeling_gpt_neox, 4)],
+    ids=["llama", "whole", "partial"],
+)
+def test_rotation_has_the_gradient_of_transformers_function(modeling: ModuleType, num_rotated: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    angles = torch.rand(1, 6, 4, generator=generator, dtype=torch.float64)
-    cos, sin = (torch.cat([half, half], dim=-1) for half in (angles.cos(), angles.sin()))
+    angles = torch.rand(1, 6, num_rotated, generator=generator, dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
     query, key = (torch.randn(1, heads, 6, 8, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2))
     gradients = []
-    for function in (rotate, modeling_llama.apply_rotary_pos_emb):
+    for function in (rotate, modeling.apply_rotary_pos_emb):
         outputs = function(query, key, cos, sin)
         gradients.append([*outputs, *torch.autograd.grad(sum(output.square().sin().sum() for output in outputs), (query, key))])
     for found, expected in zip(*gradients, strict=True):
@@ -108,3 +119,29 @@ def test_a_model_may_be_sped_up_twice() -> None:
     speed_up_on_cpu(model, dtype=torch.float32)
     speed_up_on_cpu(again, dtype=torch.float32)
     assert modeling_llama.apply_rotary_pos_emb is rotate
+
+
+def test_a_rotation_that_fits_one_model_is_left_alone_in_another_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = modeling_gpt_neox.apply_rotary_pos_emb
+
+    def rotate_whole_heads_alike(q, k, cos, sin, unsqueeze_dim=1):
+        is_partial = cos.shape[-1] < q.shape[-1]
+        return whole(q, k, cos, -sin if is_partial else sin, unsqueeze_dim)
+
+    monkeypatch.setattr(modeling_gpt_neox, "apply_rotary_pos_emb", rotate_whole_heads_alike)
+    speed_up_on_cpu(make_model(GPTNeoXConfig(**SIZES, rotary_pct=1.0)), dtype=torch.float32)
+    assert modeling_gpt_neox.apply_rotary_pos_emb is rotate
+    speed_up_on_cpu(make_model(GPTNeoXConfig(**SIZES, rotary_pct=0.5)), dtype=torch.float32)
+    assert modeling_gpt_neox.apply_rotary_pos_emb is rotate_whole_heads_alike
+
+
+class NormOfOtherEpsilonRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, self.weight, epsilon=2 * self.variance_epsilon)
+
+
+def test_a_norm_that_adds_another_epsilon_than_it_says_is_left_alone() -> None:
+    model = make_model(LlamaConfig(**SIZES))
+    model.model.norm = NormOfOtherEpsilonRMSNorm(32, eps=1e-6)
+    speed_up_on_cpu(model, dtype=torch.float32)
+    assert "forward" not in vars(model.model.norm)
