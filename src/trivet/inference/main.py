@@ -258,6 +258,11 @@ def make_engine_config(args: Namespace) -> Any:
             UsageContext.OPENAI_API_SERVER, headless=getattr(args, "headless", False)
         )
     except (ValueError, TypeError, OSError) as exc:
+        if "mamba cache mode" in str(exc) and args.enable_prefix_caching is not False:
+            # Where layers carry a state, prefixes are cached for prompts that are computed in parts, which the CPU's are not.
+            logger.info("prefixes are not cached: layers of this model carry a state")
+            args.enable_prefix_caching = False
+            return make_engine_config(args)
         raise ConfigError(f"vLLM cannot serve {key_name('inference.model.name')} {args.model!r} as configured: {exc}") from exc
 
 

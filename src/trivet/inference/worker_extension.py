@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from trivet.inference.lm_head_repack import repack_lm_heads
+from trivet.inference.cpu_packing import forget_expert_kernels, repack_lm_heads
 from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 from trivet.process.heap import Heap
 
@@ -19,6 +19,7 @@ class PolicyWorkerExtension:
 
     def load_policy(self, directory: str) -> None:
         """Replace the served weights by those in `directory`, in place."""
+        forget_expert_kernels(self.model_runner.get_model())
         self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  a method of the worker that this extends
         repack_lm_heads(self.model_runner.get_model())
         _heap.trim_if_grown()

@@ -33,16 +33,18 @@ class UsageContext(Enum):
 class EngineArgs:
     """Stands in for vLLM's, which takes long to import."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
+    def __init__(self, model: str, caches_prefixes: bool | None) -> None:
+        self.model, self.caches_prefixes = model, caches_prefixes
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> "EngineArgs":
-        return cls(args.model)
+        return cls(args.model, getattr(args, "enable_prefix_caching", None))
 
     def create_engine_config(self, usage_context: UsageContext | None = None, headless: bool = False) -> str:
         if self.model == "unknown":
             raise ValueError("no such architecture")
+        if self.model == "hybrid" and self.caches_prefixes is not False:
+            raise ValueError("Chunked prefill is required for mamba cache mode 'align'.")
         assert usage_context is not None
         return f"{self.model} for {usage_context.value}{' without a server' if headless else ''}"
 
@@ -74,3 +76,10 @@ def test_processors_of_installed_packages_are_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == LOGITS_PROCESSORS else [])
     warn_of_logits_processors()
     assert "vLLM applies the logits processor package.module:Processor of an installed package" in caplog.text
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_model_whose_prefixes_cannot_be_cached_is_served_without() -> None:
+    args = Namespace(model="hybrid", enable_prefix_caching=None)
+    assert make_engine_config(args) == "hybrid for OPENAI_API_SERVER"
+    assert args.enable_prefix_caching is False

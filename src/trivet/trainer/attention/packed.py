@@ -202,7 +202,7 @@ def _attend_probe(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
     return flash_varlen_packed(torch.nn.Identity(), query, key, value, None, segments=segments)[0]
 
 
-def sdpa_packed(  # noqa: PLR0913  # those that transformers gives to an attention
+def sdpa_packed(  # those that transformers gives to an attention
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
