@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from trivet.config.sections.losses import DefaultLossConfig
@@ -193,6 +194,7 @@ def test_a_model_whose_samples_cannot_be_kept_apart_is_trained_on_one_sample_a_r
     result = train_step(learner, [oracle.make_row(examples)], step=1)
     assert result.loss == pytest.approx(expected_loss, rel=10 * TOLERANCE)
     assert result.num_computed_tokens == sum(len(example.token_ids) for example in examples)
+    get_state_dict(learner.model, learner.optimizer)  # as for a checkpoint: the optimizer has the model's own parameters
 
 
 def test_a_model_whose_packed_rows_differ_is_trained_on_one_sample_a_row(

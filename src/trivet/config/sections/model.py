@@ -90,7 +90,7 @@ class TrainerModelConfig(Section):
     """Attention over packed rows. On CUDA `flash_varlen` (torch's own); where those packages are installed `flash_attention_2`,
     `flash_attention_3` (compute capability 9.0) and `flash_attention_4` (9.0 and 10.0). On the CPU `grouped` (samples of like
     length at once). `sdpa` (sample by sample) runs anywhere. `auto` takes the fastest that can: a package's only where it agrees
-    with torch's own on a small row at the start."""
+    with torch's own on a small row at the start. Models whose rows hold one sample each keep transformers' own attention."""
     compute_dtype: ComputeDtype = "auto"
     """Dtype of forward and backward. `auto` takes bfloat16 on a GPU of compute capability 8.0 or higher and on a CPU with
     instructions for bfloat16 products, float32 elsewhere. A run chooses once: servers and resumed attempts follow."""

@@ -46,10 +46,16 @@ _KEPT_OPERATORS = {
 
 
 def blocks_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the repeated layers, in order."""
+    """Return the repeated layers, in order, none inside another."""
     names = set(causal_lm._no_split_modules or ())
-    # FSDP gives a sharded module a class of its own, below the module's.
-    return [module for module in causal_lm.modules() if names.intersection(base.__name__ for base in type(module).__mro__)]
+    blocks: list[torch.nn.Module] = []
+    inner: set[torch.nn.Module] = set()
+    for module in causal_lm.modules():
+        # FSDP gives a sharded module a class of its own, below the module's.
+        if module not in inner and names.intersection(base.__name__ for base in type(module).__mro__):
+            blocks.append(module)
+            inner.update(module.modules())
+    return blocks
 
 
 def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, attention: str, device: torch.device) -> None:

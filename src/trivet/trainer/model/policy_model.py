@@ -275,9 +275,10 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
         except TypeError as exc:  # a block that does not hand on the arguments of its model
             reason = f"its blocks do not tell attention where samples end ({exc})"
         hf_config._attn_implementation = own_attention
+        rows = plan_rows([row], num_ranks=1, packs=False).take(0, device=world.device)
+        # After a forward that ended early, only one to the end lets FSDP free what it gathered.
+        alone_N = torch.cat([model(each).logprobs_N for each in rows])
         if packed_N is not None:
-            rows = plan_rows([row], num_ranks=1, packs=False).take(0, device=world.device)
-            alone_N = torch.cat([model(each).logprobs_N for each in rows])
             error = sum_over_ranks(world, (packed_N - alone_N).abs().mean()).item() / world.size
             reason = f"log-probabilities of a packed row differ by {error:.2g} on average from those of its samples alone"
             if error <= _MAX_PACKING_ERROR[torch_dtype(config.compute_dtype)]:
