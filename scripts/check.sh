@@ -6,4 +6,5 @@ uv run --no-sync ruff check
 uv run --no-sync ruff format --check
 uv run --no-sync pyright
 uv run --no-sync python scripts/docs_configuration.py --check
+uv run --no-sync python scripts/docs_models.py --check
 NO_MKDOCS_2_WARNING=1 uv run --no-sync mkdocs build --strict --quiet

@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace, model: Path, directory: Path) -> list[tupl
             started = time.perf_counter()
             train_step(learner, rows, step=Step(index))
             alone = time.perf_counter()
-            publisher.publish(Step(index))
+            publisher.publish(Step(index), probe=None)
             train_step(learner, rows, step=Step(index))
             trained = time.perf_counter()
             publisher.work.wait()

@@ -32,7 +32,7 @@ from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.inference import InferenceConfig, InferenceModelConfig, ServerConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig, PolicyModelConfig, SamplingConfig
-from trivet.config.sections.shared import CkptConfig, TransportConfig
+from trivet.config.sections.shared import CkptConfig, TransportConfig, WeightsConfig
 from trivet.environments.apis.requests import request_arguments
 from trivet.environments.apis.v0.load import load_environment
 from trivet.environments.apis.v0.model_client import ModelClient
@@ -71,7 +71,7 @@ def orchestrator_config(args: argparse.Namespace, directory: Path, port: int) ->
         oversampling_factor=args.oversampling_factor,
         max_async_level=args.steps + 1,
         max_off_policy_steps=args.steps + 1,
-        self_check_rollouts=0,
+        weights=WeightsConfig(probe_tokens=0),
         client=ClientConfig(base_url=[f"http://127.0.0.1:{port}/v1"]),
         model=PolicyModelConfig(name=str(args.model)),
         sampling=SamplingConfig(max_tokens=args.max_tokens),

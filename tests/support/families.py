@@ -54,7 +54,21 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
     "rope_theta": 10000.0,
 }
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+_NEMOTRON_H = {
+    "num_hidden_layers": 3,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "chunk_size": 8,
+}
 _SLIDING_THEN_FULL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -68,6 +82,10 @@ class Family:
     """What sets its arithmetic apart, as far as the toy has it; for the table."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Keys of the configuration beyond `_SIZES`."""
+    served_changes: dict[str, Any] = field(default_factory=dict)
+    """Sizes that vLLM's kernels for the CPU need."""
+    served_dtype: str = "float32"
+    """The dtype in which vLLM's kernels for the CPU compute it."""
     packs: bool = True
     """Whether the trainer's rows hold several samples."""
     attention: str = "eager"
@@ -116,8 +134,14 @@ FAMILIES = (
     Family(
         name="Qwen2.5",
         config_class="Qwen2Config",
-        special="biases of queries, keys and values; window in some layers",
-        changes={**_SLIDING_THEN_FULL, "use_sliding_window": True, "tie_word_embeddings": True},
+        special="biases of queries, keys and values",
+        changes={"tie_word_embeddings": True},
+    ),
+    Family(
+        name="Qwen2 with windows",
+        config_class="Qwen2Config",
+        special="window in some layers",
+        changes={**_SLIDING_THEN_FULL, "use_sliding_window": True},
     ),
     Family(
         name="Qwen2-MoE",
@@ -130,6 +154,8 @@ FAMILIES = (
     Family(
         name="Qwen3-Next",
         config_class="Qwen3NextConfig",
+        served_changes={"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        served_dtype="bfloat16",
         packs=False,
         special="gated delta net, gated attention, partial rotary positions, experts",
         changes={**_EXPERTS, **_GATED_DELTA, "shared_expert_intermediate_size": 32},
@@ -137,6 +163,8 @@ FAMILIES = (
     Family(
         name="Qwen3.5",
         config_class="Qwen3_5TextConfig",
+        served_changes={"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        served_dtype="bfloat16",
         packs=False,
         special="gated delta net, gated attention, partial rotary positions",
         changes=_GATED_DELTA,
@@ -272,7 +300,14 @@ FAMILIES = (
         config_class="Lfm2Config",
         packs=False,
         special="short convolutions",
-        changes={"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        changes={
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "block_ff_dim": 96,
+            # The configurations of the family's models have these, and vLLM reads them.
+            "block_dim": 128,
+            "conv_dim": 128,
+        },
     ),
     Family(
         name="Nemotron",
@@ -285,14 +320,17 @@ FAMILIES = (
         config_class="NemotronHConfig",
         packs=False,
         special="Mamba 2 layers, layers of an MLP alone",
+        changes={**_NEMOTRON_H, "layers_block_type": ["mamba", "attention", "mlp"]},
+    ),
+    Family(
+        name="Nemotron 3",
+        config_class="NemotronHConfig",
+        packs=False,
+        special="as Nemotron-H, layers of experts alone",
         changes={
-            "layers_block_type": ["mamba", "attention", "moe"],
-            "num_hidden_layers": 3,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 32,
-            "ssm_state_size": 16,
-            "chunk_size": 8,
+            **_NEMOTRON_H,
             **_ROUTED,
+            "layers_block_type": ["mamba", "attention", "moe"],
             "moe_shared_expert_intermediate_size": 32,
         },
     ),
@@ -335,6 +373,7 @@ FAMILIES = (
     Family(
         name="DeepSeek-V3",
         config_class="DeepseekV3Config",
+        served_changes={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
         special="multi-head latent attention, experts beside a shared one, balanced by a buffer",
         changes={
             **_ROUTED,
@@ -344,6 +383,7 @@ FAMILIES = (
             "qk_rope_head_dim": 32,
             "qk_nope_head_dim": 32,
             "v_head_dim": 32,
+            "topk_method": "noaux_tc",  # the configurations of the family's models have it, and vLLM reads it
         },
     ),
     Family(

@@ -20,7 +20,12 @@ def scale_epsilon(model: torch.nn.Module) -> Callable[[], None]:
     before = [norm.variance_epsilon for norm in norms]
     for norm in norms:
         norm.variance_epsilon *= 1000
-    return lambda: [setattr(norm, "variance_epsilon", value) for norm, value in zip(norms, before, strict=True)] and None
+
+    def repair() -> None:
+        for norm, epsilon in zip(norms, before, strict=True):
+            norm.variance_epsilon = epsilon
+
+    return repair
 
 
 def double_positions(model: torch.nn.Module) -> Callable[[], None]:
@@ -30,7 +35,12 @@ def double_positions(model: torch.nn.Module) -> Callable[[], None]:
     before = [cache.clone() for cache in caches]
     for cache, whole in zip(caches, before, strict=True):
         cache.copy_(whole[(torch.arange(len(whole)) * 2) % len(whole)])
-    return lambda: [cache.copy_(whole) for cache, whole in zip(caches, before, strict=True)] and None
+
+    def repair() -> None:
+        for cache, whole in zip(caches, before, strict=True):
+            cache.copy_(whole)
+
+    return repair
 
 
 FAULTS: dict[str, Callable[[Any], Callable[[], None]]] = {"epsilon": scale_epsilon, "rope": double_positions}

@@ -176,12 +176,14 @@ def _specialize_full_rows(compiled: Forward, *, seq_len: int) -> Forward:
     """Wrap `compiled` so that rows of exactly `seq_len` tokens have their own graph until another row comes.
 
     Where all rows are full, as in a benchmark or in data of fixed length, kernels then know their sizes. The first row that is not
-    full gets a graph for rows of any length. From then on no full row is compiled anew.
+    full gets a graph for rows of any length. From then on no full row is compiled anew. Rows that are only scored do not count.
     """
     are_all_full = True
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal are_all_full
+        if not torch.is_grad_enabled():
+            return compiled(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
         full = [tensor for tensor in tensors if tensor.shape[1] == seq_len]
         are_all_full = are_all_full and bool(full)
