@@ -22,6 +22,7 @@ def make_monitor() -> tuple[ServerHealthMonitor, ServerSet, Server, SimulatedSer
     servers.target = TargetPolicy(version=PolicyVersion(0), digest=START_DIGEST, directory=None)
     simulated = SimulatedServer(A, random.Random(0))
     server = servers.add(simulated)  # type: ignore[arg-type]  # acts as one
+    server.status = simulated.status
     return ServerHealthMonitor(servers, clock=clock), servers, server, simulated
 
 

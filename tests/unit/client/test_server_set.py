@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+from trivet.client.inference_client import PolicyStatus
 from trivet.client.server import Server, TargetPolicy
 from trivet.client.server_set import ServerSet
 from trivet.wire.events import Event, Load, ServerDown, ServerUp
@@ -20,6 +21,8 @@ def make_set(*roots: str) -> tuple[ServerSet, list[Server], list[Event], Clock]:
     servers = ServerSet(write_event=events.append, clock=clock)
     servers.target = TargetPolicy(version=PolicyVersion(3), digest="d", directory=None)
     added = [servers.add(SimpleNamespace(base_url=root)) for root in roots]  # type: ignore[arg-type]  # asked nothing
+    for server in added:
+        server.status = PolicyStatus(version=PolicyVersion(3), digest="d", probe_mismatch=1e-6, probe_limit=1e-3)
     return servers, added, events, clock
 
 

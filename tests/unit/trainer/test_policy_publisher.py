@@ -75,7 +75,7 @@ def test_every_rank_releases_its_memory_before_anybody_can_read_the_policy(
         release_memory=lambda: order.append("release"),
     )
     releasing.exporter.may_write.set()
-    releasing.publish(Step(3))
+    releasing.publish(Step(3), probe=None)
     releasing.wait_on_every_rank()
     assert order == ["gather", "release", "barrier", *(["write"] if rank == 0 else []), "barrier"]
 

@@ -155,7 +155,7 @@ def test_packed_attention_zeroes_weights_and_scales_the_others(attn: str, softca
         attn,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        has_softcap=softcap is not None,
+        has_special_scores=softcap is not None,
         heads=HeadDims(query=16, value=16),
     )
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from trivet.config.loading.findings import ROOT, Key
+from trivet.config.masking import mask_table
 from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -118,7 +119,9 @@ def sampling_notices(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str
     for place, section in ((at.sampling, config.sampling), *of_envs):
         keys = biasing_fields({key: getattr(section, key) for key in RequestSamplingConfig.model_fields if key != "extra_body"})
         biasing += [f"{place[key]} ({value})" for key, value in keys.items()]
-        biasing += [f"{place.extra_body[key]} ({_shown(value)})" for key, value in biasing_fields(section.extra_body).items()]
+        biasing += [
+            f"{place.extra_body[key]} ({_shown(key, value)})" for key, value in biasing_fields(section.extra_body).items()
+        ]
     if biasing:
         yield f"the trainer cannot reproduce {', '.join(biasing)}: the importance ratio is biased"
 
@@ -126,7 +129,7 @@ def sampling_notices(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str
 def engine_notices(config: InferenceConfig, at: Key) -> Iterator[str]:
     """Yield a notice that names every argument of vLLM that is not known to leave its tokens those of the policy."""
     unknown = [
-        f"{at.vllm_args[name]} ({_shown(value)})"
+        f"{at.vllm_args[name]} ({_shown(name, value)})"
         for name, value in config.vllm_args.items()
         if not name.replace("-", "_").startswith(REPRODUCIBLE_ENGINE)
     ]
@@ -137,6 +140,7 @@ def engine_notices(config: InferenceConfig, at: Key) -> Iterator[str]:
         )
 
 
-def _shown(value: object) -> str:
-    text = str(value)
+def _shown(name: str, value: object) -> str:
+    """Return the beginning of a value, without secrets: these keys are of others, and may hold any."""
+    text = str(mask_table({name: value})[name])
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

@@ -39,7 +39,6 @@ def test_servers_that_the_run_does_not_start_take_turns_with_the_trainer_too() -
     said = refusal(*words)
     assert "trainer.release_gpu_memory (false) must be orchestrator.sleep_servers (true); set it to true" in said
     assert "orchestrator.sleep_servers = true needs max_async_level = 0" in said
-    assert "orchestrator.self_check_rollouts (4) must be 0" in said
 
 
 def test_a_teachers_server_does_not_sleep() -> None:
@@ -53,20 +52,9 @@ def test_a_run_whose_server_sleeps_tells_orchestrator_and_trainer() -> None:
     assert config.trainer.release_gpu_memory
 
 
-def test_a_run_whose_server_sleeps_has_no_self_check_and_says_so() -> None:
-    loaded = load_config(RLConfig, SLEEPING, environ={})
-    assert loaded.config.orchestrator.self_check_rollouts == 0
-    assert any("nothing compares trainer and server before the first batch" in notice for notice in loaded.notices)
-    assert load_config(RLConfig, GROUPED, environ={}).config.orchestrator.self_check_rollouts == 4
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            (*SLEEPING, "--orchestrator.self-check-rollouts", "4"),
-            r"orchestrator.self_check_rollouts \(4\) must be 0 with inference.sleep_while_training = true",
-        ),
         (
             (*SLEEPING, "--orchestrator.sleep-servers", "false"),
             r"orchestrator.sleep_servers \(false\) must be inference.sleep_while_training \(true\)",
