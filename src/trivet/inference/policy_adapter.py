@@ -4,7 +4,12 @@ So a completion needs no change when a new policy is loaded in the middle of it:
 the first policy these are zeros.
 """
 
-from trivet.inference.vllm_names import LoRARequest
+from functools import partial
+from typing import Any
+
+import torch
+
+from trivet.inference.vllm_names import LogitsProcessorWithLoRA, LoRARequest
 
 POLICY_ADAPTER_ID = 2**20
 """Above the ids of adapters that users load, which vLLM counts from 1."""
@@ -22,3 +27,23 @@ def policy_adapter(directory: str | None = None) -> LoRARequest:
         lora_path=directory or "loaded already",
         load_inplace=directory is not None,
     )
+
+
+def score_prompts_by_plain_head(model: torch.nn.Module) -> None:
+    """Leave the head's adapter out of the logits of prompt tokens. May be called again.
+
+    A prompt's log-probabilities need logits of all its tokens. vLLM 0.32 then applies the head's adapter by the indices of the
+    requests that sample, which are of another number: on the CPU the engine dies. The policy's adapter has no part for the head.
+    """
+    for module in model.modules():
+        if isinstance(module, LogitsProcessorWithLoRA):
+            kernels: Any = module.punica_wrapper
+            if not hasattr(kernels, "add_sampled_logits"):
+                kernels.add_sampled_logits = kernels.add_lora_logits
+                kernels.add_lora_logits = partial(_add_sampled_logits, kernels)
+
+
+def _add_sampled_logits(kernels: Any, logits: torch.Tensor, hidden: torch.Tensor, *factors: Any) -> torch.Tensor | None:
+    if len(hidden) != len(kernels.sampler_indices):
+        return logits
+    return kernels.add_sampled_logits(logits, hidden, *factors)

@@ -79,6 +79,8 @@ class PolicyLoadedBody(BaseModel):
     probe_mismatch: float | None
     """Mean difference, in nats, of the engine's log-probabilities of the policy's probe; null for a policy without one."""
     probe_limit: float | None
+    dtype: str
+    """The dtype that the engine computes in, by torch's name."""
 
 
 class ServedPolicyBody(BaseModel):
@@ -90,7 +92,6 @@ class ServedPolicyBody(BaseModel):
     probe_mismatch: float | None
     probe_limit: float | None
     dtype: str
-    """The dtype that the engine computes in, by torch's name."""
     asleep: bool
     """True while the server answers no request. Its next load ends that."""
 
@@ -167,7 +168,6 @@ def _add_policy_routes(router: APIRouter, loader: PolicyLoader, *, model_name: s
             model=model_name,
             version=served.version,
             digest=served.digest,
-            dtype=loader.dtype,
             asleep=loader.is_asleep,
             **_probe_fields(loader),
         )
@@ -206,11 +206,16 @@ async def _answer(loader: PolicyLoader, loading: Awaitable[Manifest]) -> PolicyL
 class _ProbeFields(TypedDict):
     probe_mismatch: float | None
     probe_limit: float | None
+    dtype: str
 
 
 def _probe_fields(loader: PolicyLoader) -> _ProbeFields:
     result = loader.probe_result
-    return {"probe_mismatch": result.mismatch if result else None, "probe_limit": result.limit if result else None}
+    return {
+        "probe_mismatch": result.mismatch if result else None,
+        "probe_limit": result.limit if result else None,
+        "dtype": loader.dtype,
+    }
 
 
 def _refusal(status_code: int, reason: str) -> JSONResponse:

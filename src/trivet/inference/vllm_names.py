@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse as ErrorResponse
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest as LoadLoRAAdapterRequest
     from vllm.inputs import TokensPrompt as TokensPrompt
+    from vllm.lora.layers import LogitsProcessorWithLoRA as LogitsProcessorWithLoRA
     from vllm.lora.request import LoRARequest as LoRARequest
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from vllm.model_executor.models import ModelRegistry as ModelRegistry
@@ -73,6 +74,7 @@ MODULE_OF = {
     "ErrorResponse": "vllm.entrypoints.serve.engine.protocol",
     "LoadLoRAAdapterRequest": "vllm.entrypoints.serve.lora.protocol",
     "TokensPrompt": "vllm.inputs",
+    "LogitsProcessorWithLoRA": "vllm.lora.layers",
     "LoRARequest": "vllm.lora.request",
     "VocabParallelEmbedding": "vllm.model_executor.layers.vocab_parallel_embedding",
     "ModelRegistry": "vllm.model_executor.models",

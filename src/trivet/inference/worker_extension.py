@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from trivet.inference.cpu_packing import forget_expert_kernels, repack_lm_heads
-from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
+from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter, score_prompts_by_plain_head
 from trivet.process.heap import Heap
 
 _heap = Heap()
@@ -34,6 +34,7 @@ class PolicyWorkerExtension:
         worker.add_lora(request)
         # Loading other adapters must not evict the policy's.
         worker.pin_lora(POLICY_ADAPTER_ID)
+        score_prompts_by_plain_head(self.model_runner.get_model())
         _heap.trim_if_grown()
 
     def ping(self) -> int:

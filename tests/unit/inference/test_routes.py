@@ -14,7 +14,7 @@ from trivet.inference.routes import add_routes, make_router
 from trivet.weights.manifest import Manifest
 from trivet.wire.versions import PolicyVersion
 
-NO_PROBE = {"probe_mismatch": None, "probe_limit": None}
+NO_PROBE = {"probe_mismatch": None, "probe_limit": None, "dtype": "float32"}
 
 
 class FakeLoader:
