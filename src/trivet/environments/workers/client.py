@@ -205,13 +205,13 @@ class WorkerClient:
         await exiting
         await self._channel.aclose()
         self.pulses.close()
+        await asyncio.to_thread(self._process.clean_up)  # in a thread, because an engine of containers may take its time
         self._ended.set()
         loss = f"the worker of environment {self.name!r} (pid {self.pid}) {self._process.describe_end()}"
         self._calls.fail_all(loss)
         if not self._info.done():
             self._info.set_exception(WorkerLost(loss))
         self._info.exception()  # marks it as retrieved: nobody may have waited for it
-        await asyncio.to_thread(self._process.clean_up)
 
     async def _listen(self) -> None:
         try:
