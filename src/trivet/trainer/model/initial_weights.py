@@ -90,7 +90,7 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
     """Give the sharded `model`, which holds `causal_lm`, memory and weights. Collective.
 
     Raises:
-        ConfigError: the files lack weights, or have others.
+        ConfigError: the files lack weights, have others, or have values that are not finite.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=torch.device("cpu") if config.fsdp_cpu_offload else world.device)
@@ -107,6 +107,11 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
         for name, parameter in causal_lm.named_parameters():
             is_dithered = may_dither and parameter.requires_grad and parameter.dtype == torch.float32
             _fill(parameter, original_name(name), name, source, is_dithered=is_dithered)
+            if not _all_finite(parameter):
+                raise ConfigError(
+                    f"model.name = {config.name!r}: {original_name(name)} in its files holds NaN or infinity; no run can start "
+                    "from these files, give those of an earlier step"
+                )
         _fill_buffers(causal_lm, source)
 
 
@@ -221,6 +226,12 @@ def _fill(parameter: torch.Tensor, original: str | None, name: str, source: Weig
         if is_dithered:
             rows = dither(rows, name=original, first_row=first_row)
     local.copy_(rows)
+
+
+def _all_finite(parameter: torch.Tensor) -> bool:
+    """Return whether this rank's rows of `parameter` are finite."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return bool(local.isfinite().all())
 
 
 def _fill_buffers(causal_lm: PreTrainedModel, source: WeightSource) -> None:

@@ -62,6 +62,23 @@ def test_tensors_without_a_place_in_the_model_are_refused_by_name(
         load(tmp_path, world)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("is_bin", [False, True])
+def test_values_that_are_not_finite_are_refused_by_the_name_of_their_tensor(
+    tiny_model: Path, world: World, tmp_path: Path, is_bin: bool, value: float
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(tensors: Tensors) -> Tensors:
+        tensors[name] = tensors[name].clone()
+        tensors[name][0, 0] = value
+        return tensors
+
+    copy_model(tiny_model, tmp_path, spoil, is_bin=is_bin)
+    with pytest.raises(ConfigError, match=rf"{name} in its files holds NaN or infinity"):
+        load(tmp_path, world)
+
+
 def test_under_other_names_surplus_tensors_are_refused_too(tiny_model: Path, world: World, tmp_path: Path) -> None:
     surplus = {"model.layers.9.mlp.up_proj.weight": torch.zeros(3)}
     copy_model(tiny_model, tmp_path, lambda tensors: {n.removeprefix("model."): t for n, t in (tensors | surplus).items()})
