@@ -30,11 +30,7 @@ async def resolve(hostname: str) -> list[str]:
 
 
 class ServerDiscovery:
-    """Keeps a `ServerSet` equal to what a DNS name resolves to, or a file lists.
-
-    >>> ready = await discovery.wait_ready(timeout_s=300)
-    >>> await discovery.follow(tasks, monitor)
-    """
+    """Keeps a `ServerSet` equal to what a DNS name resolves to, or a file lists."""
 
     def __init__(
         self,

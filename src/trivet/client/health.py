@@ -32,13 +32,7 @@ _EMPTY_REPORT_INTERVAL_S = 60.0
 
 
 class ServerHealthMonitor:
-    """Keeps one task per server, which probes it or tries to admit it.
-
-    >>> monitor.watch(tasks, server)
-    >>> await monitor.is_at_fault(server.root)  # after a group failed there
-    False
-    >>> monitor.unwatch(server.root)
-    """
+    """Keeps one task per server, which probes it or tries to admit it."""
 
     def __init__(
         self,

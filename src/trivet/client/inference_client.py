@@ -103,14 +103,7 @@ AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 
 
 class InferenceClient:
-    """A connection to one inference server.
-
-    >>> client = InferenceClient("http://127.0.0.1:8000/v1", timeout_s=60)
-    >>> await client.wait_ready(timeout_s=300)
-    >>> await client.update_weights(Path("outputs/weights/step_7"))
-    PolicyStatus(version=7, digest='…')
-    >>> await client.aclose()
-    """
+    """A connection to one inference server."""
 
     def __init__(
         self,

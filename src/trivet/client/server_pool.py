@@ -46,15 +46,7 @@ weights from busy shared storage takes longer than the others; one that was lost
 
 
 class ServerPool:
-    """Serves policies with the servers of `client.base_url`, or with those behind a DNS name.
-
-    >>> pool = ServerPool(config.client, make_client=make_client, write_event=telemetry.write_event)
-    >>> await pool.start()
-    >>> await pool.ensure_policy_on_all(TargetPolicy(version=START_VERSION, digest=None, directory=None), reset=True)
-    >>> running = tasks.create_task(pool.run())
-    >>> root = pool.pick(num_rollouts=16)
-    >>> await pool.aclose()
-    """
+    """Serves policies with the servers of `client.base_url`, or with those behind a DNS name."""
 
     def __init__(
         self,

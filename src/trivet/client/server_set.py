@@ -16,15 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerSet:
-    """Keeps the servers by address. A server takes rollouts while it is admitted.
-
-    >>> server = servers.add(client)
-    >>> servers.target = policy  # and once the server serves it:
-    >>> servers.admit(server)
-    >>> root = servers.pick(num_rollouts=16)
-    >>> servers.release(root, num_rollouts=16)
-    >>> servers.mark_unhealthy(server, "it did not answer")
-    """
+    """Keeps the servers by address. A server takes rollouts while it is admitted."""
 
     def __init__(self, *, write_event: Callable[[Event], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._write_event = write_event

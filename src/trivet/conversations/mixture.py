@@ -24,11 +24,7 @@ MAX_DIGESTED = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The records of one or several sources, interleaved: one epoch, before it is shuffled.
-
-    >>> data = open_data(config.data, seed=config.seed, key="data")
-    >>> data.conversation(step_indices(1, batch_size=8, num_records=len(data), seed=0, does_shuffle=True)[0])
-    """
+    """The records of one or several sources, interleaved: one epoch, before it is shuffled."""
 
     sources: Sequence[Records]
     names: Sequence[str]

@@ -40,12 +40,7 @@ class ScoreSink(Protocol):
 
 
 class OfflineEval:
-    """One run of the command `eval`.
-
-    >>> evaluation = OfflineEval(config, envs=envs, servers=servers, pool=pool, layout=layout, ...)
-    >>> await evaluation.run(targets)
-    >>> evaluation.summaries
-    """
+    """One run of the command `eval`."""
 
     def __init__(
         self,

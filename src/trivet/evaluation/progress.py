@@ -14,12 +14,7 @@ _REPORT_INTERVAL_S = 10.0
 
 
 class ProgressView:
-    """The progress of the evaluations that run at the same time.
-
-    >>> with ProgressView(console, has_bars=console.is_terminal) as view:
-    ...     advance = view.begin("step 10 reverse-text", total=200)
-    ...     advance()
-    """
+    """The progress of the evaluations that run at the same time."""
 
     def __init__(self, console: Console, *, has_bars: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._bars: Progress | None = None

@@ -177,11 +177,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 async def _run(pool: EnvironmentPool, request: GroupRequest) -> list[Rollout]:
-    """Score a group; one that is lost with its worker is tried again, until the pool treats it as the cause.
-
-    Raises:
-        RolloutFailed: it cannot be scored.
-    """
+    """Score a group; one that is lost with its worker is tried again, until the pool treats it as the cause."""
     while True:
         try:
             return await pool.run_group(request)

@@ -59,12 +59,7 @@ class ResultRecord(msgspec.Struct, kw_only=True):
 
 
 class ResultsFile:
-    """The results of one task while it runs.
-
-    >>> results = ResultsFile(directory, task, does_continue=True)
-    >>> results.add(example_id=3, rollouts=rollouts)
-    >>> results.finish(summary)
-    """
+    """The results of one task while it runs."""
 
     def __init__(self, directory: Path, task: TaskRecord, *, does_continue: bool) -> None:
         """Open the results in `directory`.

@@ -37,12 +37,7 @@ PLAIN_DIGEST = "unknown"
 
 
 class EvalServers(PlacementServers, Protocol):
-    """The servers of one evaluation.
-
-    >>> servers = await connect(client, environ=os.environ, weights_dir=weights_dir)
-    >>> digest = await servers.ensure_policy(target)
-    >>> await servers.aclose()
-    """
+    """The servers of one evaluation."""
 
     @property
     def is_plain(self) -> bool:
@@ -280,11 +275,7 @@ async def _is_trivet_server(
     clock: Callable[[], float],
     sleep: Callable[[float], Awaitable[None]],
 ) -> bool:
-    """Wait until the server answers; return whether it is a trivet server.
-
-    Raises:
-        ConfigError: it did not answer in time.
-    """
+    """Wait until the server answers; return whether it is a trivet server."""
     reported_at = float("-inf")
     while True:
         try:
@@ -303,11 +294,7 @@ async def _is_trivet_server(
 
 
 def _restorable_policy(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> TargetPolicy:
-    """Return the policy that a server serves, with the directory from which it can be restored.
-
-    Raises:
-        ConfigError: there is no such directory.
-    """
+    """Return the policy that a server serves, with the directory from which it can be restored."""
     if status.version == START_VERSION:
         return TargetPolicy(version=status.version, digest=status.digest, directory=None)
     directory = complete_steps(weights_dir).get(status.version) if weights_dir is not None else None
@@ -322,11 +309,7 @@ def _restorable_policy(client: InferenceClient, status: PolicyStatus, weights_di
 
 
 def _published(directory: Path) -> TargetPolicy:
-    """Return the policy published in `directory`.
-
-    Raises:
-        ConfigError: it is gone, or its manifest cannot be read.
-    """
+    """Return the policy published in `directory`."""
     try:
         manifest = read_manifest(directory)
     except WeightsError as exc:

@@ -24,13 +24,7 @@ _RENEW_INTERVAL_S = 60.0
 
 
 class WeightsReader:
-    """This evaluation among the readers of a run's policies.
-
-    >>> reader = WeightsReader(weights_dir)
-    >>> reader.need(10)
-    >>> renewing = tasks.create_task(reader.run())
-    >>> reader.close()
-    """
+    """This evaluation among the readers of a run's policies."""
 
     def __init__(self, weights_dir: Path | None, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         layout = None if weights_dir is None else RunLayout(weights_dir.absolute().parent)

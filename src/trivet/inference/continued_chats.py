@@ -55,11 +55,7 @@ def continue_chats(serving: OpenAIServingChat) -> None:
 
 
 async def _continued_prompt(online: OnlineRenderer, request: ChatCompletionRequest, known: list[int]) -> list[int] | None:
-    """Return the token ids of the prompt; None when it cannot begin with the `known` ones.
-
-    Raises:
-        VLLMValidationError: the prompt is too long.
-    """
+    """Return the token ids of the prompt; None when it cannot begin with the `known` ones."""
     params = _chat_params(online, request)
     if params is None:
         return None

@@ -22,12 +22,7 @@ class RoutingClient(Protocol):
 
 
 class EngineRoutes(dict[str, Any]):
-    """The engine of each request. It ignores the report that ends an attempt which was restarted.
-
-    >>> routes = EngineRoutes.install(client)
-    >>> routes.forget_all_but(known)
-    >>> routes.expect_end_of(restarted)  # then abort them, and send them again
-    """
+    """The engine of each request. It ignores the report that ends an attempt which was restarted."""
 
     def __init__(self, client: RoutingClient) -> None:
         """Take over the requests that `client` has noted."""

@@ -11,13 +11,7 @@ from trivet.wire.versions import START_VERSION, PolicyVersion, VersionRun, join_
 
 
 class PolicyLedger:
-    """The times at which the engine switched to each policy.
-
-    >>> ledger = PolicyLedger()
-    >>> ledger.switch(PolicyVersion(1), at=10.0)
-    >>> ledger.version_at(9.9), ledger.version_at(10.0)
-    (0, 1)
-    """
+    """The times at which the engine switched to each policy."""
 
     def __init__(self) -> None:
         self._times = [float("-inf")]

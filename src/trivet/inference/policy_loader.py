@@ -107,14 +107,7 @@ class Engine(Protocol):
 
 
 class PolicyLoader:
-    """Knows which policy the engine serves, and replaces it.
-
-    >>> loader = PolicyLoader(engine, model_name=name, start_directory=directory, roots=[weights], on_broken=stop)
-    >>> await loader.prepare()
-    >>> await loader.load(Path("outputs/weights/step_7"))
-    >>> loader.policy.version
-    7
-    """
+    """Knows which policy the engine serves, and replaces it."""
 
     def __init__(
         self,
@@ -295,11 +288,7 @@ class PolicyLoader:
         self._directory, self._policy, self.probe_result = directory, manifest, result
 
     async def _compare_probe(self, manifest: Manifest) -> ProbeResult | None:
-        """Have every engine reproduce the policy's probe; return the result that is furthest from it.
-
-        Raises:
-            WeightsError: one of them does not.
-        """
+        """Have every engine reproduce the policy's probe; return the result that is furthest from it."""
         if manifest.probe is None:
             return None
         where, dtype = f"policy {manifest.version} as this server computes it", convert_dtype(self._engine.dtype)
@@ -316,11 +305,7 @@ class PolicyLoader:
         self._parts_asleep.remove(part)
 
     async def _try_to_wake(self, part: EnginePart, *, is_last: bool) -> bool:
-        """Try to take GPU memory for `part` again; return whether that succeeded. A part keeps what a failed attempt got for it.
-
-        Args:
-            is_last: raise when the attempt fails.
-        """
+        """Try to take GPU memory for `part` again; return whether that succeeded. A part keeps what a failed attempt got for it."""
         try:
             await self._engine.wake(part)
         except Exception as exc:  # vLLM raises no narrower one when the memory is not free

@@ -93,11 +93,7 @@ def _load_custom(config: AdvantageConfig) -> AdvantageFunction:
 
 
 def _checked(function: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs) -> np.ndarray:
-    """Return the advantages as float64 [G].
-
-    Raises:
-        ValueError: the result is not one number per rollout that can be trained on.
-    """
+    """Return the advantages as float64 [G]."""
     advantages = np.asarray(function(inputs), dtype=np.float64)
     if advantages.shape != inputs.rewards.shape:
         raise ValueError(f"returned shape {advantages.shape}, must be {inputs.rewards.shape}: one advantage per rollout")

@@ -47,12 +47,7 @@ class BufferState(msgspec.Struct, kw_only=True):
 
 
 class GroupBuffer:
-    """Keeps groups from dispatch to batch.
-
-    >>> buffer.dispatched(draw, version=version)
-    >>> buffer.finished(group)
-    >>> groups = buffer.take_batch(step, num_groups=8)  # None while there are not enough
-    """
+    """Keeps groups from dispatch to batch."""
 
     def __init__(
         self,

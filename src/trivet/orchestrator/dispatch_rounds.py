@@ -15,13 +15,7 @@ from trivet.wire.versions import PolicyVersion, Step
 
 @dataclass(slots=True, kw_only=True)
 class DispatchRounds:
-    """Says how many groups a round has, and keeps those that ended until all have.
-
-    >>> rounds.num_to_draw(step=step, version=version, num_ready=0)  # once nothing is in flight
-    8
-    >>> rounds.add_ended(group_id, lambda: buffer.finished(group))
-    >>> rounds.release()  # once all eight have ended
-    """
+    """Says how many groups a round has, and keeps those that ended until all have."""
 
     num_groups: int
     """Groups of a batch."""

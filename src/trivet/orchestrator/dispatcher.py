@@ -78,12 +78,7 @@ class _Try:
 
 
 class Dispatcher:
-    """Starts groups and accounts for how each ended.
-
-    >>> dispatching = tasks.create_task(dispatcher.run())
-    >>> dispatcher.step = Step(2)
-    >>> dispatcher.policy_served(PolicyVersion(1))
-    """
+    """Starts groups and accounts for how each ended."""
 
     def __init__(
         self,

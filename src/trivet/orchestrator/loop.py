@@ -212,11 +212,7 @@ class Loop:
         return times | measured
 
     async def _send_ending(self, step: Step, part: OrchestratorPart | None) -> None:
-        """Send a preemption, or the end of a record, instead of batch `step`. The trainer then commits the step before, and ends.
-
-        Args:
-            part: orchestrator part of the checkpoint of the step before; None when its checkpoint was due anyway.
-        """
+        """Send a preemption, or the end of a record, in place of batch `step`: the trainer commits the step before, and ends."""
         if part is not None:
             await asyncio.to_thread(write_part, self.layout, part, config=self.config, data=self.data)
         if self.is_exhausted:

@@ -181,13 +181,7 @@ class PinnablePolicy(Protocol):
 
 
 class OnlineEval:
-    """Evaluates the policies that are due, one after another.
-
-    >>> evaluating = tasks.create_task(evals.run())
-    >>> evals.changed.notify()
-    >>> evals.finish(PolicyVersion(max_steps))
-    >>> await evaluating
-    """
+    """Evaluates the policies that are due, one after another."""
 
     def __init__(
         self,

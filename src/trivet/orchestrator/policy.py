@@ -43,12 +43,7 @@ class PolicyServers(Protocol):
 
 
 class PolicyWatcher:
-    """Keeps the servers at the policy that the batch being filled wants.
-
-    >>> watching = tasks.create_task(watcher.run())
-    >>> async with watcher.pinned() as version:
-    ...     await evaluate(version)
-    """
+    """Keeps the servers at the policy that the batch being filled wants."""
 
     def __init__(
         self,

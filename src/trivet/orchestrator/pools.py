@@ -35,14 +35,7 @@ class PoolSizes:
 
 
 class DifficultyPools:
-    """Keeps which examples are parked.
-
-    >>> pools = DifficultyPools({"math": ["h0", "h1"]}, rules=BufferConfig(easy_threshold=1.0, recheck_interval=5))
-    >>> pools.judge("math", "h0", mean_reward=1.0, step=Step(3))
-    >>> pools.is_parked("math", "h0")
-    True
-    >>> pools.release(Step(8))  # and is not any more
-    """
+    """Keeps which examples are parked."""
 
     def __init__(
         self,

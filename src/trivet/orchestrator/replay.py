@@ -35,12 +35,7 @@ _IDLE_WAIT_S = 60.0
 
 
 class ReplaySource:
-    """Hands recorded groups to the buffer. It stands in for the sampler and the dispatcher of a run that samples.
-
-    >>> source = ReplaySource(directory, buffer=buffer, advantage=advantage, limits=limits, groups_per_batch=8, ...)
-    >>> reading = tasks.create_task(source.run())
-    >>> source.is_drained  # True once every group was handed on
-    """
+    """Hands recorded groups to the buffer. It stands in for the sampler and the dispatcher of a run that samples."""
 
     def __init__(
         self,

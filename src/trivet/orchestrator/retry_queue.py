@@ -24,15 +24,7 @@ class GroupRetry:
 
 
 class RetryQueue:
-    """Keeps the order in which tries were lost; the pause before a try grows with its number.
-
-    >>> retries.add(draw, lost_tries=1, now=clock())
-    True
-    >>> retries.is_due(clock())
-    True
-    >>> retries.take().number
-    2
-    """
+    """Keeps the order in which tries were lost; the pause before a try grows with its number."""
 
     def __init__(self) -> None:
         self._waiting = deque[GroupRetry]()

@@ -63,13 +63,7 @@ class SamplerState(msgspec.Struct, kw_only=True):
 
 
 class ExampleSampler:
-    """Draws examples in endless shuffled passes.
-
-    >>> sampler = ExampleSampler({"math": hashes}, seed=42)
-    >>> draw = sampler.take(Step(1))
-    >>> sampler.finished(group, draw, step=Step(1))
-    >>> ExampleSampler({"math": hashes}, seed=42, state=sampler.snapshot())  # goes on exactly there
-    """
+    """Draws examples in endless shuffled passes."""
 
     def __init__(
         self,

@@ -148,11 +148,7 @@ def _report_numbers(loop: Loop) -> None:
 
 
 def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
-    """Log the size of each environment's data set.
-
-    Raises:
-        EnvironmentLoadError: an environment has no examples to train on, or none of the columns that name them.
-    """
+    """Log the size of each environment's data set."""
     for name in (env.label for env in config.env):
         info = pool.infos[name]
         if problem := training_problem(name, info, hash_keys=config.buffer.hash_keys):

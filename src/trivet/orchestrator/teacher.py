@@ -41,14 +41,7 @@ _PROBES = (
 
 
 class Teacher:
-    """Scores samples with the teacher's servers.
-
-    >>> teacher = Teacher(config, clients)
-    >>> await teacher.require_same_tokens(policy_client, model="Qwen/Qwen3-0.6B", messages=prompt)
-    >>> await teacher.score(sample)
-    array([0., -0.31, …], dtype=float32)
-    >>> await teacher.aclose()
-    """
+    """Scores samples with the teacher's servers."""
 
     def __init__(
         self,

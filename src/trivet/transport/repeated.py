@@ -9,11 +9,7 @@ _INTERVAL_S = 60.0
 
 
 class RepeatedWarning:
-    """Use it from one thread at a time.
-
-    >>> refusals = RepeatedWarning(logger)
-    >>> refusals.say("message refused reason=…")
-    """
+    """Use it from one thread at a time."""
 
     def __init__(self, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger

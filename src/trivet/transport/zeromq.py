@@ -99,12 +99,7 @@ def _bound_and_keep_alive(socket: "zmq.Socket[Any]") -> None:
 
 
 class ZmqSender:
-    """The orchestrator's end. Use it from one task at a time.
-
-    >>> sender = ZmqSender(config, secret=secret, run_id="run", attempt=1)
-    >>> await sender.send(batch)
-    >>> await sender.aclose()
-    """
+    """The orchestrator's end. Use it from one task at a time."""
 
     def __init__(
         self,
@@ -197,12 +192,7 @@ class ZmqSender:
 
 
 class ZmqReceiver:
-    """The trainer's end. A thread of its own answers while the trainer computes.
-
-    >>> receiver = ZmqReceiver(config, secret=secret, run_id="run", attempt=1)
-    >>> batch = receiver.receive(Step(1))
-    >>> receiver.close()
-    """
+    """The trainer's end. A thread of its own answers while the trainer computes."""
 
     def __init__(
         self,

@@ -55,10 +55,6 @@ class LiveReaders:
 
     A reader may be on another machine, whose clock differs. So an acknowledgement ages by this process's clock, from the moment
     at which this process saw it for the first time.
-
-    >>> readers = LiveReaders(layout)
-    >>> readers.versions()
-    {'eval-host-17': 12}
     """
 
     def __init__(self, layout: RunLayout, *, clock: Callable[[], float] = time.monotonic) -> None:

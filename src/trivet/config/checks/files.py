@@ -82,11 +82,7 @@ def _target_problems(model: TrainerModelConfig, at: Key) -> Iterator[str]:
 
 
 def _vocabulary_problems(trainer: TrainingConfig, at: Key, *, is_served: bool) -> Iterator[str]:
-    """Check that every token has a row, for models and tokenizers that are directories here; else the trainer does.
-
-    Args:
-        is_served: a server reads texts with the model's own tokenizer, whatever tokenizer is published.
-    """
+    """Check that every token has a row, for models and tokenizers that are directories here; else the trainer does."""
     name = trainer.model.name
     num_rows = read_num_rows(Path(name))
     published = trainer.tokenizer.name or name

@@ -14,12 +14,7 @@ _MARK = "\ufdd0"
 
 
 class Key:
-    """A key in the text of a finding: a placeholder, for which the user is shown the name that the user knows.
-
-    >>> run = Key()
-    >>> ConfigFinding(f"{run.trainer.max_steps} must be >= 1").show()
-    'trainer.max_steps must be >= 1'
-    """
+    """A key in the text of a finding: a placeholder, for which the user is shown the name that the user knows."""
 
     __slots__ = ("_path",)
 

@@ -65,11 +65,7 @@ def _child(node: Node, part: str) -> "Node | None":
 
 
 class Draft:
-    """A configuration in the making, addressed by dotted keys. What it does not hold has its default.
-
-    >>> draft = Draft({"trainer": {"max_steps": Sourced(10, "a.toml")}})
-    >>> draft.derive("orchestrator.max_steps", 10, "trainer.max_steps")
-    """
+    """A configuration in the making, addressed by dotted keys. What it does not hold has its default."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree

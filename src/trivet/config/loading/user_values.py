@@ -84,11 +84,7 @@ def describe_integer(value: int) -> str:
 
 
 def _require_depth(value: object) -> list[object]:
-    """Return every value inside `value` that holds no others.
-
-    Raises:
-        ValueError: it is nested too deep.
-    """
+    """Return every value inside `value` that holds no others."""
     level, scalars = [value], list[object]()
     for _ in range(MAX_DEPTH + 1):
         below: list[object] = []
