@@ -20,7 +20,7 @@ from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.tools.cli import TOOLS
 
-PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.name != "configuration.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODELS: list[type[Section]] = [RLConfig, VfRLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 OTHER_PROGRAMS = {"python", "mkdocs", "torchrun", "wandb"}
@@ -90,16 +90,16 @@ def test_every_command_and_script_that_a_page_names_exists(path: Path):
 
 
 def test_the_page_of_commands_has_them_all():
-    text = (ROOT / "docs" / "commands.md").read_text()
+    text = (ROOT / "docs" / "index.md").read_text()
     missing = [f"uv run {name}" for name in SCRIPTS if f"`uv run {name}" not in text]
     missing += [f"uv run trivet {name}" for name in TOOLS if f"`uv run trivet {name}" not in text]
     assert not missing
 
 
-def test_the_links_of_the_readme_lead_somewhere():
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / "README.md").read_text())
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@every_page
+def test_the_links_of_a_page_lead_somewhere(path: Path):
+    links = re.findall(r"\]\((?!https?://)([^)#\s]+)", _FENCE.sub("", path.read_text()))
+    assert [link for link in links if not (path.parent / link).exists()] == []
 
 
 def test_the_page_on_architecture_names_code_that_exists():

@@ -1,4 +1,4 @@
-"""Describes the keys of a configuration for people: `--help` of a command, and the page docs/configuration.md."""
+"""Describes the keys of a configuration for people: `--help` of a command, and the reference pages of the site."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -35,65 +35,14 @@ EXAMPLES: dict[type[Section], tuple[str, str]] = {
 }
 """The command that reads each kind, and a line of it that works."""
 
-INTRODUCTION = """\
-# Configuration
-
-Written by `scripts/docs_configuration.py` from the models in `src/trivet/config/`. Do not edit.
-
-## How values are given
-
-```
-uv run rl @ base.toml @ mine.toml --trainer.optim.lr 1e-5 --orchestrator.env.id my-env
-```
-
-- **Files** follow `@`. With several, the later wins. `toml_files = ["base.toml"]` at the top of a file inherits from others,
-  named relative to it. `--trainer @ t.toml` reads a file into the section `trainer`.
-  Keys may have dashes, `micro-batch-size = 8`; names of your own, such as those in `env.args`, are taken as they are.
-- **Flags** are keys in kebab-case: `trainer.optim.max_norm` is `--trainer.optim.max-norm`. `--clean` and `--no-clean` set a
-  boolean. Lists are written `10,50,100` or as JSON. `--orchestrator.env.id X` sets the id of the only environment,
-  `--orchestrator.env.1.id X` that of the second.
-- **Environment variables** have the prefix `TRIVET_` and two underscores between levels: `TRIVET_TRAINER__OPTIM__LR=1e-5`.
-- **Precedence**: flags > files > environment variables > defaults. Tables are merged key by key; lists are replaced.
-- The text `"None"` is null, and takes an optional value or section away: `--trainer.optim.max-norm None`.
-- An unknown key is an error that names the nearest known one. Keys of older and newer prime-rl versions are accepted with a
-  line that says what they are called here, or refused with what replaced them.
-- `--dry-run` validates everything, prints the resolved configuration with the origin of every value, and starts nothing.
-  `--help` lists the keys.
-- A bad configuration ends with exit code 2 and a message that lists all its problems; nothing was started.
-
-## What a run shares
-
-`uv run rl` fills the sections of its roles from shared keys. An explicit value of a role wins where the roles may differ, and
-is an error that names both values where they may not.
-
-| shared key | fills | roles may differ |
-|---|---|---|
-| `model.name` | `trainer.model.name`, `orchestrator.model.name`, `inference.model.name` | no |
-| `seq_len` | `trainer.model.seq_len`, `orchestrator.seq_len` | yes, with trainer >= orchestrator |
-| `max_model_len` | `inference.model.max_model_len` | |
-| `max_steps`, `max_async_level` | the same key of trainer and orchestrator | no |
-| `seed` | the same key of every role | yes |
-| `output_dir` | the same key of every role | no |
-| `[wandb]` | the section of trainer and orchestrator | yes |
-| `[log]` | the section of every role | yes |
-| `[ckpt]`, `[trainer.ckpt]` or `[orchestrator.ckpt]` | the other two | no |
-| `[trainer.rollout_transport]` or `[orchestrator.rollout_transport]` | the other | timeouts only |
-| `inference.server` | `orchestrator.client.base_url` | only with `inference = "None"` |
-| `trainer.model.compute_dtype` | `inference.model.dtype` | yes |
-"""
-
-
-PAGE: tuple[tuple[type[Section], str], ...] = (
-    (
-        RLConfig,
-        "`uv run trainer`, `uv run orchestrator` and `uv run inference` start one role alone and take the keys of its sections"
-        " without the first part: `trainer.optim.lr` is `optim.lr`.",
-    ),
-    (SftConfig, "Shares model, optimizer, schedule and checkpoints with the trainer."),
-    (EvalConfig, "Measures the start weights and every published step on a running server."),
-    (VfRLConfig, "The dialect of verifiers' trainer, translated to the keys of `rl`: `--dry-run` prints what each becomes."),
-)
-"""The kinds of configuration that the page lists, each with a remark."""
+REMARKS: dict[type[Section], str] = {
+    RLConfig: "`uv run trainer`, `uv run orchestrator` and `uv run inference` start one role alone. They take the keys of its"
+    " sections without the first part: `trainer.optim.lr` is `optim.lr`.",
+    SftConfig: "Shares model, optimizer, schedule and checkpoints with the trainer.",
+    EvalConfig: "Measures the start weights and every published step on a running server.",
+    VfRLConfig: "The dialect of verifiers' trainer, translated to the keys of `rl`: `--dry-run` prints the key of each value.",
+}
+"""The kinds of configuration that have a reference page, each with a remark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +79,19 @@ def help_text(kind: type[Section]) -> str:
     return "\n".join(lines)
 
 
-def configuration_page() -> str:
-    """Return docs/configuration.md. A role's sections are listed once, under the run that holds them."""
-    parts = [INTRODUCTION]
-    for kind, remark in PAGE:
-        command, example = EXAMPLES[kind]
-        parts.append(f"## `{command}`\n\n```\nuv run {example}\n```\n\n{remark}\n")
-        parts += [_table(section) for section in section_rows(kind)]
-    return "\n".join(parts)
+def reference_pages() -> dict[str, str]:
+    """Return a page with every key for each command. A role's sections are listed once, under the run that holds them."""
+    return {EXAMPLES[kind][0]: _reference_page(kind) for kind in REMARKS}
+
+
+def _reference_page(kind: type[Section]) -> str:
+    command, example = EXAMPLES[kind]
+    parts = [f"# Keys of `{command}`\n\n```\nuv run {example}\n```\n\n{REMARKS[kind]}\n"]
+    return "\n".join([*parts, *(_table(section) for section in section_rows(kind))])
 
 
 def _table(section: SectionRows) -> str:
-    title = f"### `{section.header}`\n\n" if section.header else "### Top level\n\n"
+    title = f"## `{section.header}`\n\n" if section.header else "## Top level\n\n"
     table = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *(_line(row) for row in section.rows)])
     return f"{title}{section.text + chr(10) * 2 if section.text else ''}{table}\n"
 
