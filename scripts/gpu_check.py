@@ -9,7 +9,7 @@ parts that it lacks: those that passed or failed with the same files and device 
 as "not run", with the reason. `--device cpu` runs what a CPU can, with small shapes: it shows that the check itself works.
 
 The last line is the record as one JSON object. The exit code is 1 when a part of the record failed or reached its limit.
-Without an installation: bash scripts/gpu_bundle.sh, which prints the commands. docs/gpu.md says what has run on which GPU.
+Without an installation: bash scripts/gpu_bundle.sh, which prints the commands. docs/performance.md says what has run on a GPU.
 """
 
 import argparse

@@ -61,7 +61,7 @@ def make_parts(machine: Machine, *, scratch: Path, traces: Path) -> list[Part]:
     """
     no_device = "torch sees no CUDA device" if machine.device == "cuda" and not machine.gpus else None
     parts = [_doctor(), *_tests(machine, no_device), *_rows(machine, no_device), _trace(machine, traces, no_device)]
-    return [*parts, _publishing(machine, scratch, no_device), *_with_server(machine, scratch, no_device)]
+    return [*parts, *_with_server(machine, scratch, no_device)]
 
 
 def last_json(output: str) -> Any:
@@ -160,19 +160,7 @@ def _rows(machine: Machine, no_device: str | None) -> list[Part]:
 def _trace(machine: Machine, traces: Path, no_device: str | None) -> Part:
     small = () if machine.device == "cuda" else _SMALL
     measure = [_PYTHON, _ROWS, "--only", "rl-full-16384", *small, "--", "--trace-path", str(traces)]
-    summarize = [_PYTHON, "scripts/bench/trace_parts.py", str(traces / "trace.rank_0.json.gz")]
-    return _chain("trace", [measure, summarize], limit_s=420, missing=no_device)
-
-
-def _publishing(machine: Machine, scratch: Path, no_device: str | None) -> Part:
-    """Return the part that measures what publishing adds to a step. On a GPU the model is so large that a step takes a second."""
-    bench = [_PYTHON, "scripts/bench/publishing.py"]
-    if machine.device == "cpu":
-        return _chain("publishing", [[*bench, "--tokens", "2048", "--pairs", "3"]], limit_s=180, missing=no_device)
-    model = scratch / "published"
-    make = [_PYTHON, "-m", "trivet.examples.tiny_model", str(model), "--hidden-size", "1024", "--layers", "28"]
-    rows = ["--model", str(model), "--dtype", "bfloat16", "--tokens", "131072", "--length", "512"]
-    return _chain("publishing", [make, [*bench, *rows]], limit_s=300, missing=no_device)
+    return Part(name="trace", command=measure, limit_s=420, missing=no_device, read_result=last_json)
 
 
 def _with_server(machine: Machine, scratch: Path, no_device: str | None) -> list[Part]:
@@ -184,7 +172,7 @@ def _with_server(machine: Machine, scratch: Path, no_device: str | None) -> list
     quickstart, flat = scratch / "quickstart", scratch / "flat"
     # CUDA graphs, which the quickstart leaves out; on a CPU they do not exist, and compiling takes minutes.
     graphs = ["--inference.model.enforce-eager", "false"] if machine.device == "cuda" else []
-    record = [_PYTHON, "scripts/bench/run_record.py"]
+    record = [_PYTHON, "scripts/run_record.py"]
     run = ["@", "configs/quickstart/rl.toml", "--model.name", str(scratch / "tiny"), "--output-dir", str(flat)]
     run += ["--max-steps", "5", "--trainer.optim.lr", "0"]  # nothing is learnt, so that what differs is the engines' arithmetic
     # The engine sleeps and wakes in every step. One that woke with other weights would show a mismatch of log-probabilities.

@@ -2,7 +2,7 @@
 
     uv run python scripts/bench/growth.py PART... [--output-dir docs/benchmarks]
 
-Each PART is a table of its own, written to growth_PART.json and drawn by `plot.py`:
+Each PART is a table of its own, written to growth_PART.json:
 
 - tokens: a training step over its tokens, 2k to 64k in rows of 2,048 (tiny model);
 - sizes: a training step of 2,048 tokens over the model's parameters, 3M to 360M, random weights;

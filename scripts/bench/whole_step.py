@@ -30,12 +30,12 @@ from typing import Any
 import psutil
 import torch
 import verifiers as vf
-from beside_trl import AT_ONCE, SIDES, TRL_SETTINGS, Clock, trl_environment
 from training import hardware, matmul_flops
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from reverse_text import plain_reversal_reward
 from trivet.config.layout import RunLayout
+from trivet.launcher.plan import rank_environment
 from trivet.trainer.measurement.performance import peak_memory_gib
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,44 @@ TRL_WARM_UP = 1
 """Its steps are all alike after the first."""
 TIMEOUT_S = 3600
 POLL_INTERVAL_S = 0.2
+AT_ONCE = 32
+"""Samples of a device batch of TRL's."""
+SIDES = {"bfloat16": ("ours", "trl_float32", "trl_bfloat16"), "float32": ("ours", "trl_float32")}
+"""By the dtype that ours computes in. Bfloat16 is not TRL's fastest where the processor emulates it."""
+TRL_SETTINGS: dict[str, Any] = {
+    "learning_rate": 1e-6,
+    "max_grad_norm": 1.0,
+    "beta": 0.0,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+}
+"""Settings of TRL: the loss and the update of ours, on a CPU, with nothing written."""
+
+
+class Clock(TrainerCallback):
+    """Measures the seconds of each step of TRL's loop."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._started = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Note when the step begins."""
+        self._started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note how long the step took."""
+        self.seconds.append(time.perf_counter() - self._started)
+
+
+def trl_environment(trl: Path) -> dict[str, str]:
+    """Return the variables of a process that imports TRL from `trl`, with the allocator settings that the launcher gives a rank."""
+    paths = os.pathsep.join(filter(None, [str(trl.absolute()), os.environ.get("PYTHONPATH")]))
+    return {**rank_environment(1, num_cpus=os.cpu_count() or 1, is_on_cpu=True), **os.environ, "PYTHONPATH": paths}
 
 
 def measure_trl(args: argparse.Namespace) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 Called by `trainer.checkpoint.shard_writer`, while training goes on. A buffered write copies every byte into the page cache and
 reads it again for the digest. The copy takes more processor time than the rest of a checkpoint, and slows training down. With
-direct writes (O_DIRECT) the disk reads the caller's memory instead. scripts/bench/checkpoint.py compares both while all
-cores compute. The commit gives the file its final name, not this module.
+direct writes (O_DIRECT) the disk reads the caller's memory instead. The commit gives the file its final name, not this module.
 """
 
 import errno

@@ -18,7 +18,8 @@ from trivet.wire.batches import MicroBatch
 Place = tuple[int, int]
 """A row of the batch, and a sample in it, both counted from 0."""
 _LANE_GAIN = 1.11
-"""How many times as fast lanes compute short rows as all cores together one long row: docs/benchmarks/cpu_mechanisms.json."""
+"""Speed of lanes on short rows, divided by that of all cores together on one long row. Measured with SmolLM2 in float32 on two
+cores with AVX2."""
 Cost = Callable[[Sequence[int], Sequence[int]], float]
 """The cost of segments of these lengths behind prefixes of these lengths, in tokens. Costs of several samples add up."""
 

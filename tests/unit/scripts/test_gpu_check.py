@@ -228,15 +228,6 @@ def test_the_run_whose_server_sleeps_is_a_valid_configuration_for_one_gpu(tmp_pa
     assert on_cpu["sleep"] == "a server on the CPU has no GPU memory to free"
 
 
-@pytest.mark.parametrize("machine", [MACHINE, parts_script.Machine(device="cuda", gpus=("H100",), torch="2", vllm=None)])
-def test_what_publishing_adds_to_a_step_is_measured_without_vllm(machine: Any, tmp_path: Path) -> None:
-    parts = {each.name: each for each in parts_script.make_parts(machine, scratch=tmp_path, traces=tmp_path)}
-    assert parts["publishing"].missing is None
-    flags = shlex.split(parts["publishing"].command[-1])
-    assert "scripts/bench/publishing.py" in flags
-    assert ("bfloat16" in flags) == (machine.device == "cuda")
-
-
 def test_results_of_tests_are_their_counts_and_the_names_of_those_that_failed() -> None:
     output = (
         "..F\nSKIPPED [1] tests/a.py:3: no flash_attn\nFAILED tests/a.py::test_b - x\n1 failed, 2 passed, 1 skipped in 3.1s\n"

@@ -3,7 +3,6 @@
 Called by `trainer.attention.packed`. A CPU has fast matrix products for bf16, but a slow backward pass of its attention kernel, and
 one kernel call per short sample costs more than its arithmetic. No sample sees another, and no mask of T x T exists. Segments that
 continue a shared prefix (`trainer.prefixes`) read its keys and values, and add to their gradients.
-scripts/bench/cpu_mechanisms.py compares a step with one that calls torch's kernel sample by sample.
 
 Legend: T tokens of a row, B segments of a group, L its longest, P its longest prefix, K key-value heads, G query heads of each,
 D head dimension; M = B * K matrices, Q = query tokens of a block, E = key tokens up to the end of the block, the prefix included.

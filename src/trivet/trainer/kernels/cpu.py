@@ -3,8 +3,7 @@
 Called by `trainer.model.policy_model` before sharding. A part is replaced only if a probe shows that it computes what the
 replacement does; every other model, and every other part, runs as transformers wrote it.
 
-scripts/bench/cpu_mechanisms.py measures a step with and without each replacement. docs/benchmarks/training.json compares all of
-them together with a plain loop.
+docs/benchmarks/training.json compares all of them together with a plain loop.
 
 Legend: T tokens, I features in, O features out.
 """

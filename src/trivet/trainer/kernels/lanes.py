@@ -2,7 +2,7 @@
 
 Used by `trainer.step`. The threads of one operator wait for each other thousands of times in a step, and a wait often takes longer
 than the operator itself. Rows share only the sum of their gradients, added under a lock of each parameter. The order of these
-additions is not fixed, so deterministic runs have one lane. scripts/bench/cpu_mechanisms.py measures a step with and without.
+additions is not fixed, so deterministic runs have one lane.
 """
 
 import threading
