@@ -50,7 +50,7 @@ Where transformers and vLLM compute different models, the probe ends the run at 
 - Phi-3 long: vLLM takes the long factors for every sample if `inference.model.max_model_len` exceeds the model's original length,
   and transformers only for a sample that exceeds it. The two agree with `max_model_len` at most the original length.
 - Ministral 3: vLLM scales queries by position only if config.json has `llama_4_scaling`; files of transformers have it as
-  `rope_parameters.llama_4_scaling_beta`. The two agree in samples of at most `original_max_position_embeddings` tokens.
+  `llama_4_scaling_beta` among `rope_parameters`. The two agree in samples of at most `original_max_position_embeddings` tokens.
 - Cohere 2: vLLM's window has a token more. The two agree in samples of at most `sliding_window` tokens.
 - GPT-NeoX and LFM2: the reason is not known. GPT-NeoX runs in vLLM through its backend for models of transformers; the difference
   stays with full rotary positions, without biases and without parallel residuals. LFM2 differs in layers of attention alone too.
