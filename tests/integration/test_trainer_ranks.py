@@ -16,8 +16,9 @@ ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
 PROGRAM = Path(__file__).with_name("trainer_rank_program.py")
 TOLERANCE = 1e-6
 """Relative tolerance in float32 (invariant 8)."""
-OPTIMIZER_TOLERANCE = 1e-6
-"""Tolerance for the weights after six steps."""
+OPTIMIZER_TOLERANCES = {"sgd": 1e-6, "muon": 1e-3}
+"""Tolerance for the weights after six steps, by optimizer besides AdamW. Muon iterates in bfloat16."""
+OTHERS = tuple(OPTIMIZER_TOLERANCES)
 
 
 def run_alone(model: Path, tasks: list[str]) -> None:
@@ -33,10 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = make_tokenizer()
     make_model(tokenizer, hidden_size=64, layers=2, seed=1, tied=True).save_pretrained(directory)
     return directory
-
-
-OTHERS = ("sgd", "muon")
-"""Optimizers besides AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +137,7 @@ def test_other_optimizers_make_the_same_weights_on_any_number_of_ranks_and_acros
         outputs.saved_by_one / f"{name}-resume_2.pt",
         continued_by_four / f"{name}-resume_4.pt",
     ):
-        assert load_module(ORACLE).gradient_error(torch.load(path)["weights"], expected) < OPTIMIZER_TOLERANCE, path.name
+        assert load_module(ORACLE).gradient_error(torch.load(path)["weights"], expected) < OPTIMIZER_TOLERANCES[name], path.name
 
 
 def test_a_rank_that_fails_says_why_at_once_on_a_backend_whose_shutdown_waits_for_the_others(tmp_path: Path) -> None:

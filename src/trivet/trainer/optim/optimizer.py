@@ -11,7 +11,7 @@ from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerC
 from trivet.config.sections.trainer import ConstantSchedule, LinearSchedule, ScheduleConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
-from trivet.trainer.optim.muon import JoinedOptimizers, WholeMatrixMuon
+from trivet.trainer.optim.muon import GatheringMuon, JoinedOptimizers
 from trivet.trainer.ranks.world import World, sum_over_ranks
 
 
@@ -33,7 +33,7 @@ def make_optimizer(
     rest = [parameter for parameter in parameters if id(parameter) not in chosen]
     parts: list[torch.optim.Optimizer] = []
     if matrices:
-        parts.append(WholeMatrixMuon(matrices, lr=config.lr, weight_decay=config.weight_decay, momentum=config.mu))
+        parts.append(GatheringMuon(matrices, lr=config.lr, weight_decay=config.weight_decay, momentum=config.mu))
     if rest:
         parts.append(_adamw(rest, config))
     return JoinedOptimizers(parts)

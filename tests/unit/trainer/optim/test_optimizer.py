@@ -1,13 +1,9 @@
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.sections.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
 from trivet.errors import ConfigError
-from trivet.trainer.optim import muon
 from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, make_optimizer, state_bytes
 
 
@@ -113,83 +109,22 @@ def test_muon_turns_matrices_as_its_formula_on_singular_values_says_and_the_rest
         joined.load_state_dict(joined.state_dict())  # as after a resume
     for matrix, seen in gradients.items():
         expected = muon_in_float64(torch.ones(matrix.shape), seen, config)
-        # The iteration raises float32's rounding of a small singular value by up to 3.4445^5 = 485.
-        torch.testing.assert_close(matrix.double(), expected, rtol=1e-5, atol=1e-5)
+        # Torch's Muon iterates in bfloat16, which has 8 bits.
+        assert float((matrix.double() - expected).detach().norm() / (expected - 1).norm()) < 0.02
     torch.testing.assert_close(vector, other)
 
 
-def test_muon_agrees_with_torchs_own_to_the_bfloat16_that_it_computes_in() -> None:
+def test_muon_updates_matrices_as_torchs_own_does() -> None:
     torch.manual_seed(0)
-    ours, theirs = (torch.nn.Parameter(torch.zeros(16, 8)) for _ in range(2))
-    ours.grad = torch.randn_like(ours)
-    theirs.grad = ours.grad.clone()
-    make_optimizer([ours], MuonConfig(lr=0.1), matrices=[ours]).step()
-    torch.optim.Muon([theirs], lr=0.1, adjust_lr_fn="match_rms_adamw").step()
-    assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < 0.02
-
-
-def test_muon_gathers_the_next_matrix_before_it_orthogonalizes_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened: list[tuple[str, int]] = []
-    begin, compute = muon.begin_gather, muon.orthogonalize
-    monkeypatch.setattr(muon, "begin_gather", lambda tensor: happened.append(("gather", len(tensor))) or begin(tensor))
-    monkeypatch.setattr(muon, "orthogonalize", lambda whole: happened.append(("orthogonalize", len(whole))) or compute(whole))
-    matrices = [torch.nn.Parameter(torch.ones(size, 4)) for size in (1, 2, 3)]
-    for matrix in matrices:
-        matrix.grad = torch.ones_like(matrix)
-    make_optimizer(matrices, MuonConfig(lr=0.1), matrices=matrices).step()
-    assert [what for what, _ in happened] == ["gather", "gather", "orthogonalize", "gather", "orthogonalize", "orthogonalize"]
-    assert [size for what, size in happened if what == "orthogonalize"] == [1, 2, 3]
-
-
-class MatmulFlags(TorchDispatchMode):
-    """Records, for each matrix product, whether a GPU might round its inputs to TF32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[bool] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.found.append(torch.backends.cuda.matmul.allow_tf32)
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_gpu_may_round_the_products_of_muons_iteration_and_no_others() -> None:
-    matrix = torch.ones(4, 6)
-    with MatmulFlags() as flags:
-        torch.mm(matrix, matrix.T)
-        muon.orthogonalize(matrix)
-        torch.mm(matrix, matrix.T)
-    assert flags.found == [False] + [True] * 15 + [False]  # three products in each of five iterations
-
-
-@pytest.mark.device
-@pytest.mark.parametrize(
-    ("device", "least", "most"),
-    [
-        ("cpu", 0.0, 1e-5),
-        # Inputs rounded to 10 bits in each product give 2e-3 to 3e-3; with less than 1e-4 the GPU did not round them.
-        pytest.param("cuda", 1e-4, 1e-2, marks=pytest.mark.gpu),
-    ],
-)
-@pytest.mark.parametrize("shape", [(64, 128), (512, 256), (96, 96)])
-def test_a_matrix_that_is_orthogonalized_is_near_that_of_float64(
-    device: str, least: float, most: float, shape: tuple[int, int]
-) -> None:
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("this GPU has no TF32")
-    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    found = muon.orthogonalize(matrix.to(device)).cpu().double()
-    expected = muon.orthogonalize(matrix.double())
-    assert least <= float((found - expected).norm() / expected.norm()) < most
-
-
-def test_the_cpus_products_are_exact_within_muons_iteration() -> None:
-    torch.manual_seed(0)
-    matrix = torch.randn(64, 64)
-    expected = matrix @ matrix
-    with muon.tf32_products():
-        assert torch.equal(matrix @ matrix, expected)
+    ours, reference = (torch.nn.Parameter(torch.ones(16, 8)) for _ in range(2))
+    joined = make_optimizer([ours], MuonConfig(lr=0.1, weight_decay=0.2, mu=0.9), matrices=[ours])
+    torchs = torch.optim.Muon([reference], lr=0.1, weight_decay=0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        ours.grad = torch.randn_like(ours)
+        reference.grad = ours.grad.clone()
+        joined.step()
+        torchs.step()
+    torch.testing.assert_close(ours, reference)
 
 
 def test_muon_leaves_a_matrix_without_gradient_alone_and_takes_one_of_zeros() -> None:
