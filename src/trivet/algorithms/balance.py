@@ -66,7 +66,7 @@ def _halve(row: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     """Split a row into two of about equally many tokens: the longest item first, each to the row with fewer."""
     halves: list[list[int]] = [[], []]
     sums = [0, 0]
-    for index in sorted(row, key=lambda each: -lengths[each]):
+    for index in sorted(row, key=lambda item: -lengths[item]):
         half = 0 if sums[0] <= sums[1] else 1
         halves[half].append(index)
         sums[half] += lengths[index]

@@ -56,15 +56,7 @@ def next_limit(limit: int, load: LoadSince, *, in_flight: int, floor: int, ceili
 
 
 class TokenBucket:
-    """Lets so many rollouts start per minute, a few seconds' worth at once.
-
-    >>> bucket = TokenBucket(per_minute=60, burst=5, now=0.0)
-    >>> bucket.wait_s(5, now=0.0)
-    0.0
-    >>> bucket.take(5)
-    >>> bucket.wait_s(5, now=1.0)
-    4.0
-    """
+    """Lets so many rollouts start per minute, a few seconds' worth at once."""
 
     def __init__(self, *, per_minute: float, burst: float, now: float) -> None:
         """Start with a full bucket.

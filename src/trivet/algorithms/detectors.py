@@ -50,12 +50,7 @@ Condition = Callable[[Metrics], str | None]
 
 @dataclass(slots=True, kw_only=True)
 class Detector:
-    """Counts the steps in a row for which a condition has held.
-
-    >>> detector = Detector(name="no_loss_tokens", condition=no_loss_tokens, patience=1, remedy="raise seq_len")
-    >>> detector.look({"batch/loss_tokens": 0.0}).message
-    'no token to train on; raise seq_len'
-    """
+    """Counts the steps in a row for which a condition has held."""
 
     name: str
     condition: Condition

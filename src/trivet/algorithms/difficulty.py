@@ -43,10 +43,6 @@ class FairTurns:
 
     Without chance: the credits are the whole state.
 
-    >>> turns = FairTurns({"a": 2, "b": 1})
-    >>> [turns.take(["a", "b"]) for _ in range(6)]
-    ['a', 'b', 'a', 'a', 'b', 'a']
-
     Source: smooth weighted round-robin, as in nginx's upstream balancing.
     """
 

@@ -62,10 +62,12 @@ def compare_data(part: Path, records: Mapping[str, DataRecord], *, step: Step, s
             if record.num_records != before.num_records
             else (f"{record.num_records} as before, with other contents")
         )
-        said = (
+        message = (
             f"{name}: the data are not those of checkpoint step_{step} ({counts}). Data that are drawn at every start need a seed, "
             "for example in the arguments of the environment"
         )
         if strict_key is not None:
-            raise ResumeError(f"{said}; {key_name(strict_key)} = true refuses to go on: give the same data, or remove the key")
-        logger.warning("%s", said)
+            raise ResumeError(
+                f"{message}; {key_name(strict_key)} = true refuses to go on: give the same data, or remove the key"
+            )
+        logger.warning("%s", message)

@@ -60,11 +60,7 @@ def require_newest_attempt(layout: RunLayout, run: RunIdentity) -> None:
 
 
 class AttemptGuard:
-    """Checks again and again that no later attempt has begun: a machine may have stood still between two writes of a role.
-
-    >>> guard = AttemptGuard(layout, run)
-    >>> guard.check()
-    """
+    """Checks again and again that no later attempt has begun: a machine may have stood still between two writes of a role."""
 
     def __init__(self, layout: RunLayout, run: RunIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Have the first check look at the record."""

@@ -34,13 +34,7 @@ _MAX_PARTS = 512
 
 
 class FileStream:
-    """An append-only file. After `flush` the caller may change the data that it passed to `write`.
-
-    >>> with FileStream(path) as stream:
-    ...     offset = stream.write(data, prefix=header)
-    ...     stream.flush()  # from now on `data` may change
-    ...     record = stream.finish()
-    """
+    """An append-only file. After `flush` the caller may change the data that it passed to `write`."""
 
     def __init__(self, path: Path) -> None:
         """Create the file.

@@ -22,14 +22,7 @@ class WorkTimes:
 
 
 class Background:
-    """A thread that does one piece of work after the other.
-
-    >>> background = Background("publisher")
-    >>> background.start(work)
-    >>> background.raise_failure()  # between steps
-    >>> background.wait()
-    >>> background.close()
-    """
+    """A thread that does one piece of work after the other."""
 
     def __init__(self, name: str, *, is_async: bool = True) -> None:
         """Start no thread yet.

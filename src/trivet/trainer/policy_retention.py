@@ -49,6 +49,6 @@ class PolicyRetention:
             keep_recent=self.keep_recent,
             in_use=list(self.readers.versions().values()),
             kept=needed_to_resume(targets, lag=self.resume_lag)
-            | {reference_version_after(each, interval=self.reference_interval) for each in (*targets, step)},
+            | {reference_version_after(target, interval=self.reference_interval) for target in (*targets, step)},
             keep_interval=self.keep_interval,
         )

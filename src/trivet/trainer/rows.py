@@ -146,7 +146,7 @@ def plan_rows(
     dealt = arrange(packed, lengths, costs=costs, num_ranks=num_ranks, max_tokens=max_tokens)
     return RowPlan(
         batch=rows,
-        rows_by_rank=[[[samples[number] for item in row for number in items[item]] for row in mine] for mine in dealt],
+        rows_by_rank=[[[samples[number] for item in row for number in items[item]] for row in own_rows] for own_rows in dealt],
         shares_prefixes=shares_prefixes,
         max_tokens=row_limit,
         num_tokens=sum(lengths),

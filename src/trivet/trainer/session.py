@@ -29,14 +29,7 @@ from trivet.wire.versions import Step
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """Orders what happens after an update: publish, save, settle, report.
-
-    >>> result = train_step(session.learner, rows, step=step)
-    >>> session.publish(step)
-    >>> session.save(step, parts=PARTS)
-    >>> session.settle()
-    >>> session.report(step, result, rows)
-    """
+    """Orders what happens after an update: publish, save, settle, report."""
 
     layout: RunLayout
     world: World

@@ -19,12 +19,7 @@ from trivet.wire.versions import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReporter:
-    """Collects the times of one step, then reports the step.
-
-    >>> with reporter.timed("step"):
-    ...     result = train_step(learner, rows, step=step)
-    >>> reporter.report(step, result, rows, progress=progress)
-    """
+    """Collects the times of one step, then reports the step."""
 
     world: World
     telemetry: Telemetry | None

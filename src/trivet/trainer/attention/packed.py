@@ -100,7 +100,7 @@ class Segments:
             return cls.of(lengths, device=device)
         segment_tokens = torch.arange(sum(lengths)).split(list(lengths))
         empty = segment_tokens[0][:0]
-        prefixes = [torch.cat([empty, *(segment_tokens[each] for each in path)]) for path in paths]
+        prefixes = [torch.cat([empty, *(segment_tokens[segment] for segment in path)]) for path in paths]
         key_lengths = [len(prefix) + length for prefix, length in zip(prefixes, lengths, strict=True)]
         tokens = torch.cat([part for pair in zip(prefixes, segment_tokens, strict=True) for part in pair])
         return cls(

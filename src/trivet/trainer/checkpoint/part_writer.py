@@ -26,14 +26,7 @@ OnWritten = Callable[[Mapping[str, FileRecord]], None]
 
 
 class PartWriter:
-    """A thread that writes at most one part at a time.
-
-    >>> writer = PartWriter(world, is_async=True, timeout_s=1800)
-    >>> writer.start(directory, state_of(learner, progress), on_written=commit_it)
-    >>> writer.release()  # before the learner changes
-    >>> writer.work.wait()
-    >>> writer.close()
-    """
+    """A thread that writes at most one part at a time."""
 
     def __init__(self, world: World, *, is_async: bool, timeout_s: float) -> None:
         """Open a group of all ranks for the writing threads. Collective.

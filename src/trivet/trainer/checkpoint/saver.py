@@ -34,12 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointSaver:
-    """Saves at most one checkpoint at a time.
-
-    >>> saver.save(step, learner, progress, parts=PARTS, policy=publisher.work.running)
-    >>> saver.writer.release()  # before the learner changes
-    >>> saver.wait()
-    """
+    """Saves at most one checkpoint at a time."""
 
     config: TrainingConfig
     layout: RunLayout
@@ -104,11 +99,7 @@ class CheckpointSaver:
         return explaining_full_disk(self.layout.checkpoints, what=what, num_bytes=self.num_bytes)
 
     def _commit(self, step: Step, parts: Sequence[str], known: Mapping[str, FileRecord], policy: Future[None] | None) -> None:
-        """Commit on rank 0; runs on the writer's thread once every rank's shards are written.
-
-        Args:
-            known: the records of the shards.
-        """
+        """Commit on rank 0; runs on the writer's thread once every rank's shards, of which `known` has the records, are written."""
         if self.telemetry is None:
             return
         if policy is not None:

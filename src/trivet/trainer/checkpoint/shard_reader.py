@@ -53,10 +53,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 class ShardReader(FileSystemReader):
-    """A `FileSystemReader` that runs nothing it reads.
-
-    >>> load(state, storage_reader=ShardReader(directory), planner=ShardPlanner())
-    """
+    """A `FileSystemReader` that runs nothing it reads."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -17,12 +17,7 @@ TensorKey = tuple[int, int]
 
 
 class Snapshot:
-    """The tensors of one moment. Two threads share it: one calls `hold` once for each tensor, the other may call `detach`.
-
-    >>> snapshot = Snapshot(state, buffers={})
-    >>> with snapshot.hold(tensor) as unchanging:  # and other tensors at the same time
-    ...     write(unchanging)
-    """
+    """The tensors of one moment. Two threads share it: one calls `hold` once for each tensor, the other may call `detach`."""
 
     def __init__(self, state: object, *, buffers: dict[TensorKey, torch.Tensor]) -> None:
         """Take the snapshot; nothing is copied yet.

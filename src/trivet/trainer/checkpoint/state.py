@@ -158,14 +158,7 @@ def _drop_what_was_not_saved(moments: State, directory: Path) -> list[str]:
 
 
 def _require_optimized(names: Sequence[str], groups: Sequence[State]) -> None:
-    """Require that the saved optimizer had these parameters.
-
-    Args:
-        groups: the parameter groups of the saved optimizer.
-
-    Raises:
-        ValueError: it did not have one of them.
-    """
+    """Require that the saved optimizer, which had `groups`, optimized these parameters."""
     known = {name for group in groups for name in group["params"]}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"the optimizer that was saved has no parameter {unknown[0]!r}")

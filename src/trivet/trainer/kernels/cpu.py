@@ -240,32 +240,32 @@ def _replace_rotary(causal_lm: PreTrainedModel) -> bool:
     current: Rotary | None = getattr(modeling, "apply_rotary_pos_emb", None)
     if current is None:
         return False
-    theirs = _replaced[modeling.__name__] if current is rotate else current
-    modeling.apply_rotary_pos_emb = theirs
-    if not _rotates_alike(theirs, causal_lm):
+    original = _replaced[modeling.__name__] if current is rotate else current
+    modeling.apply_rotary_pos_emb = original
+    if not _rotates_alike(original, causal_lm):
         return False
-    _replaced[modeling.__name__], modeling.apply_rotary_pos_emb = theirs, rotate
+    _replaced[modeling.__name__], modeling.apply_rotary_pos_emb = original, rotate
     return True
 
 
-def _rotates_alike(theirs: Rotary, causal_lm: PreTrainedModel) -> bool:
-    """Tell whether `theirs` does what `rotate` does, for heads of which as many features are rotated as in this model.
+def _rotates_alike(original: Rotary, causal_lm: PreTrainedModel) -> bool:
+    """Tell whether `original` does what `rotate` does, for heads of which as many features are rotated as in this model.
 
     Some models call the function for whole heads, others only for what is rotated of them.
     """
     rotated = {2 * len(buffer) for name, buffer in causal_lm.named_buffers() if name.endswith("inv_freq")}
     dim = HeadDims.of(causal_lm.config).query
-    outcomes = [_compare_rotation(theirs, *sizes) for size in rotated for sizes in {(size, size), (max(dim, size), size)}]
+    outcomes = [_compare_rotation(original, *sizes) for size in rotated for sizes in {(size, size), (max(dim, size), size)}]
     return True in outcomes and False not in outcomes
 
 
-def _compare_rotation(theirs: Rotary, num_features: int, num_rotated: int) -> bool | None:
-    """Tell whether `theirs` does what `rotate` does; None: it does not take so many features, or has other arguments."""
+def _compare_rotation(original: Rotary, num_features: int, num_rotated: int) -> bool | None:
+    """Tell whether `original` does what `rotate` does; None: it does not take so many features, or has other arguments."""
     angles = torch.linspace(0.0, 2.0, _PROBE_TOKENS * num_rotated, dtype=torch.float64).view(1, _PROBE_TOKENS, -1)
     values = torch.linspace(-1.0, 1.0, 2 * _PROBE_TOKENS * num_features, dtype=torch.float64)
     query = values.view(1, 2, _PROBE_TOKENS, num_features)
     try:
-        found = theirs(query, query[:, :1], angles.cos(), angles.sin())
+        found = original(query, query[:, :1], angles.cos(), angles.sin())
     except (TypeError, ValueError, RuntimeError):
         return None
     expected = rotate(query, query[:, :1], angles.cos(), angles.sin())

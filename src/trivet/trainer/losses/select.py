@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import torch
+
 from trivet.config.sections.losses import (
     AipoLossConfig,
     CispoLossConfig,
@@ -12,14 +14,13 @@ from trivet.config.sections.losses import (
     GspoLossConfig,
     IpoLossConfig,
     LossConfig,
+    PolicyLossConfig,
 )
-from trivet.trainer.losses.clipped import grpo_loss, gspo_loss
+from trivet.trainer.losses.clipped import aipo_loss, cispo_loss, grpo_loss, gspo_loss
 from trivet.trainer.losses.custom import load_custom_loss
 from trivet.trainer.losses.default import default_loss
-from trivet.trainer.losses.regularized import regularized
 from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss
 from trivet.trainer.losses.trust_region import dppo_loss, ipo_loss
-from trivet.trainer.losses.weighted import aipo_loss, cispo_loss
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
@@ -30,7 +31,7 @@ def make_policy_loss(config: LossConfig) -> Loss:
     Raises:
         ConfigError: a custom loss cannot be imported.
     """
-    return regularized(_select(config), config)
+    return _regularize(_select(config), config)
 
 
 def _select(config: LossConfig) -> Loss:
@@ -51,6 +52,36 @@ def _select(config: LossConfig) -> Loss:
             return partial(ipo_loss, config=config)
         case CustomLossConfig():
             return load_custom_loss(config)
+
+
+def _regularize(loss: Loss, config: PolicyLossConfig) -> Loss:
+    """Return `loss` plus beta * KL(policy || reference) minus entropy_coef * entropy, both per loss token of the step.
+
+    The divergence is estimated on the sampled tokens by k3, exp(q) - q - 1 with q = reference - trainer log-probability: on
+    policy its mean is KL(policy || reference) of the next token. As in GRPO it is differentiated as it stands, which on policy
+    gives the gradient of KL(reference || policy) instead, equal to the other to first order in q; what earlier tokens do to
+    later states is left out. The entropy is exact for each next token, with the same omission.
+
+    Source: GRPO, arXiv 2402.03300, equation 4.
+    """
+    if not config.beta and not config.entropy_coef:
+        return loss
+
+    def compute(scores: TokenScores, row: RowTensors) -> RowLoss:
+        terms, values = loss(scores, row)
+        added = torch.zeros_like(scores.logprobs_N)
+        if config.beta:
+            assert row.reference_logprobs_N is not None, "the step scores the reference when beta is set"
+            q_N = row.reference_logprobs_N - scores.logprobs_N
+            kl_N = torch.expm1(q_N) - q_N
+            added = added + config.beta * kl_N
+            values = {**values, "ref_kl": kl_N.detach()}
+        if config.entropy_coef:
+            added = added - config.entropy_coef * scores.entropies_N
+        token_term = terms.get(LossUnit.TOKEN, torch.zeros((), device=added.device)) + added.sum()
+        return RowLoss({**terms, LossUnit.TOKEN: token_term}, values)
+
+    return compute
 
 
 def cross_entropy(scores: TokenScores, row: RowTensors) -> RowLoss:

@@ -9,12 +9,7 @@ from trivet.wire.versions import Step
 
 
 class FakeReceiver:
-    """A receiver of made-up batches.
-
-    >>> receiver = FakeReceiver(config, from_step=Step(0))
-    >>> receiver.receive(Step(1)).num_tokens
-    4096
-    """
+    """A receiver of made-up batches."""
 
     def __init__(self, config: TrainerConfig, *, from_step: Step) -> None:
         """Read the model's vocabulary size.

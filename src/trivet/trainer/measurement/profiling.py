@@ -23,12 +23,7 @@ _MAX_EVENTS = 100_000
 
 
 class Profiler:
-    """Traces and memory snapshots of one rank.
-
-    >>> profiler = Profiler(config, world)
-    >>> profiler.finish_step(1)
-    >>> profiler.close()
-    """
+    """Traces and memory snapshots of one rank."""
 
     def __init__(self, config: TrainingConfig, world: World) -> None:
         """Start what `trace_path` and `memory_profiler_path` ask for.

@@ -57,11 +57,7 @@ class _Kept:
 
 
 class ActivationOffload:
-    """Moves what autograd saves in a block to main memory and back.
-
-    >>> offload = ActivationOffload(CudaTransfers(device, does_pin=True), max_inflight=5)
-    >>> block.forward = offload.around(block.forward)
-    """
+    """Moves what autograd saves in a block to main memory and back."""
 
     def __init__(self, transfers: Transfers, *, max_inflight: int, min_bytes: int = _MIN_BYTES) -> None:
         self._transfers = transfers

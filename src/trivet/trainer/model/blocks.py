@@ -138,11 +138,7 @@ def _is_meant(name: str, target: str) -> bool:
 
 
 def _recomputing(forward: Forward, *, keep: Sequence[str]) -> Forward:
-    """Return `forward` under a checkpoint. The random state is kept: models draw dropout and jitter by functions, too.
-
-    Args:
-        keep: see `ActivationCheckpointConfig`.
-    """
+    """Return `forward` under a checkpoint. The random state is kept: models draw dropout and jitter by functions, too."""
     options: dict[str, Any] = {}
     if keep:
         operators = frozenset[str]().union(*(_KEPT_OPERATORS[name] for name in keep))

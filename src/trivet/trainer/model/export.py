@@ -106,7 +106,7 @@ class Exporter:
     """Makes the copies; None: chosen for the model's device."""
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Memory kept from step to step: allocating it costs more than the copy into it."""
-    _twin: PreTrainedModel | None = None
+    _blank_model: PreTrainedModel | None = None
     """An unsharded model without storage, which writes the weights."""
     _tokenizer_files: dict[str, bytes] = field(default_factory=dict)
     """Content of the tokenizer's files by name; they are the same at every step."""
@@ -130,8 +130,8 @@ class Exporter:
             from trivet.trainer.model.lora import name_adapter
 
             return name_adapter(self.model.causal_lm, self._weights)
-        if self._twin is None:
-            self._twin = self._make_twin()
+        if self._blank_model is None:
+            self._blank_model = self._make_blank_model()
         return dict(self._weights)  # a copy, because writing removes entries
 
     def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -151,17 +151,19 @@ class Exporter:
             (directory / name).write_bytes(content)
 
     def _write_whole(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
-        assert self._twin is not None, "gather comes first"
+        assert self._blank_model is not None, "gather comes first"
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        self._twin.save_pretrained(directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1)
+        self._blank_model.save_pretrained(
+            directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1
+        )
 
-    def _make_twin(self) -> PreTrainedModel:
+    def _make_blank_model(self) -> PreTrainedModel:
         """Make an unsharded model without storage: it knows the saved dtype, and its classes are not FSDP's."""
         causal_lm = self.model.causal_lm
         with torch.device("meta"):
-            twin = type(causal_lm)._from_config(causal_lm.config.__class__(**causal_lm.config.to_dict()), dtype=self.dtype)
-        twin.generation_config = causal_lm.generation_config
-        return twin
+            blank = type(causal_lm)._from_config(causal_lm.config.__class__(**causal_lm.config.to_dict()), dtype=self.dtype)
+        blank.generation_config = causal_lm.generation_config
+        return blank
 
 
 def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

@@ -23,11 +23,7 @@ class CopyEvent(Protocol):
 
 
 class CopiesInFlight:
-    """Bounds the bytes of sources that are kept on the device until they are copied.
-
-    >>> in_flight = CopiesInFlight(max_bytes=1 << 30)
-    >>> in_flight.add(stream.record_event(), num_bytes=source.nbytes)
-    """
+    """Bounds the bytes of sources that are kept on the device until they are copied."""
 
     def __init__(self, *, max_bytes: int) -> None:
         """Begin with none."""
@@ -50,13 +46,7 @@ class CopiesInFlight:
 
 
 class HostCopies:
-    """Copies on a stream of their own. On the CPU a copy is done when it is started.
-
-    >>> copies = HostCopies(torch.device("cuda"))
-    >>> host = copies.empty(weight.shape, weight.dtype)
-    >>> copies.start(host, weight, does_change=True)
-    >>> copies.wait()  # on any thread; then `host` can be read
-    """
+    """Copies on a stream of their own. On the CPU a copy is done when it is started."""
 
     def __init__(self, device: torch.device) -> None:
         """Open the stream.

@@ -154,13 +154,9 @@ def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_name
 
 
 def _require_no_surplus(names: Collection[str], causal_lm: PreTrainedModel, config: TrainerModelConfig) -> None:
-    """Refuse tensors that the model has no place for, and announce those that its architecture leaves out.
+    """Refuse tensors of the files that the model has no place for, and announce those that its architecture leaves out.
 
-    Args:
-        names: tensors in the files that were not taken.
-
-    Raises:
-        ConfigError: a server may load what the trainer would drop, or the files are not those of config.json.
+    A server may load what the trainer would drop.
     """
     if config.debug.num_layers is not None:
         return  # layers that are left out on purpose
@@ -194,7 +190,9 @@ def _find_untied(files: SafetensorsWeights, causal_lm: PreTrainedModel) -> list[
     def differ(name: str, other: str) -> bool:
         shape = causal_lm.get_parameter(other).shape
         return any(
-            not torch.equal(*(files.read(each, shape=shape, first_row=row, num_rows=_COMPARED_ROWS) for each in (name, other)))
+            not torch.equal(
+                *(files.read(tensor, shape=shape, first_row=row, num_rows=_COMPARED_ROWS) for tensor in (name, other))
+            )
             for row in range(0, shape[0], _COMPARED_ROWS)
         )
 

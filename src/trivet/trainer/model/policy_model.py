@@ -232,11 +232,7 @@ def _has_softcap(causal_lm: PreTrainedModel) -> bool:
 
 
 def _choose_attention(causal_lm: PreTrainedModel, config: TrainerModelConfig, own_attention: str, world: World) -> str:
-    """Return the name of an attention over packed rows; `own_attention` for a model whose rows hold one sample each.
-
-    Raises:
-        ConfigError: as for `register_attention`.
-    """
+    """Return the name of an attention over packed rows; `own_attention` for a model whose rows hold one sample each."""
     if reason := why_unpacked(causal_lm, seq_len=config.seq_len):
         logger.warning(_ONE_SAMPLE, reason)
         return own_attention
@@ -277,7 +273,7 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
         hf_config._attn_implementation = own_attention
         rows = plan_rows([row], num_ranks=1, packs=False).take(0, device=world.device)
         # After a forward that ended early, only one to the end lets FSDP free what it gathered.
-        alone_N = torch.cat([model(each).logprobs_N for each in rows])
+        alone_N = torch.cat([model(row).logprobs_N for row in rows])
         if packed_N is not None:
             error = sum_over_ranks(world, (packed_N - alone_N).abs().mean()).item() / world.size
             reason = f"log-probabilities of a packed row differ by {error:.2g} on average from those of its samples alone"

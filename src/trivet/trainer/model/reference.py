@@ -27,12 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reference:
-    """The shards of an earlier policy.
-
-    >>> reference = Reference(model)
-    >>> rows = reference.score(model, rows)
-    >>> reference.follow(model)
-    """
+    """The shards of an earlier policy."""
 
     def __init__(self, model: PolicyModel) -> None:
         """Copy `model` as it is now."""

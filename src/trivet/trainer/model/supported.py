@@ -63,7 +63,7 @@ def why_unpacked(causal_lm: PreTrainedModel, *, seq_len: int) -> str | None:
     if "chunked_attention" in kinds and config.attention_chunk_size < seq_len:
         return f"it attends within chunks of {config.attention_chunk_size} tokens"
     rope = getattr(config, "rope_parameters", None) or {}
-    for scaling in (rope, *(each for each in rope.values() if isinstance(each, dict))):
+    for scaling in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         # Transformers chooses the frequencies of these by the longest sample of the row.
         original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
         if scaling.get("rope_type") in _ROPES_BY_LENGTH and original < seq_len:

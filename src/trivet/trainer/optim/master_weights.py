@@ -14,13 +14,7 @@ _TILE_NUMBERS = 1 << 18
 
 
 class MasterWeights:
-    """The narrow copies of the weights. Several threads may use it.
-
-    >>> masters = MasterWeights()
-    >>> output = input @ masters.of(weight, torch.bfloat16).T
-    >>> masters.sums_gradients = True
-    >>> masters.add_gradient(weight, output_gradient.T @ input)
-    """
+    """The narrow copies of the weights. Several threads may use it."""
 
     def __init__(self) -> None:
         self.sums_gradients = False

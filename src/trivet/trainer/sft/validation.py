@@ -29,12 +29,7 @@ ROWS_PER_RANK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The held-out rows and when they are measured.
-
-    >>> validation = open_validation(config, tokenizer)
-    >>> if validation is not None and validation.is_due(step, is_last=False):
-    ...     metrics = validation.measure(model, world, step=step)
-    """
+    """The held-out rows and when they are measured."""
 
     rows: Sequence[MicroBatch]
     interval: int
