@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class Selected(NamedTuple):
@@ -42,7 +43,9 @@ def read_values(parts: Sequence[Mapping[str, torch.Tensor | Selected]]) -> dict[
     """Return the values of each name in all `parts`, one part after the other, with one wait for all of them."""
     names = list({name: None for part in parts for name in part})
     columns = {name: _join([part[name] for part in parts if name in part]) for name in names}
-    hosts = {name: [_start_copy(tensor) for tensor in column] for name, column in columns.items()}
+    hosts = {
+        name: [copy_to_host(tensor) if tensor.is_cuda else tensor for tensor in column] for name, column in columns.items()
+    }
     for device in {tensor.device for column in columns.values() for tensor in column if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     arrays = {name: [host.numpy() for host in column] for name, column in hosts.items()}
@@ -56,8 +59,11 @@ def _join(entries: Sequence[torch.Tensor | Selected]) -> list[torch.Tensor]:
     return [torch.cat([entry for entry in entries if isinstance(entry, torch.Tensor)])]
 
 
-def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Start a copy to main memory, and return it. One from a GPU is complete only after its stream has been waited for."""
-    if not tensor.is_cuda:
-        return tensor.cpu()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded tensor; return other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

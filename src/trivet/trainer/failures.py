@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from trivet.config.layout import RunLayout
 from trivet.errors import Diverged, OutOfMemory, TrivetError
+from trivet.trainer.device_copies import local_part
 from trivet.trainer.ranks.world import World, gather_bytes
 from trivet.trainer.rows import RowTensors
 from trivet.weights.catalog import latest_version
@@ -51,8 +51,7 @@ def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], wor
     """List the parameters whose gradients are not finite on some rank. Collective."""
     bad: list[str] = []
     for name, parameter in parameters:
-        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        if gradient is not None and not bool(gradient.isfinite().all()):
+        if parameter.grad is not None and not bool(local_part(parameter.grad).isfinite().all()):
             bad.append(name.removeprefix("causal_lm."))
     return _list(list(dict.fromkeys(_gather(bad, world)))) or "every gradient is finite, and their norm is not"
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from trivet.config.layout import RunLayout
 from trivet.config.sections.losses import PolicyLossConfig
 from trivet.config.sections.model import TrainerModelConfig
 from trivet.errors import CheckpointError, WeightsError
+from trivet.trainer.device_copies import copy_to_host, local_part
 from trivet.trainer.model.policy_model import PolicyModel, free_gathered, load_policy, without_dropout
 from trivet.trainer.ranks.world import World
 from trivet.trainer.rows import RowTensors
@@ -36,7 +36,7 @@ class Reference:
     def follow(self, model: PolicyModel) -> None:
         """Replace the reference by `model` as it is now."""
         for shard, parameter in zip(self._shards, model.trained_parameters, strict=True):
-            shard.copy_(_local(parameter), non_blocking=True)
+            shard.copy_(local_part(parameter.detach()), non_blocking=True)
 
     @torch.no_grad()
     def score(self, model: PolicyModel, rows: Sequence[RowTensors]) -> list[RowTensors]:
@@ -60,7 +60,7 @@ class Reference:
     @staticmethod
     def _put(shards: Sequence[torch.Tensor], model: PolicyModel) -> None:
         for shard, parameter in zip(shards, model.trained_parameters, strict=True):
-            _local(parameter).copy_(shard, non_blocking=True)
+            local_part(parameter.detach()).copy_(shard, non_blocking=True)
 
 
 def open_reference(
@@ -115,9 +115,7 @@ def _host_copies(model: PolicyModel) -> list[torch.Tensor]:
 
     The CPU must not read the result. Only copies on the same stream may use it.
     """
-    shards = [_local(parameter) for parameter in model.trained_parameters]
-    hosts = [torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda) for shard in shards]
-    return [host.copy_(shard, non_blocking=True) for host, shard in zip(hosts, shards, strict=True)]
+    return [copy_to_host(local_part(parameter.detach())) for parameter in model.trained_parameters]
 
 
 def _must_wait(devices: Sequence[torch.device], *, has_cuda: bool) -> bool:
@@ -126,9 +124,3 @@ def _must_wait(devices: Sequence[torch.device], *, has_cuda: bool) -> bool:
     The GPU may still read a shard that was off-loaded to main memory. A copy to a shard on the GPU waits there for earlier reads.
     """
     return has_cuda and any(device.type == "cpu" for device in devices)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard; it shares memory with the parameter."""
-    detached = parameter.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached

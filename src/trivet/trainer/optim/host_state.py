@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from trivet.trainer.device_copies import copy_to_host, local_part
+
 logger = logging.getLogger(__name__)
 
 _PART_BYTES = 256 << 20
@@ -111,7 +113,7 @@ def _set_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     for key, parameter in zip(keys, parameters, strict=True):
         for name, value in state_dict["state"].get(key, {}).items():
             if _moves(value):
-                optimizer.state[parameter][name] = _host_copy(value) if value.device.type == "cuda" else value
+                optimizer.state[parameter][name] = copy_to_host(value) if value.device.type == "cuda" else value
 
 
 class CudaStateMover:
@@ -132,7 +134,7 @@ class CudaStateMover:
                 for name, value in state.items():
                     if _moves(value) and value.device.type == "cpu":
                         state[name] = value.to(self._device, non_blocking=True)
-                        _local(state[name]).record_stream(current)  # the update uses it on another stream
+                        local_part(state[name]).record_stream(current)  # the update uses it on another stream
             self._fetched[part] = torch.cuda.Event()
             self._fetched[part].record(self._stream)
 
@@ -147,8 +149,10 @@ class CudaStateMover:
             for state in states:
                 for name, value in state.items():
                     if _moves(value) and value.device.type == "cuda":
-                        _local(value).record_stream(self._stream)  # what the first update made was allocated on another stream
-                        state[name] = _host_copy(value)
+                        local_part(value).record_stream(
+                            self._stream
+                        )  # what the first update made was allocated on another stream
+                        state[name] = copy_to_host(value)
             self._given_back[part] = torch.cuda.Event()
             self._given_back[part].record(self._stream)
 
@@ -189,12 +193,3 @@ def _parts(pairs: list[Pair], *, max_bytes: int) -> Iterator[list[Pair]]:
 def _moves(value: object) -> bool:
     """Return False for a count of steps, which stays where the optimizer made it."""
     return isinstance(value, torch.Tensor) and value.numel() > 1
-
-
-def _host_copy(value: torch.Tensor) -> torch.Tensor:
-    """Begin to copy `value` to page-locked memory, without waiting for the GPU."""
-    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value

@@ -4,13 +4,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from trivet.algorithms.schedules import cosine_factor, linear_factor
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.sections.trainer import ConstantSchedule, LinearSchedule, ScheduleConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
+from trivet.trainer.device_copies import local_part
 from trivet.trainer.optim.muon import GatheringMuon, JoinedOptimizers
 from trivet.trainer.ranks.world import World, sum_over_ranks
 
@@ -101,8 +101,7 @@ class LearningRate:
 
 def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     """Return this rank's shards of the gradients."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def gradient_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:

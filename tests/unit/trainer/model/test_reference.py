@@ -94,7 +94,7 @@ def test_copies_of_a_gpus_shards_are_asked_for_in_page_locked_memory(
     Reference(model)
     assert asked == [False] * len(model.trained_parameters)
     asked.clear()
-    monkeypatch.setattr(reference_module, "_local", lambda parameter: parameter.detach().as_subclass(ShardOfGpu))
+    monkeypatch.setattr(reference_module, "local_part", lambda parameter: parameter.detach().as_subclass(ShardOfGpu))
     Reference(model)
     assert asked == [True] * len(model.trained_parameters)
 
