@@ -106,7 +106,7 @@ class SelfServedEnv(vf.SingleTurnEnv):
 
     async def setup_state(self, state: Any) -> Any:
         """Take the instant server for the client that the rollout was given."""
-        state["client"] = self._client.for_rollout()
+        state["client"] = self._client
         return state
 
 

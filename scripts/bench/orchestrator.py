@@ -45,7 +45,6 @@ from trivet.config.sections.shared import CkptConfig, TransportConfig
 from trivet.environments.apis.requests import request_arguments
 from trivet.environments.apis.trajectories import Turn, to_samples
 from trivet.environments.apis.v0.host import V0Host
-from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.environments.local_pool import LocalPool
 from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.orchestrator.buffer import GroupBuffer
@@ -244,8 +243,9 @@ def rate_of_verifiers(num_rollouts: int, num_tokens: int) -> float:
 
 def rate_through_verifiers(num_rollouts: int, num_tokens: int, directory: Path) -> float:
     """Return rollouts per second of our loop through the same environment."""
-    runner = GroupRunner(env=make_environment(), label="toy", model_name="m")
-    host = V0Host(runner, make_client=lambda _: instant_client(num_tokens))
+    servers = ServerAccess(base_urls=[instant_server.ROOT], key_variables=["OPENAI_API_KEY"])
+    settings = HostSettings(env_id="toy", name="toy", args={}, model_name="m", servers=servers)
+    host = V0Host(make_environment(), settings, make_client=lambda _: instant_client(num_tokens))
     run_group = group_runner(LocalPool({"toy": host}), sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
     _, watched = run_loop(
         nullcontext(run_group), directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 10, examples=EXAMPLES

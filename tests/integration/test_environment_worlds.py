@@ -1,4 +1,4 @@
-"""Environments of three kinds train in one run: an old release of verifiers, the v1 API, and pins that trivet itself cannot have.
+"""Environments of three kinds train in one run: an older release of verifiers 0.3, the v1 API, and pins that trivet itself cannot have.
 
 Slow: it fills virtual environments with uv, from its cache or over the network, and runs the real vLLM.
 """
@@ -28,8 +28,7 @@ ROOT = Path(__file__).parents[2]
 MAX_STEPS = 4
 NAMES = ["old-vowels", "count-letters", "pinned-vowels"]
 
-OLD_RELEASE = "0.1.9.post3"
-"""Its rollouts call an OpenAI client, as no release since 0.1.10 does."""
+OLD_RELEASE = "0.3.0"
 PINS = ["verifiers==0.3.1", "rich==13.9.4", "msgspec==0.18.6"]
 """trivet needs rich 14 and msgspec 0.20."""
 REQUIRE_PINS = """

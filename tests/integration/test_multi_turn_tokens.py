@@ -20,8 +20,8 @@ from support.served_turns import ServedTurn, assert_trains_on_what_was_sampled
 from support.servers import ServerProcess
 from support.template_server import write_conversation
 from support.tiny_chats import CALL, TEMPLATES, THOUGHT, WORDS, make_model_tokenizer, model_name, run_templates_server
+from support.v0_host import ToyHost
 from trivet.environments.apis.v0.model_client import ModelClient
-from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, VersionRun
@@ -73,7 +73,7 @@ def run(
     base_url: str, env: vf.Environment, *, template: str, strategy: str, keeps_tokens: bool = True, **fields: Any
 ) -> list[tuple[Rollout, Recorder]]:
     """Run some rollouts at the same time, each with its own client."""
-    runner = GroupRunner(env=env, label="toy", model_name=model_name(base_url), trajectory_strategy=strategy)
+    host = ToyHost(env=env, settings={"model_name": model_name(base_url), "trajectory_strategy": strategy})
     chat_template = make_model_tokenizer(template).chat_template
 
     async def rollout(number: int) -> tuple[Rollout, Recorder]:
@@ -83,12 +83,7 @@ def run(
             seed=1,
             fields={"chat_template": chat_template, "max_tokens": 120, **fields},
         )
-        try:
-            [rollout] = await runner.run(
-                env.get_dataset()[0], group_id=GroupId(number), num_rollouts=1, sampling=sampling, client=client
-            )
-        finally:
-            await client.close()
+        [rollout] = await host.play(client, group_id=GroupId(number), num_rollouts=1, sampling=sampling)
         return rollout, client
 
     async def scenario() -> list[tuple[Rollout, Recorder]]:

@@ -9,8 +9,7 @@ import os
 import sys
 
 from support.character_server import CharacterServer
-from trivet.environments.apis import load_host
-from trivet.environments.apis.release import verifiers_release
+from trivet.environments.apis.load import load_host
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
@@ -26,7 +25,7 @@ def play(kind: str) -> tuple[Rollout, CharacterServer]:
     server = CharacterServer(ANSWERS[kind])
     with server.served_url() as url:
         settings = HostSettings(
-            env_id="old-toys",
+            env_id="v0-toys",
             name="toy",
             args={"kind": kind},
             model_name="m",
@@ -78,7 +77,7 @@ def check(kind: str) -> None:
 
 
 def main() -> None:
-    """Print one object: the release, and what each kind came to."""
+    """Print one object: the version of Python, and what each kind came to."""
     results: dict[str, str] = {}
     for kind in ("single", "multi", "tools"):
         try:
@@ -91,7 +90,7 @@ def main() -> None:
         results["reward error"] = "not noticed"
     except RolloutFailed as exc:
         results["reward error"] = "ok" if exc.kind == "LookupError" else str(exc)
-    print(json.dumps({"release": verifiers_release(), "python": sys.version.split()[0], **results}))
+    print(json.dumps({"python": sys.version.split()[0], **results}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from trivet.environments.apis import load_host
+from trivet.environments.apis.load import load_host
 from trivet.wire.codec import encode
 from trivet.wire.groups import GroupRequest
 from trivet.wire.rollouts import Group

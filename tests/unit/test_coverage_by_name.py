@@ -22,7 +22,6 @@ ELSEWHERE = {
     "dialects/vf_tmux.py": "integration/test_vf_tmux.py",
     "dialects/*.py": "unit/dialects/test_vf_rl.py",
     "environments/apis/host.py": "unit/environments/apis/v0/test_kinds.py",  # declarations
-    "environments/apis/loading.py": "unit/environments/apis/v0/test_load.py",
     "environments/apis/messages.py": "unit/environments/apis/v0/test_runner.py",
     "environments/apis/v0/*.py": "unit/environments/apis/v0/test_runner.py",
     "environments/apis/v0/host.py": "unit/environments/apis/v0/test_kinds.py",

@@ -16,7 +16,6 @@ from trivet.client.inference_client import InferenceClient
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.environment import EnvConfig
 from trivet.environments.apis.v0 import load as v0
-from trivet.environments.apis.v0.openai_client import OpenAIServer
 from trivet.environments.settings import host_settings
 from trivet.errors import ConfigError
 from trivet.process.proxies import direct_variables, find_proxies, find_unusable, is_direct
@@ -93,17 +92,6 @@ def test_a_worker_asks_the_servers_of_the_run_directly_and_others_through_the_pr
     assert proxied == []
     asyncio.run(list_models(FOREIGN))
     assert proxied == [f"{FOREIGN}/models"]
-
-
-def test_the_client_of_old_releases_keeps_to_the_same_rule(proxied: list[str]) -> None:
-    async def get(url: str, *, trust_env: bool) -> None:
-        server = OpenAIServer(keeps_tokens=False, trust_env=trust_env, timeout=5)
-        await server._http.get(url)
-        await server.close()
-
-    with serve_fake(FakeInference()) as url:
-        asyncio.run(get(f"{url}/health", trust_env=False))
-    assert proxied == []
 
 
 @pytest.mark.parametrize("library", CLIENTS)

@@ -12,16 +12,10 @@ def to_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
     """Return the messages in the OpenAI chat form, as plain data."""
     if isinstance(messages, str):
         return [{"role": "text", "content": messages}]
-    return [_plain(message) for message in messages]
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    if hasattr(message, "model_dump"):
-        return message.model_dump(exclude_none=True, mode="json")
-    plain = dict(message)
-    if plain.get("tool_calls"):  # verifiers 0.1.2 leaves the objects of the OpenAI client in its messages
-        plain["tool_calls"] = [_plain(call) if hasattr(call, "model_dump") else call for call in plain["tool_calls"]]
-    return plain
+    return [
+        message.model_dump(exclude_none=True, mode="json") if hasattr(message, "model_dump") else dict(message)
+        for message in messages
+    ]
 
 
 def shorten_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:

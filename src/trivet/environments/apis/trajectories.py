@@ -1,4 +1,4 @@
-"""Joins the turns of a rollout into samples to train on. Pure: tokens in, tokens out.
+"""Reads the turns of a rollout from the answers of a trivet server, and joins them into samples to train on. Pure.
 
 A turn is the prompt and the answer of one model request. `branching` makes a sample of each turn. `interleaved` continues the
 newest sample whose tokens are exactly the start of the prompt, and begins a new sample where there is none: a broken prefix is
@@ -8,14 +8,15 @@ thinking.
 Only sampled tokens are trained on: no policy chose the environment's own tokens, so they have no log-probability.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from trivet.errors import RolloutFailed
 from trivet.wire.rollouts import Sample
-from trivet.wire.versions import VersionRun, join_versions
+from trivet.wire.versions import PolicyVersion, VersionRun, count_tokens, join_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,55 @@ class Trajectory:
     samples: list[Sample]
     num_broken_prefixes: int
     """Turns after the first that continue no sample. Always 0 for `branching`."""
+
+
+def read_turn(answer: Mapping[str, Any]) -> Turn:
+    """Return the tokens of one chat completion, as a turn to train on.
+
+    Args:
+        answer: the JSON object of the answer.
+
+    Raises:
+        RolloutFailed: it lacks token ids or the policy of each token.
+    """
+    [choice] = answer["choices"]
+    logprobs = (choice.get("logprobs") or {}).get("content") or []
+    return make_turn(
+        prompt_ids=answer.get("prompt_token_ids"),
+        completion_ids=choice.get("token_ids"),
+        logprobs=[token["logprob"] for token in logprobs],
+        policy_versions=choice.get("policy_versions"),
+        is_truncated=choice.get("finish_reason") == "length",
+    )
+
+
+def make_turn(
+    *,
+    prompt_ids: list[int] | None,
+    completion_ids: list[int] | None,
+    logprobs: list[float],
+    policy_versions: Iterable[tuple[int, int]] | None,
+    is_truncated: bool,
+) -> Turn:
+    """Return a turn of what an answer carries.
+
+    Raises:
+        RolloutFailed: something is missing, or the lengths differ.
+    """
+    versions = [VersionRun(PolicyVersion(version), length) for version, length in policy_versions or []]
+    is_whole = prompt_ids is not None and completion_ids is not None and policy_versions is not None
+    if not is_whole or not len(completion_ids or []) == len(logprobs) == count_tokens(versions):
+        raise RolloutFailed(
+            "the server's answer does not carry token ids, their log-probabilities and the policy that sampled each; is it "
+            "`uv run inference`?"
+        )
+    return Turn(
+        prompt_ids=prompt_ids or [],
+        completion_ids=completion_ids or [],
+        logprobs=logprobs,
+        versions=versions,
+        is_truncated=is_truncated,
+    )
 
 
 def to_samples(turns: Sequence[Turn], *, temperature: float, strategy: Literal["interleaved", "branching"]) -> Trajectory:

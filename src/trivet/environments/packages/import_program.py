@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from trivet.environments.apis.release import FIRST_WITH_V1_ALONE, verifiers_release
+from trivet.environments.apis.load import FIRST_OF_V1, require_release
 from trivet.environments.packages.installed import LOADER
+from trivet.errors import EnvironmentLoadError
 
 _V1_CLASSES = ("Taskset", "Env")
 """The classes of `verifiers.v1` of which a module of the v1 API exports one that is derived, through its `__all__`."""
@@ -26,11 +27,13 @@ def find_problem(module: str) -> str:
     """
     try:
         loaded = importlib.import_module(module)
+        release = require_release(module.replace("_", "-"))
+    except EnvironmentLoadError as exc:
+        return str(exc)
     except (Exception, SystemExit) as exc:  # noqa: BLE001  # whatever an environment raises is reported with its name
         message = " ".join(str(exc).split())
         return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
-    release = verifiers_release()
-    if release is not None and release >= FIRST_WITH_V1_ALONE:
+    if release >= FIRST_OF_V1:
         return _find_v1_problem(loaded)
     if not callable(getattr(loaded, LOADER, None)):
         return f"the module {module} has no {LOADER}, by which environments are loaded"
@@ -41,13 +44,13 @@ def _find_v1_problem(loaded: ModuleType) -> str:
     library = importlib.import_module("verifiers.v1")
     bases = tuple(getattr(library, name) for name in _V1_CLASSES)
     exported = [getattr(loaded, name, None) for name in getattr(loaded, "__all__", ())]
-    if any(inspect.isclass(each) and issubclass(each, bases) and each not in bases for each in exported):
+    if any(inspect.isclass(value) and issubclass(value, bases) and value not in bases for value in exported):
         return ""
     if callable(getattr(loaded, LOADER, None)):
-        said = f"has {LOADER}, which is of the v0 API; verifiers here has the v1 API: require verifiers<0.4"
+        problem = f"has {LOADER}, which is of the v0 API; verifiers here has the v1 API: require verifiers<0.4"
     else:
-        said = "exports no Taskset or Env through __all__, by which environments of the v1 API are loaded"
-    return f"the module {loaded.__name__} {said}"
+        problem = "exports no Taskset or Env through __all__, by which environments of the v1 API are loaded"
+    return f"the module {loaded.__name__} {problem}"
 
 
 def main() -> None:

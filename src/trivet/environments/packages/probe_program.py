@@ -47,8 +47,7 @@ def probe(request: ProbeRequest) -> ProbeVerdict:
     """Load every environment of the request and return what is known of each, and what is wrong."""
     # Late, because it imports verifiers, which the process that asks does not need.
     with without_collections():
-        from trivet.environments.apis import load_host
-        from trivet.environments.apis.loading import traceback_tail
+        from trivet.environments.apis.load import load_host, traceback_tail
 
     verdict = ProbeVerdict(request.nonce, make_hello(), infos={}, problems=[])
     for each in request.environments:

@@ -178,8 +178,7 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     _set_up_logging(settings)
     stages = StageBoard()
     with without_collections():
-        from trivet.environments.apis import load_host
-        from trivet.environments.apis.loading import traceback_tail
+        from trivet.environments.apis.load import load_host, traceback_tail
     try:
         host = load_host(settings, environ=os.environ, stages=stages)
     except EnvironmentLoadError as exc:

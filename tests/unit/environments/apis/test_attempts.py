@@ -6,7 +6,7 @@ import pytest
 import verifiers as vf
 
 from trivet.environments.apis import attempts
-from trivet.environments.apis.attempts import play_group, within
+from trivet.environments.apis.attempts import limit_time, play_group
 from trivet.errors import RolloutFailed
 from trivet.wire.rollouts import GroupId
 
@@ -24,7 +24,7 @@ def play(outcomes: dict[int, list[BaseException | str]]) -> list[str]:
         return outcome
 
     played = asyncio.run(play_group(play_one, num_rollouts=len(outcomes), env="toy", group_id=GroupId(3)))
-    return [f"{each.result} after {each.num_retries}" for each in played]
+    return [f"{result} after {num_retries}" for result, num_retries in played]
 
 
 def test_rollouts_come_back_in_order_whatever_attempt_they_took() -> None:
@@ -61,7 +61,7 @@ def test_a_failure_that_already_names_its_kind_and_cause_keeps_them(is_infrastru
 
 def test_a_group_that_is_not_done_in_time_fails_with_the_key_to_raise() -> None:
     async def scenario() -> None:
-        async with within(0.01, env="toy", group_id=GroupId(3)):
+        async with limit_time(0.01, env="toy", group_id=GroupId(3)):
             await asyncio.Event().wait()
 
     with pytest.raises(RolloutFailed, match=r"group 3 of environment 'toy' was not done after rollout_timeout_s \(0.01 s\)"):

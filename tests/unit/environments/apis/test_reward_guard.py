@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from support.scripted_model import ScriptedModel
 from trivet.environments.apis.reward_guard import collect_reward_errors
-from trivet.environments.apis.v0.rubrics import guard_rewards, read_scores, score_group
+from trivet.environments.apis.v0.scoring import guard_rewards, read_scores, score_group
 from trivet.errors import RolloutFailed
 
 

@@ -1,10 +1,8 @@
-"""Asks an inference server for completions, as the client type of verifiers 0.1.11 and newer.
+"""Asks an inference server for completions, as a client of verifiers 0.3.
 
 The client keeps what verifiers would drop: the policy version of each sampled token, and the token ids of earlier turns. It sends
 these ids with the next turn, so that the server need not tokenize the text again.
 """
-
-from __future__ import annotations  # some types are not in every release
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,10 +24,6 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
         """
         super().__init__(client)
         self._keeps_tokens = keeps_tokens
-
-    def for_rollout(self) -> ModelClient:
-        """Return the client of one rollout: this one, which finds earlier turns in the state that verifiers passes."""
-        return self
 
     async def get_response(
         self, prompt: vf.Messages, model: str, sampling_args: vf.SamplingArgs, tools: list[vf.Tool] | None = None, **kwargs: Any

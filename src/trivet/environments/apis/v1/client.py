@@ -21,8 +21,8 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception_server
 from verifiers.v1.types import Response, SamplingConfig, TurnTokens
 
-from trivet.environments.apis.answers import read_turn
 from trivet.environments.apis.requests import trace_seed, turn_seed
+from trivet.environments.apis.trajectories import read_turn
 from trivet.environments.apis.v1.served_turns import ServedTurns
 from trivet.errors import RolloutFailed
 from trivet.process.proxies import is_direct
@@ -97,7 +97,7 @@ class TrivetClient(EvalClient):
         try:
             response = await super().get_response(dialect, self._asked(body, turn), sampling, session_id, turn, headers)
         except ProviderError as exc:
-            if exc.status_code == 400 and any(said in str(exc) for said in OVERLONG_REFUSALS) and not _compacts(turn):
+            if exc.status_code == 400 and any(refusal in str(exc) for refusal in OVERLONG_REFUSALS) and not _compacts(turn):
                 turn.trace.stop(OUT_OF_CONTEXT)
             raise
         if body["model"] == self._model_name and turn.trace.agent.trainable:
@@ -153,12 +153,12 @@ def use_trivet_clients() -> None:
     """Have verifiers' interception endpoints make a `TrivetClient` for a `TrivetClientConfig`, on connections that use a proxy only
     where `is_direct` says no. May be called again.
     """
-    theirs: Callable[[Any], Client] = interception_server.resolve_client
-    if getattr(theirs, "makes_trivet_clients", False):
+    original: Callable[[Any], Client] = interception_server.resolve_client
+    if getattr(original, "makes_trivet_clients", False):
         return
 
     def resolve_client(config: Any) -> Client:
-        return config.make_client() if isinstance(config, TrivetClientConfig) else theirs(config)
+        return config.make_client() if isinstance(config, TrivetClientConfig) else original(config)
 
     def build_async_httpx(config: Any) -> httpx.AsyncClient:
         timeout = httpx.Timeout(**config.timeout.model_dump())

@@ -1,18 +1,17 @@
 """Loads an environment of the v1 API, verifiers 0.4 and newer: its configuration, its tasks, and the clients of the servers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verifiers.v1 import ClientConfig, EvalClientConfig, Task
+from verifiers.v1 import AgentConfig, ClientConfig, EnvConfig, EvalClientConfig, SubprocessConfig, Task
 from verifiers.v1.configs.select import SelectConfig  # pyright: ignore[reportMissingImports]  checked with 0.3.1
-from verifiers.v1.utils.loaders import load_environment
+from verifiers.v1.utils.loaders import env_config_type, harness_class, load_environment, resolve_env_config
 
-from trivet.environments.apis.loading import load_failure
+from trivet.environments.apis.load import load_failure
 from trivet.environments.apis.reward_guard import Scores, guard
 from trivet.environments.apis.v1.client import TrivetClientConfig, use_trivet_clients
-from trivet.environments.apis.v1.configuration import make_config, read_arguments
-from trivet.environments.apis.v1.host import V1Host, V1Rules
+from trivet.environments.apis.v1.host import V1Host
 from trivet.environments.apis.v1.programs import tie_containers, tie_programs
 from trivet.environments.apis.v1.served_turns import ServedTurns
 from trivet.environments.examples import digest_rows, hash_fields
@@ -58,6 +57,7 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
     return V1Host(
         env,
         tasks,
+        settings,
         info=EnvironmentInfo(
             num_examples=len(tasks),
             num_eval_examples=len(tasks),
@@ -65,18 +65,62 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
             eval_digest=digest,
             example_hashes=task_hashes(tasks, settings.hash_keys),
         ),
-        name=settings.name,
-        rules=V1Rules(
-            model_name=settings.model_name,
-            trajectory_strategy=settings.trajectory_strategy,
-            on_reward_error=settings.on_reward_error,
-            timeout_s=settings.rollout_timeout_s,
-            is_plain=settings.is_plain,
-        ),
         make_client_config=_config_maker(settings, turns),
         turns=turns,
         stages=stages,
     )
+
+
+def read_arguments(env_id: str, args: Mapping[str, Any]) -> tuple[dict[str, Any], SelectConfig]:
+    """Return the data of the environment's configuration, and which of its tasks are used.
+
+    `args.select` chooses tasks. Other keys that the environment's configuration does not have are the taskset's. `env_id` names
+    the taskset, or the environment where `args.taskset.id` names another taskset.
+    """
+    data = dict(args)
+    select = SelectConfig.model_validate(data.pop("select", {}))
+    taskset = dict(data.pop("taskset", {}))
+    if "id" in taskset:
+        data["id"] = env_id
+    else:
+        taskset["id"] = env_id
+    fields = env_config_type(taskset["id"], data.get("id", "")).model_fields
+    for name in [name for name in data if name not in fields]:
+        taskset[name] = data.pop(name)
+    return {**data, "taskset": taskset}, select
+
+
+def make_config(data: Mapping[str, Any], *, name: str) -> EnvConfig:
+    """Return the configuration, with every agent in a process of this machine unless it says another place.
+
+    verifiers' own default is a sandbox that has to be paid for.
+
+    Raises:
+        EnvironmentLoadError: an agent's harness runs what the model writes, and nothing says where.
+    """
+    config = resolve_env_config(dict(data))
+    harnesses = config.agent_harnesses()
+    places: dict[str, AgentConfig] = {}
+    for agent, spec in _agents_without_a_place(config, data):
+        harness = harness_class(harnesses[agent].id)
+        if harness.EXECUTES_CODE or harness.NEEDS_CONTAINER:
+            raise EnvironmentLoadError(
+                f"environment {name!r}: harness {harnesses[agent].id!r} of its agent {agent!r} runs commands that the model "
+                f'writes, and nothing says where. Set args.{agent}.runtime.type, e.g. to "docker"; "subprocess" runs them on '
+                f'this machine without isolation. args.{agent}.harness.id = "null" is a chat without a shell'
+            )
+        places[agent] = spec.model_copy(update={"runtime": SubprocessConfig()})
+    return config.model_copy(update=places)
+
+
+def _agents_without_a_place(config: EnvConfig, data: Mapping[str, Any]) -> Iterator[tuple[str, AgentConfig]]:
+    """Yield the agents for which neither the environment's author nor the user chose a runtime."""
+    for name, value in config:
+        if isinstance(value, AgentConfig):
+            declared = type(config).model_fields[name].default
+            chosen = data.get(name)
+            if "runtime" not in declared.model_fields_set and not (isinstance(chosen, Mapping) and "runtime" in chosen):
+                yield name, value
 
 
 def _read_tasks(taskset: Any, select: SelectConfig, *, name: str) -> list[Task]:
@@ -108,8 +152,8 @@ def guard_rewards(task_class: type[Task]) -> None:
         if attr not in ("reward", "metric"):
             return functions
         return [
-            guard(each, scores=Scores.NAMED, is_metric=attr == "metric" or getattr(each, "_vf_weight", 1.0) == 0)
-            for each in functions
+            guard(function, scores=Scores.NAMED, is_metric=attr == "metric" or getattr(function, "_vf_weight", 1.0) == 0)
+            for function in functions
         ]
 
     def plugged_judges(task: Task) -> list[Any]:

@@ -36,15 +36,11 @@ async def rescore(env: Any, task: Any, recorded: Sequence[RecordedConversation],
     """
     _require_scorable(env, task, name=name)
     prompt = shorten_messages(task_messages(task.data))
-    return [await _rescore_one(task, prompt, one, index=index, name=name) for index, one in enumerate(recorded)]
+    return [await _rescore(task, prompt, conversation, index=index, name=name) for index, conversation in enumerate(recorded)]
 
 
 def _require_scorable(env: Any, task: Any, *, name: str) -> None:
-    """Refuse an environment whose scores depend on more than the messages.
-
-    Raises:
-        RolloutFailed: it has several agents, or reward functions that need the runtime of an episode.
-    """
+    """Refuse an environment whose scores depend on more than the messages."""
     kinds: Any = vf
     if not isinstance(env, kinds.SingleAgentEnv):
         raise RolloutFailed(
@@ -68,7 +64,7 @@ def _functions_with_runtime(task: Any) -> Iterator[str]:
             yield name
 
 
-async def _rescore_one(
+async def _rescore(
     task: Any, prompt: list[dict[str, Any]], recorded: RecordedConversation, *, index: int, name: str
 ) -> Rollout:
     require_same_prompt(prompt, recorded)

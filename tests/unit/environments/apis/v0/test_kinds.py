@@ -10,8 +10,7 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 
 from support.scripted_model import ScriptedModel, call_of
-from trivet.environments.apis.v0.host import V0Host
-from trivet.environments.apis.v0.runner import GroupRunner
+from support.v0_host import ToyHost
 from trivet.environments.local_pool import LocalPool
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import GroupId
@@ -37,8 +36,7 @@ def run(env: vf.Environment, answer, *, num_rollouts: int = 2, example_id: int =
     """Run a group of `env` through a pool. The model answers with `answer`."""
 
     async def go():
-        host = V0Host(GroupRunner(env=env, label="toy", model_name="m"), make_client=lambda _: ScriptedModel(answer))
-        pool = LocalPool({"toy": host})
+        pool = LocalPool({"toy": ToyHost(env=env).open(ScriptedModel(answer))})
         try:
             request = GroupRequest(
                 group_id=GroupId(1),

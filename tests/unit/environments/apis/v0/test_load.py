@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.environment import EnvConfig
-from trivet.environments.apis.loading import traceback_tail
+from trivet.environments.apis.load import traceback_tail
 from trivet.environments.apis.v0.load import load_environment
 from trivet.environments.settings import host_settings
 from trivet.errors import EnvironmentLoadError

@@ -15,8 +15,8 @@ from openai import AsyncOpenAI
 from support.multi_turn import QUESTION, Interview, add
 from support.served_turns import assert_trains_on_what_was_sampled
 from support.template_server import SENTENCE_END, TemplateServer
+from support.v0_host import ToyHost
 from trivet.environments.apis.v0.model_client import ModelClient
-from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 
@@ -119,21 +119,13 @@ def run(
         case.template, answers=case.answers, seed=seed, parses_reasoning=case.parses_reasoning, **server_arguments
     )
     env = case.make_env(dataset=Dataset.from_list([{"prompt": [QUESTION], "answer": ""}]), rubric=vf.Rubric())
-    runner = GroupRunner(env=env, label="toy", model_name="m", trajectory_strategy=strategy)
+    host = ToyHost(env=env, settings={"trajectory_strategy": strategy})
 
     async def scenario() -> Rollout:
         openai = AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=server.http(), max_retries=0)
         client = ModelClient(openai, keeps_tokens=keeps_tokens and strategy == "interleaved")
-        try:
-            [rollout] = await runner.run(
-                env.get_dataset()[0],
-                group_id=GroupId(0),
-                num_rollouts=1,
-                sampling=SamplingArguments(temperature=1.0, seed=sampling_seed),
-                client=client,
-            )
-        finally:
-            await client.close()
+        sampling = SamplingArguments(temperature=1.0, seed=sampling_seed)
+        [rollout] = await host.play(client, group_id=GroupId(0), num_rollouts=1, sampling=sampling)
         return rollout
 
     return asyncio.run(scenario()), server

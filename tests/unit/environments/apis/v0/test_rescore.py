@@ -1,6 +1,5 @@
 """Recorded rollouts get the scores that the rubric gives them today, without a request to a server."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -8,13 +7,12 @@ import verifiers as vf
 from datasets import Dataset
 
 from support.scripted_model import ScriptedModel
+from support.v0_host import ToyHost
 from trivet.environments.apis.rescoring import PROMPT_DIFFERS
-from trivet.environments.apis.v0.host import V0Host
-from trivet.environments.apis.v0.rubrics import guard_rewards
-from trivet.environments.apis.v0.runner import GroupRunner
+from trivet.environments.apis.v0.scoring import guard_rewards
 from trivet.errors import RolloutFailed
-from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.groups import RecordedConversation
+from trivet.wire.rollouts import Rollout
 
 ROWS = [{"question": "2+3", "answer": "5", "info": {"bonus": 0.5}}]
 
@@ -55,25 +53,8 @@ def conversation(*said: str, question: str = "2+3") -> RecordedConversation:
 
 def rescore(env: vf.Environment, *recorded: RecordedConversation) -> list[Rollout]:
     guard_rewards(env)
-
-    async def go() -> list[Rollout]:
-        runner = GroupRunner(env=env, label="toy", model_name="m", on_reward_error="zero")
-        host = V0Host(runner, make_client=lambda _: ScriptedModel(refuse_to_answer))
-        request = GroupRequest(
-            group_id=GroupId(1),
-            env="toy",
-            example_id=0,
-            num_rollouts=len(recorded),
-            base_url="http://nobody",
-            sampling=SamplingArguments(temperature=None),
-            recorded=list(recorded),
-        )
-        try:
-            return await host.run_group(request)
-        finally:
-            await host.aclose()
-
-    return asyncio.run(go())
+    host = ToyHost(env=env, settings={"on_reward_error": "zero"})
+    return host.run(ScriptedModel(refuse_to_answer), num_rollouts=len(recorded), recorded=list(recorded))
 
 
 def test_answer_and_info_come_from_the_example() -> None:

@@ -10,14 +10,14 @@ from datasets import Dataset
 from openai.types.chat import ChatCompletion
 
 from support.scripted_model import ScriptedModel, call_of
+from support.v0_host import ToyHost
 from trivet.config.sections.sampling import EvalSamplingConfig
 from trivet.environments.apis import attempts, messages
-from trivet.environments.apis.v0.rubrics import guard_rewards
-from trivet.environments.apis.v0.runner import GroupRunner
+from trivet.environments.apis.v0.scoring import guard_rewards
 from trivet.environments.sampling import sampling_arguments
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
 from trivet.wire.versions import VersionRun
 
 
@@ -26,16 +26,14 @@ def _no_delay(monkeypatch):
     monkeypatch.setattr(attempts, "_RETRY_DELAY_S", 0.0)
 
 
-def make_runner(reward, *, env_type=vf.SingleTurnEnv, **env_args) -> GroupRunner:
+def make_host(reward, *, env_type=vf.SingleTurnEnv, **env_args) -> ToyHost:
     dataset = Dataset.from_list([{"question": "abc", "answer": "cba"}])
     env = env_type(dataset=dataset, rubric=vf.Rubric(funcs=[reward]), **env_args)
-    return GroupRunner(env=env, label="toy", model_name="m")
+    return ToyHost(env=env)
 
 
-def run(runner: GroupRunner, model: ScriptedModel, *, num_rollouts: int = 2, seed: int | None = None) -> list[Rollout]:
-    example = runner.env.get_dataset()[0]
-    sampling = SamplingArguments(temperature=1.0, seed=seed)
-    return asyncio.run(runner.run(example, group_id=GroupId(5), num_rollouts=num_rollouts, sampling=sampling, client=model))
+def run(host: ToyHost, model: ScriptedModel, *, num_rollouts: int = 2, seed: int | None = None) -> list[Rollout]:
+    return host.run(model, num_rollouts=num_rollouts, sampling=SamplingArguments(temperature=1.0, seed=seed))
 
 
 def exact(completion, answer, **kwargs) -> float:
@@ -43,7 +41,7 @@ def exact(completion, answer, **kwargs) -> float:
 
 
 def test_a_group_is_scored_and_its_tokens_are_those_the_server_reported():
-    rollouts = run(make_runner(exact), ScriptedModel(lambda prompt: "cba", version=3))
+    rollouts = run(make_host(exact), ScriptedModel(lambda prompt: "cba", version=3))
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
     [sample] = rollouts[0].samples
     assert sample.token_ids_T.tolist() == [ord(character) for character in "abccba"]
@@ -54,32 +52,32 @@ def test_a_group_is_scored_and_its_tokens_are_those_the_server_reported():
 
 
 def test_an_empty_completion_is_a_rollout_without_samples():
-    rollouts = run(make_runner(exact), ScriptedModel(lambda prompt: ""))
+    rollouts = run(make_host(exact), ScriptedModel(lambda prompt: ""))
     assert rollouts[0].reward == 0.0
     assert rollouts[0].samples == []
 
 
 def test_a_failed_request_is_tried_again():
     model = ScriptedModel(lambda prompt: "cba", errors=[ConnectionError("down")])
-    assert [rollout.reward for rollout in run(make_runner(exact), model)] == [1.0, 1.0]
+    assert [rollout.reward for rollout in run(make_host(exact), model)] == [1.0, 1.0]
     assert len(model.requests) == 3
 
 
 def test_a_rollout_that_fails_every_time_fails_with_its_first_error():
     model = ScriptedModel(lambda prompt: "x", errors=[ConnectionError(f"down {i}") for i in range(10)])
     with pytest.raises(RolloutFailed, match="ConnectionError: down 0"):
-        run(make_runner(exact), model, num_rollouts=1)
+        run(make_host(exact), model, num_rollouts=1)
 
 
 def test_a_reward_that_is_no_number_fails_the_group():
     with pytest.raises(RolloutFailed, match="nan, not a finite number"):
-        run(make_runner(lambda **kwargs: float("nan")), ScriptedModel(lambda prompt: "x"))
+        run(make_host(lambda **kwargs: float("nan")), ScriptedModel(lambda prompt: "x"))
 
 
 def test_each_rollout_has_its_own_seed_that_depends_on_group_and_index():
     def seeds(run_seed: int) -> list[int]:
         model = ScriptedModel(lambda prompt: "x")
-        run(make_runner(exact), model, num_rollouts=3, seed=run_seed)
+        run(make_host(exact), model, num_rollouts=3, seed=run_seed)
         return [request["sampling_args"]["seed"] for request in model.requests]
 
     assert len(set(seeds(1))) == 3
@@ -94,7 +92,7 @@ class EchoEnv(vf.MultiTurnEnv):
 
 def test_turns_that_continue_each_other_become_one_sample():
     rollouts = run(
-        make_runner(lambda **kwargs: 1.0, env_type=EchoEnv, max_turns=3), ScriptedModel(lambda prompt: "ok", version=2)
+        make_host(lambda **kwargs: 1.0, env_type=EchoEnv, max_turns=3), ScriptedModel(lambda prompt: "ok", version=2)
     )
     [sample] = rollouts[0].samples
     assert bytes(sample.token_ids_T.astype("u1")).decode() == "abcokmoreokmoreok"
@@ -102,10 +100,10 @@ def test_turns_that_continue_each_other_become_one_sample():
     assert rollouts[0].num_turns == 3
 
 
-def with_guard(reward, **fields) -> GroupRunner:
-    runner = dataclasses.replace(make_runner(reward), **fields)
-    guard_rewards(runner.env)
-    return runner
+def with_guard(reward, **fields) -> ToyHost:
+    host = dataclasses.replace(make_host(reward), settings=fields)
+    guard_rewards(host.env)
+    return host
 
 
 def raises(**kwargs) -> float:
@@ -134,10 +132,10 @@ class BreakableEnv(vf.MultiTurnEnv):
         return [{"role": "user", "content": "more"}]
 
 
-def breakable(**errors: list[Exception]) -> GroupRunner:
-    runner = make_runner(lambda **kwargs: 1.0, env_type=BreakableEnv, max_turns=2)
-    runner.env.errors = errors  # type: ignore[attr-defined]
-    return runner
+def breakable(**errors: list[Exception]) -> ToyHost:
+    host = make_host(lambda **kwargs: 1.0, env_type=BreakableEnv, max_turns=2)
+    host.env.errors = errors  # type: ignore[attr-defined]
+    return host
 
 
 def test_an_answer_that_breaks_the_environment_is_not_replaced_by_one_that_does_not():
@@ -162,7 +160,7 @@ def test_a_request_that_the_server_refuses_is_not_repeated():
     error = openai.BadRequestError("arguments are no JSON", response=response, body=None)
     model = ScriptedModel(lambda prompt: "cba", errors=[error])
     with pytest.raises(RolloutFailed, match="BadRequestError: arguments are no JSON") as failed:
-        run(make_runner(exact), model, num_rollouts=1)
+        run(make_host(exact), model, num_rollouts=1)
     assert not failed.value.is_infrastructure
     assert len(model.requests) == 1
 
@@ -181,8 +179,8 @@ def divide(by: int) -> str:
 @pytest.mark.parametrize("call", ['{"by": 0}', "no JSON"])
 def test_a_call_that_ends_its_rollout_is_scored_as_verifiers_scores_it(call: str):
     model = ScriptedModel(lambda prompt: call_of("divide", call))
-    runner = make_runner(lambda **kwargs: -1.0, env_type=vf.ToolEnv, tools=[divide], stop_errors=[Exception])
-    first, second = run(runner, model)
+    host = make_host(lambda **kwargs: -1.0, env_type=vf.ToolEnv, tools=[divide], stop_errors=[Exception])
+    first, second = run(host, model)
     assert (first.reward, second.reward) == (-1.0, -1.0)
     assert first.ended_by == ("ToolCallError" if "0" in call else "ToolParseError")
     assert (first.num_turns, first.num_retries, len(model.requests)) == (1, 0, 2)
@@ -192,8 +190,8 @@ def test_a_call_that_ends_its_rollout_is_scored_as_verifiers_scores_it(call: str
 def test_a_call_whose_tool_cannot_be_reached_is_played_again():
     answers = iter([call_of("divide", '{"by": 9}'), "fine"])
     model = ScriptedModel(lambda prompt: next(answers))
-    runner = make_runner(lambda **kwargs: 1.0, env_type=vf.ToolEnv, tools=[divide], stop_errors=[Exception])
-    [rollout] = run(runner, model, num_rollouts=1)
+    host = make_host(lambda **kwargs: 1.0, env_type=vf.ToolEnv, tools=[divide], stop_errors=[Exception])
+    [rollout] = run(host, model, num_rollouts=1)
     assert (rollout.num_retries, rollout.ended_by) == (1, "")
 
 
@@ -204,7 +202,7 @@ class LeavingEnv(vf.SingleTurnEnv):
 
 def test_an_environment_that_leaves_the_process_fails_its_rollout_alone():
     with pytest.raises(RolloutFailed, match="SystemExit: 4") as failed:
-        run(make_runner(exact, env_type=LeavingEnv), ScriptedModel(lambda prompt: "x"))
+        run(make_host(exact, env_type=LeavingEnv), ScriptedModel(lambda prompt: "x"))
     assert failed.value.kind == "SystemExit"
 
 
@@ -214,13 +212,13 @@ def test_a_group_that_takes_too_long_fails_with_the_key_to_raise():
         return 0.0
 
     with pytest.raises(RolloutFailed, match=r"not done after rollout_timeout_s \(0.01 s\)") as failed:
-        run(dataclasses.replace(make_runner(never), timeout_s=0.01), ScriptedModel(lambda prompt: "x"))
+        run(dataclasses.replace(make_host(never), settings={"rollout_timeout_s": 0.01}), ScriptedModel(lambda prompt: "x"))
     assert failed.value.kind == "TimeoutError"
 
 
 def test_long_texts_are_cut_where_they_are_kept_to_be_read_and_tokens_are_not():
     length = messages._MAX_TEXT_CHARS + 1
-    [rollout] = run(make_runner(exact), ScriptedModel(lambda prompt: "x" * length), num_rollouts=1)
+    [rollout] = run(make_host(exact), ScriptedModel(lambda prompt: "x" * length), num_rollouts=1)
     assert rollout.completion[0]["content"].endswith(f"… ({length} characters)")
     assert rollout.samples[0].num_loss_tokens == length
 
@@ -234,7 +232,7 @@ def test_a_score_that_does_not_exist_is_left_out():
 
     dataset = Dataset.from_list([{"question": "abc", "answer": "cba"}])
     env = vf.SingleTurnEnv(dataset=dataset, rubric=Unmeasured(funcs=[exact]))
-    [rollout] = run(GroupRunner(env=env, label="toy", model_name="m"), ScriptedModel(lambda prompt: "x"), num_rollouts=1)
+    [rollout] = run(ToyHost(env=env), ScriptedModel(lambda prompt: "x"), num_rollouts=1)
     assert "undefined" not in rollout.scores
     assert "exact" in rollout.scores
 
@@ -261,15 +259,15 @@ def without_tokens(model: ScriptedModel, *, finish_reason: str = "stop") -> Scri
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
 def test_a_server_that_answers_text_alone_gives_scored_rollouts_without_samples(finish_reason):
     model = without_tokens(ScriptedModel(lambda prompt: "cba"), finish_reason=finish_reason)
-    [rollout] = run(dataclasses.replace(make_runner(exact), is_plain=True), model, num_rollouts=1)
+    [rollout] = run(dataclasses.replace(make_host(exact), settings={"is_plain": True}), model, num_rollouts=1)
     assert (rollout.reward, rollout.samples, rollout.num_completion_tokens) == (1.0, [], 3)
     assert rollout.is_truncated is (finish_reason == "length")
 
 
 def test_a_server_that_is_none_of_ours_is_sent_only_what_was_asked_for():
     model = without_tokens(ScriptedModel(lambda prompt: "cba"))
-    runner = dataclasses.replace(make_runner(exact), is_plain=True)
+    host = dataclasses.replace(make_host(exact), settings={"is_plain": True})
     sampling = sampling_arguments(EvalSamplingConfig(max_tokens=8, top_k=5), temperature=0.0)
-    asyncio.run(runner.run(runner.env.get_dataset()[0], group_id=GroupId(5), num_rollouts=1, sampling=sampling, client=model))
+    host.run(model, num_rollouts=1, sampling=sampling)
     sent = {name: value for name, value in model.requests[0]["sampling_args"].items() if value is not None}
     assert sent == {"temperature": 0.0, "max_tokens": 8, "extra_body": {"top_k": 5}}

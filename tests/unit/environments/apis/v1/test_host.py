@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from trivet.environments.apis import load_host
 from trivet.environments.apis.host import EnvironmentHost
-from trivet.environments.apis.release import verifiers_release
+from trivet.environments.apis.load import FIRST_OF_V1, load_host, require_release
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.wire.groups import GroupRequest, SamplingArguments, Split
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.servers import ServerAccess
 from trivet.wire.workers import HostSettings
 
-if (verifiers_release() or (0, 0, 0)) < (0, 4, 0):
+if require_release("talks") < FIRST_OF_V1:
     pytest.skip("needs verifiers 0.4", allow_module_level=True)
 
 from support.served_turns import assert_trains_on_what_was_sampled

@@ -1,0 +1,91 @@
+"""Loads an environment with the adapter of the verifiers API that is installed, and says what is wrong when it cannot be loaded.
+
+The release of verifiers, read from its metadata, decides: 0.3 has the v0 API, 0.4 and newer the v1 API. Each adapter imports
+verifiers in modules of its own, so this one can be imported without it. Nothing here may import pydantic, httpx, torch or
+transformers itself: an environment's process has msgspec, numpy, and what its environment brings.
+"""
+
+import importlib.metadata
+import re
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from trivet.config.masking import hide_values, mask_table
+from trivet.environments.apis.host import EnvironmentHost
+from trivet.environments.workers.stages import StageBoard
+from trivet.errors import EnvironmentLoadError
+from trivet.shown_text import printable
+from trivet.wire.workers import HostSettings
+
+FIRST_OF_V0, FIRST_OF_V1 = (0, 3), (0, 4)
+"""Releases of verifiers, major and minor: the oldest that is run, by the v0 API, and the first that is run by the v1 API."""
+
+_TRACEBACK_LINES = 8
+
+
+def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard | None = None) -> EnvironmentHost:
+    """Load the environment that `settings` name. Call it on the main thread: verifiers installs signal handlers.
+
+    Args:
+        environ: has the servers' keys.
+        stages: records what each group is doing.
+
+    Raises:
+        EnvironmentLoadError: verifiers or the package is not installed, or the package's own code raised.
+    """
+    if require_release(settings.env_id) >= FIRST_OF_V1:
+        from trivet.environments.apis.v1.load import load
+    else:
+        from trivet.environments.apis.v0.load import load
+    return load(settings, environ=environ, stages=stages or StageBoard())
+
+
+def require_release(env_id: str) -> tuple[int, int]:
+    """Return the installed release of verifiers, major and minor.
+
+    Raises:
+        EnvironmentLoadError: verifiers is not installed, or is older than any that is run.
+    """
+    try:
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise EnvironmentLoadError(
+            f"env.id = {env_id!r} needs verifiers, which is not installed where it runs; install the environment with: "
+            f"uv run trivet env install {env_id}"
+        ) from None
+    found = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(found[1]), int(found[2])) if found else (0, 0)
+    if release < FIRST_OF_V0:
+        raise EnvironmentLoadError(
+            f"env.id = {env_id!r} runs with verifiers {version}, which trivet cannot run; install verifiers 0.3 for an "
+            "environment of the v0 API (load_environment), or 0.4 or newer for one of the v1 API"
+        )
+    return release
+
+
+def load_failure(settings: HostSettings, error: BaseException, *, called: str) -> EnvironmentLoadError:
+    """Return the error for what `called`, a function of the environment's package, raised.
+
+    Raise it from `error`, so that `traceback_tail` finds the place in the user's code.
+    """
+    cause = error.__cause__ or error
+    message = (
+        f"environment {settings.name!r}: {called} of {settings.env_id!r} with args {mask_table(settings.args)} raised "
+        f"{type(cause).__name__}: {cause}"
+    )
+    if isinstance(cause, TypeError):
+        message += "; check the args against its signature"
+    return EnvironmentLoadError(printable(hide_values(message, settings.args)))
+
+
+def traceback_tail(error: EnvironmentLoadError, args: Mapping[str, Any]) -> str:
+    """Return the last lines of the traceback of the user's own code, without the secrets in its arguments."""
+    cause = error.__cause__
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is None:
+        return ""
+    text = printable(hide_values("".join(traceback.format_exception(cause)), args))
+    lines = text.rstrip().splitlines()
+    return "\n  " + "\n  ".join(lines[-_TRACEBACK_LINES:])
