@@ -1,4 +1,4 @@
-"""Environments of three kinds train in one run: an older release of verifiers 0.3, the v1 API, and pins that trivet itself cannot have.
+"""Environments of three kinds train in one run: verifiers 0.3.0, the v1 API, and pins that trivet itself cannot have.
 
 Slow: it fills virtual environments with uv, from its cache or over the network, and runs the real vLLM.
 """

@@ -47,46 +47,39 @@ def rollouts_of(way: str, asked: RunGroupOrder) -> list[Rollout]:
             sample = msgspec.structs.replace(SAMPLE, logprobs_T=np.zeros(2, dtype=np.float32))
         case "nan-reward":
             reward = math.nan
-        case "future-policy":
-            sample = msgspec.structs.replace(SAMPLE, versions=[VersionRun(99, 2)])
         case "too-many":
             count += 1
     return [Rollout(index=index, reward=reward, samples=[sample]) for index in range(count)]
 
 
-def answer_group(way: str, asked: RunGroupOrder, send, session: str, pulses: socket.socket) -> None:
+def answer_group(way: str, asked: RunGroupOrder, send, pulses: socket.socket) -> None:
     call, group = asked.call_id, asked.request.group_id
     done = GroupDone(call_id=call, group_id=group, rollouts=rollouts_of(way, asked))
     match way:
         case "unknown-call":
-            send(session, msgspec.structs.replace(done, call_id=call + 1000))
+            send(msgspec.structs.replace(done, call_id=call + 1000))
         case "another-group":
-            send(session, msgspec.structs.replace(done, group_id=group + 1))
-        case "another-run":
-            send("0123456789abcdef", done)
+            send(msgspec.structs.replace(done, group_id=group + 1))
         case "prompt-for-group":
-            send(session, PromptFound(call_id=call, messages=[]))
+            send(PromptFound(call_id=call, messages=[]))
         case "killed":
             os.kill(os.getpid(), 9)
         case "hangs" | "no-pulse":
             time.sleep(3600)
-        case "floods-pulses":
-            while True:
-                pulses.send(encode(Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[])))
         case "takes-memory":
             taken = [np.ones(2**23) for _ in range(64)]
             time.sleep(3600 + len(taken))
         case "child-takes-memory":
             subprocess.run([sys.executable, "-c", "x = b'1' * 2**30; import time; time.sleep(3600)"], check=False)
         case "garbage":
-            send(None, None)
+            send(None)
         case "answers-twice":
-            send(session, done)
-            send(session, done)
+            send(done)
+            send(done)
         case "leaves-files":
             with open(os.path.join(os.environ["TMPDIR"], "left"), "w") as file:  # noqa: PTH118
                 file.write("x")
-            send(session, done)
+            send(done)
         case "opens-files":
             opened = []
             try:
@@ -96,14 +89,14 @@ def answer_group(way: str, asked: RunGroupOrder, send, session: str, pulses: soc
                 print("opened", len(opened), flush=True)
             for descriptor in opened:
                 os.close(descriptor)
-            send(session, done)
+            send(done)
         case "prints":
             line = b"x" * 2**20
             for _ in range(200):
                 os.write(1, line)
-            send(session, done)
+            send(done)
         case _:
-            send(session, done)
+            send(done)
 
 
 def main() -> None:
@@ -118,18 +111,16 @@ def main() -> None:
     order = receive_blocking(sock, WorkerOrder)
     if order is None:
         return
-    session = order.body.session
 
-    def send(under, body) -> None:
-        sock.sendall(b"\x08" + bytes(7) + b"nonsense" if body is None else pack_message(WorkerAnswer(session=under, body=body)))
+    def send(body) -> None:
+        sock.sendall(b"\x08" + bytes(7) + b"nonsense" if body is None else pack_message(WorkerAnswer(body=body)))
 
-    num_examples = -5 if way == "negative-data" else 4
-    send(session, EnvironmentLoaded(info=EnvironmentInfo(num_examples=num_examples), api="v0"))
+    send(EnvironmentLoaded(info=EnvironmentInfo(num_examples=4), api="v0"))
     if way != "no-pulse":
         pulses.send(encode(Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[])))
     while (order := receive_blocking(sock, WorkerOrder)) is not None:
         if isinstance(order.body, RunGroupOrder):
-            answer_group(way, order.body, send, session, pulses)
+            answer_group(way, order.body, send, pulses)
 
 
 if __name__ == "__main__":

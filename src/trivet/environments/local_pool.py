@@ -46,9 +46,6 @@ class LocalPool:
     def report_to(self, write_event: Callable[[Event], None]) -> None:
         """Do nothing: there are no workers, of which events tell."""
 
-    def limit_versions(self, newest: Callable[[], int]) -> None:
-        """Do nothing: its environments are the caller's own."""
-
     async def aclose(self) -> None:
         """Close every host. May be called again."""
         for host in self._hosts.values():

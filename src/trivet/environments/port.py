@@ -58,10 +58,6 @@ class EnvironmentPool(Protocol):
         """Write an event with `write_event` for each environment that is loaded, and at every restart from now on."""
         ...
 
-    def limit_versions(self, newest: Callable[[], int]) -> None:
-        """Refuse rollouts of policies newer than `newest()`, the newest that was published."""
-        ...
-
     async def aclose(self) -> None:
         """End every worker. May be called again."""
         ...

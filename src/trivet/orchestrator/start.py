@@ -32,12 +32,11 @@ from trivet.orchestrator.teacher import Teacher
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.transport.recorded_groups import read_groups, recorded_files
-from trivet.weights.catalog import latest_version
 from trivet.weights.manifest import read_manifest
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Start, Stop
 from trivet.wire.groups import Split
-from trivet.wire.versions import START_VERSION, PolicyVersion, Step
+from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,6 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     if part.progress.step:
         discard_evals_after(layout, PolicyVersion(part.progress.step))
     pool.report_to(telemetry.write_event)
-    pool.limit_versions(lambda: latest_version(layout) or START_VERSION)
     process_report.set_worker_source(pool.status)
     reason = "failed"
     loop: Loop | None = None

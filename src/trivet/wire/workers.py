@@ -12,7 +12,7 @@ from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.servers import ServerAccess
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages and of every struct in them. Raise it whenever one changes; a test compares their schema with it."""
 PULSE_INTERVAL_S = 1.0
 """Seconds between two pulses of a worker."""
@@ -59,8 +59,6 @@ class LoadEnvironment(msgspec.Struct, frozen=True, tag=True):
     """The first order: load the environment."""
 
     settings: HostSettings
-    session: str
-    """Random, and repeated in every answer, so that an answer that was meant for another pool is refused."""
 
 
 class RunGroupOrder(msgspec.Struct, frozen=True, tag=True):
@@ -137,8 +135,6 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
 class WorkerAnswer(msgspec.Struct, frozen=True):
     """Envelope of an answer."""
 
-    session: str
-    """The pool's, from `LoadEnvironment`."""
     body: EnvironmentLoaded | EnvironmentLoadFailed | GroupDone | PromptFound | CallFailed
 
 

@@ -11,6 +11,7 @@ DIGESTS = {
     1: "a0658602df162e8f5d5d90f9aabe5db8644e9a05ddbb41817a4f746df2cbd90b",
     2: "2bec8d027e1ced7983d1b5d60cffa7c84ebcb1713f4fe96f5888e355ed1bf7e0",
     3: "13cedb672c3f1518bd005bbee7732d293c72ac3bef0c710e4ece66b3ed13d959",
+    4: "3482f57fc0497e747ba7bb13f32274e3f991dc6e2585e6a9ab5bb83b6d86a678",
 }
 """Digest of the schema by version of the protocol. A released line never changes: a changed schema needs the next version."""
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trivet.environments.workers.answers import find_info_fault
 from trivet.environments.workers.calls import PendingCalls
-from trivet.errors import EnvironmentLoadError, MessageRefused
+from trivet.errors import MessageRefused
 from trivet.wire.events import EnvLoad, EnvRestart
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
@@ -116,9 +115,6 @@ class RemoteNode:
                 self._note_beat(body, now=now)
                 return body.events
             case PoolLoaded(infos=infos):
-                for name, info in infos.items():
-                    if fault := find_info_fault(info):
-                        raise EnvironmentLoadError(f"node {self.index} has an environment {name!r} that {fault}")
                 self.infos = infos
             case CallLost(call_id=call_id, message=lost):
                 self._calls.lose(call_id, lost)

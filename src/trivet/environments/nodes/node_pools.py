@@ -19,7 +19,7 @@ import zmq.asyncio
 from trivet.config.sections.environment import EnvNodesConfig
 from trivet.environments.nodes.connection import KEY_PURPOSE, open_socket
 from trivet.environments.nodes.node import RemoteNode
-from trivet.environments.workers.answers import VersionLimit, find_fault
+from trivet.environments.workers.answers import find_fault
 from trivet.environments.workers.pool import MAX_LOSSES, WorkerPool
 from trivet.errors import ConfigError, EnvironmentLoadError, MessageRefused, RolloutFailed, WaitTimeout, WorkerLost, first_error
 from trivet.process.encrypted_sockets import in_frames, listen_encrypted
@@ -76,7 +76,6 @@ class NodePools:
         self._num_pending: Counter[tuple[RemoteNode | WorkerPool, str]] = Counter()
         """Groups that each pool runs, by environment."""
         self._has_started = False
-        self._version_limit = VersionLimit()
         self._loaded: list[EnvLoad | EnvRestart] = []
         """Events kept until `report_to` is called."""
         self._write_event: Callable[[Event], None] = self._keep_event
@@ -112,7 +111,7 @@ class NodePools:
             raise
         finally:
             self._num_pending[pool, request.env] -= 1
-        if isinstance(pool, RemoteNode) and (fault := find_fault(rollouts, request, limit=self._version_limit)):
+        if isinstance(pool, RemoteNode) and (fault := find_fault(rollouts, request)):
             raise RolloutFailed(
                 f"the environment workers of node {pool.index}: the answer for group {request.group_id} (example "
                 f"{request.example_id}) {fault}; it is not used",
@@ -159,12 +158,6 @@ class NodePools:
         for event in self._loaded:
             write_event(event)
         self._loaded.clear()
-
-    def limit_versions(self, newest: Callable[[], int]) -> None:
-        """Refuse rollouts of policies newer than `newest()`, the newest that was published."""
-        self._version_limit = VersionLimit(newest)
-        if self._local is not None:
-            self._local.limit_versions(newest)
 
     async def wait_loaded(self, *, timeout_s: float) -> None:
         """Wait until a node has loaded its environments, and a while for the others.

@@ -10,11 +10,6 @@ from trivet.wire.workers import AskPrompt, CallFailed, Cancel, GroupDone, Prompt
 
 AnswerT = TypeVar("AnswerT", GroupDone, PromptFound)
 
-_MAX_KIND_CHARS = 100
-"""Of the name of an error's type. It becomes part of a metric's name."""
-_MAX_MESSAGE_CHARS = 4_000
-"""Twice what a well-behaved worker sends: events and logs quote it."""
-
 
 class PendingCalls:
     """The calls in flight to one worker, by call id.
@@ -76,9 +71,10 @@ class PendingCalls:
         if order is None or future is None or future.done():
             raise MessageRefused(f"an answer to call {answer.call_id}, which waits for none")
         if isinstance(answer, CallFailed):
-            message = printable(answer.message[:_MAX_MESSAGE_CHARS])
-            kind = printable(answer.kind[:_MAX_KIND_CHARS])
-            future.set_exception(RolloutFailed(message, kind=kind, is_infrastructure=answer.is_infrastructure))
+            failure = RolloutFailed(
+                printable(answer.message), kind=printable(answer.kind), is_infrastructure=answer.is_infrastructure
+            )
+            future.set_exception(failure)
             return
         if problem := _mismatch(order, answer):
             raise MessageRefused(f"an answer to call {answer.call_id} {problem}")
@@ -91,8 +87,8 @@ class PendingCalls:
 
     def cancelled_among(self, running: Collection[int], *, newest: int) -> list[int]:
         """Return the cancelled calls that the other side still runs; those that it received and ended are forgotten."""
-        self._cancelled = {each for each in self._cancelled if each > newest or each in running}
-        return [each for each in self._cancelled if each <= newest]
+        self._cancelled = {call_id for call_id in self._cancelled if call_id > newest or call_id in running}
+        return [call_id for call_id in self._cancelled if call_id <= newest]
 
     def lose(self, call_id: int, loss: str) -> None:
         """Fail one call with WorkerLost, if it is still in flight."""
@@ -102,7 +98,7 @@ class PendingCalls:
 
     def lose_missing(self, *, newest: int, running: Collection[int], loss: str) -> None:
         """Fail with WorkerLost what the other side has received, up to `newest`, and does not run: its answer was lost."""
-        for call_id in [each for each in self._pending if each <= newest and each not in running]:
+        for call_id in [pending for pending in self._pending if pending <= newest and pending not in running]:
             self.lose(call_id, loss)
 
     def fail_all(self, loss: str) -> None:

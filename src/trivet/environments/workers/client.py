@@ -5,13 +5,11 @@ that speaks another version of the protocol is refused, and one that sends what 
 """
 
 import asyncio
-import secrets
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
-from trivet.environments.workers.answers import find_info_fault
 from trivet.environments.workers.calls import PendingCalls
 from trivet.environments.workers.channel import Channel
 from trivet.environments.workers.process import WorkerProcess
@@ -51,9 +49,7 @@ class WorkerClient:
     >>> await worker.aclose(timeout_s=5)
     """
 
-    def __init__(
-        self, process: WorkerProcess, channel: Channel, pulses: PulseMonitor, *, settings: HostSettings, session: str
-    ) -> None:
+    def __init__(self, process: WorkerProcess, channel: Channel, pulses: PulseMonitor, *, settings: HostSettings) -> None:
         self.name = settings.name
         """The environment's."""
         self.pulses = pulses
@@ -64,7 +60,6 @@ class WorkerClient:
         self.package = ""
         """Version of the environment's distribution; empty before it is loaded."""
         self._env_id = settings.env_id
-        self._session = session
         self._process = process
         self._channel = channel
         self._calls = PendingCalls(channel.post)
@@ -86,10 +81,9 @@ class WorkerClient:
         with theirs, their_pulses:
             process = await WorkerProcess.start(settings, log=log, channel=theirs, pulses=their_pulses)
         channel = await Channel.open(ours)
-        session = secrets.token_hex(8)
         monitor = PulseMonitor(pulses, clock=clock, on_fault=process.end)
-        worker = cls(process, channel, monitor, settings=settings, session=session)
-        channel.post(WorkerOrder(body=LoadEnvironment(settings=settings, session=session)))
+        worker = cls(process, channel, monitor, settings=settings)
+        channel.post(WorkerOrder(body=LoadEnvironment(settings=settings)))
         return worker
 
     @property
@@ -235,14 +229,10 @@ class WorkerClient:
         return False
 
     def _handle(self, answer: WorkerAnswer) -> None:
-        if answer.session != self._session:
-            raise MessageRefused("an answer to another pool")
         match answer.body:
             case EnvironmentLoaded() | EnvironmentLoadFailed() if self._info.done():
                 raise MessageRefused("a second answer to the order to load the environment")
             case EnvironmentLoaded(info=info, api=api, package=package):
-                if fault := find_info_fault(info):
-                    raise MessageRefused(f"an environment that {fault}")
                 self.api, self.package = printable(api), printable(package)
                 self.pulses.expect()
                 self._info.set_result(info)

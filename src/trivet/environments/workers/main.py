@@ -59,10 +59,9 @@ _MAX_PULSE_LAGS = 100
 class Worker:
     """Carries out the orders of the pool until the channel ends."""
 
-    def __init__(self, host: "EnvironmentHost", *, env_id: str, session: str, lag: LoopLag) -> None:
+    def __init__(self, host: "EnvironmentHost", *, env_id: str, lag: LoopLag) -> None:
         self._host = host
         self._env_id = env_id
-        self._session = session
         self._lag = lag
         self._running: dict[int, asyncio.Task[None]] = {}
         self._pid = os.getpid()
@@ -72,7 +71,7 @@ class Worker:
         show_tasks_on_signal()
         channel = await Channel.open(sock)
         package = installed_version(self._env_id.rpartition("/")[2])
-        await channel.send(self._envelope(EnvironmentLoaded(info=self._host.info, api=self._host.api, package=package)))
+        await channel.send(WorkerAnswer(body=EnvironmentLoaded(info=self._host.info, api=self._host.api, package=package)))
         async with asyncio.TaskGroup() as tasks:
             measuring = tasks.create_task(self._lag.run(), name="loop-lag")
             while (order := await channel.receive(WorkerOrder)) is not None:
@@ -96,14 +95,11 @@ class Worker:
             answer = await self._execute(asked)
             self._leave_if_forked()
             try:
-                await channel.send(self._envelope(answer))
+                await channel.send(WorkerAnswer(body=answer))
             except MessageRefused as exc:
-                await channel.send(self._envelope(_failure(asked.call_id, exc)))
+                await channel.send(WorkerAnswer(body=_failure(asked.call_id, exc)))
         except OSError:
             return  # the pool is gone; `serve` is about to notice
-
-    def _envelope(self, body: EnvironmentLoaded | GroupDone | PromptFound | CallFailed) -> WorkerAnswer:
-        return WorkerAnswer(session=self._session, body=body)
 
     def _leave_if_forked(self) -> None:
         """End this process if it is a child that user code forked and that returned from there: the parent does its work."""
@@ -174,7 +170,7 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
         return 0
     if not isinstance(order.body, LoadEnvironment):
         raise MessageRefused(f"the first order to a worker is to load an environment, not {type(order.body).__name__}")
-    settings, session = order.body.settings, order.body.session
+    settings = order.body.settings
     _set_up_logging(settings)
     stages = StageBoard()
     with without_collections():
@@ -184,7 +180,7 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     except EnvironmentLoadError as exc:
         message = f"{exc}{traceback_tail(exc, settings.args)}"
         print(message, file=sys.stderr)  # noqa: T201
-        sock.sendall(pack_message(WorkerAnswer(session=session, body=EnvironmentLoadFailed(message=message))))
+        sock.sendall(pack_message(WorkerAnswer(body=EnvironmentLoadFailed(message=message))))
         return exc.exit_code
     logger.info("environment loaded env=%s examples=%s pid=%s", settings.name, host.info.num_examples, os.getpid())
     lag = LoopLag()
@@ -194,7 +190,7 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     selector = selectors.DefaultSelector()
     detach_on_fork(selector, sock.fileno(), pulse_sock.fileno())
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-        runner.run(Worker(host, env_id=settings.env_id, session=session, lag=lag).serve(sock))
+        runner.run(Worker(host, env_id=settings.env_id, lag=lag).serve(sock))
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from trivet.environments.examples import other_data
-from trivet.environments.workers.answers import VersionLimit, find_fault
+from trivet.environments.workers.answers import find_fault
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.memory import MEASURE_INTERVAL_S, describe_excess, measure_sessions
 from trivet.environments.workers.restarts import RestartBudget
@@ -116,7 +116,6 @@ class WorkerPool:
         self._settings = settings
         self._name_suffix = name_suffix
         self._log_of = log_of
-        self._version_limit = VersionLimit()
         self._limits = limits
         self._clock = clock
         self._environments: dict[str, _Environment] = {}
@@ -147,10 +146,6 @@ class WorkerPool:
                         worker=hello.worker,
                     )
                 )
-
-    def limit_versions(self, newest: Callable[[], int]) -> None:
-        """Refuse rollouts of policies newer than `newest()`, the newest that was published."""
-        self._version_limit = VersionLimit(newest)
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run a group on the worker with the fewest pending ones; see `EnvironmentPool.run_group`."""
@@ -183,7 +178,7 @@ class WorkerPool:
             raise
         slot.budget.finished_a_group()
         del self._losses[key]
-        if fault := find_fault(rollouts, request, limit=self._version_limit):
+        if fault := find_fault(rollouts, request):
             self._failures[request.env, _REFUSED] += 1
             raise RolloutFailed(
                 f"environment worker {slot.name} (pid {worker.pid}): its answer for group {request.group_id} (example "

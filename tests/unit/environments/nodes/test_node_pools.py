@@ -1,6 +1,7 @@
 """Groups run on several nodes over real sockets. The pools of the nodes are stand-ins; both ends of the connection are real."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -47,8 +48,8 @@ class StandInPool:
         finally:
             del self.running[request.group_id]
 
-    def finish(self, group_id: int, *, version: int = 0) -> None:
-        self.running[group_id].set_result([Rollout(index=0, reward=1.0, samples=[make_sample(version=version)])])
+    def finish(self, group_id: int, *, reward: float = 1.0) -> None:
+        self.running[group_id].set_result([Rollout(index=0, reward=reward, samples=[make_sample()])])
 
     def fail(self, group_id: int, error: Exception) -> None:
         self.running[group_id].set_exception(error)
@@ -69,9 +70,6 @@ class StandInPool:
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:
         write_event(EnvLoad(env="toy", package="", api="v0", verifiers="", python="", worker=f"of {self._pid}"))
-
-    def limit_versions(self, newest: Callable[[], int]) -> None:
-        pass
 
     async def aclose(self) -> None:
         pass
@@ -299,16 +297,15 @@ def test_metrics_status_and_events_are_those_of_all_nodes() -> None:
     play(scenario, num_nodes=2)
 
 
-def test_rollouts_of_a_policy_that_was_never_published_are_refused() -> None:
+def test_rollouts_that_are_no_answer_are_refused() -> None:
     async def scenario(nodes: Nodes, opening: Callable[[StandInPool | None], Any]) -> None:
         there = StandInPool()
         nodes.start(1, there)
         async with opening(None) as pool:
-            pool.limit_versions(lambda: 3)
             group = asyncio.create_task(pool.run_group(ask(0)))
             await until(lambda: there.running)
-            there.finish(0, version=4)
-            with pytest.raises(RolloutFailed, match=r"workers of node 1: .* sampled from policy 4, which was never published"):
+            there.finish(0, reward=math.nan)
+            with pytest.raises(RolloutFailed, match=r"workers of node 1: .* with reward = nan"):
                 await group
 
     play(scenario, num_nodes=2)

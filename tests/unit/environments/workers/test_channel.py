@@ -25,8 +25,8 @@ def test_messages_arrive_whole_and_in_order_whatever_their_size():
         rollouts = make_group(7).rollouts
         rollouts[0].completion = [{"role": "assistant", "content": "x" * 10_000_000}]
         sending = asyncio.gather(
-            worker.send(WorkerAnswer(session="s", body=GroupDone(call_id=3, group_id=7, rollouts=rollouts))),
-            worker.send(WorkerAnswer(session="s", body=GroupDone(call_id=4, group_id=8, rollouts=[]))),
+            worker.send(WorkerAnswer(body=GroupDone(call_id=3, group_id=7, rollouts=rollouts))),
+            worker.send(WorkerAnswer(body=GroupDone(call_id=4, group_id=8, rollouts=[]))),
         )
         large, small = await pool.receive(WorkerAnswer), await pool.receive(WorkerAnswer)
         await sending
@@ -68,7 +68,7 @@ def test_bytes_that_are_no_message_are_refused():
         ours, theirs = socket.socketpair()
         pool = await Channel.open(ours)
         with theirs:
-            theirs.sendall(pack_message(WorkerAnswer(session="s", body=GroupDone(call_id=1, group_id=1, rollouts=[]))))
+            theirs.sendall(pack_message(WorkerAnswer(body=GroupDone(call_id=1, group_id=1, rollouts=[]))))
             with pytest.raises(MessageRefused):
                 await pool.receive(WorkerOrder)
         await pool.aclose()

@@ -44,7 +44,7 @@ def play(scenario: Callable[[WorkerClient, Channel, StandInProcess], Awaitable[N
         process = WorkerProcess(stand_in, log=WorkerLog(log), end_session=stand_in.end_session)  # type: ignore[arg-type]  # acts as one
         worker_end = await Channel.open(theirs)
         monitor = PulseMonitor(pulses, clock=clock, on_fault=process.end)
-        client = WorkerClient(process, await Channel.open(ours), monitor, settings=SETTINGS, session="s")
+        client = WorkerClient(process, await Channel.open(ours), monitor, settings=SETTINGS)
         with their_pulses:
             await worker_end.send(HELLO)
             await scenario(client, worker_end, stand_in)
@@ -56,15 +56,13 @@ def play(scenario: Callable[[WorkerClient, Channel, StandInProcess], Awaitable[N
 
 def test_a_worker_loads_answers_and_lets_calls_fail_when_it_exits(tmp_path):
     async def scenario(client: WorkerClient, worker_end: Channel, stand_in: StandInProcess) -> None:
-        await worker_end.send(WorkerAnswer(session="s", body=EnvironmentLoaded(info=EnvironmentInfo(num_examples=3))))
+        await worker_end.send(WorkerAnswer(body=EnvironmentLoaded(info=EnvironmentInfo(num_examples=3))))
         assert (await client.loaded(timeout_s=1.0)).num_examples == 3
         first, second = (asyncio.create_task(client.prompt(split=Split.TRAIN, example_id=index)) for index in (0, 1))
         order = await worker_end.receive(WorkerOrder)
         assert order is not None
         assert isinstance(order.body, AskPrompt)
-        await worker_end.send(
-            WorkerAnswer(session="s", body=PromptFound(call_id=order.body.call_id, messages=[{"content": "x"}]))
-        )
+        await worker_end.send(WorkerAnswer(body=PromptFound(call_id=order.body.call_id, messages=[{"content": "x"}])))
         assert await first == [{"content": "x"}]
         assert client.num_pending == 1
         stand_in.exit(7)
@@ -114,7 +112,7 @@ def test_the_pool_hears_of_the_end_before_a_caller_can_retry(tmp_path):
 
 def test_an_environment_that_cannot_be_loaded_is_reported(tmp_path):
     async def scenario(client: WorkerClient, worker_end: Channel, stand_in: StandInProcess) -> None:
-        await worker_end.send(WorkerAnswer(session="s", body=EnvironmentLoadFailed(message="no such module")))
+        await worker_end.send(WorkerAnswer(body=EnvironmentLoadFailed(message="no such module")))
         with pytest.raises(EnvironmentLoadError, match="no such module"):
             await client.loaded(timeout_s=1.0)
 
