@@ -25,7 +25,7 @@ from trivet.config.compute_dtype import choose_dtype
 from trivet.config.sections.inference import ServerConfig
 from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR, TransportConfig
 from trivet.dependencies import RESTORE, Violation, find_violations
-from trivet.environments.packages.venvs import VenvStore, find_home
+from trivet.environments.packages.venvs import find_venv_directory, find_venvs
 from trivet.environments.workers.worker_directory import sweep_directories
 from trivet.machine import Machine, ask_nvidia_smi, inspect_machine
 from trivet.process.proxies import OWN_DIRECT, find_proxies, find_unusable
@@ -140,7 +140,7 @@ def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
         num_left_containers=sweep_directories(),
         proxies=find_proxies(environ),
         proxy_problem=find_unusable(environ),
-        venvs=[record.describe() for record in VenvStore(find_home(environ)).records().values()],
+        venvs=[venv.describe() for venv in find_venvs(find_venv_directory(environ))],
     )
 
 

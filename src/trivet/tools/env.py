@@ -1,14 +1,15 @@
 """The command `trivet env`: writes, installs, lists and removes environment packages.
 
-It never changes a package that trivet itself runs on: environments are installed into virtual environments of their own.
+It never changes a package that trivet itself runs on: each environment is installed into a virtual environment of its own.
 """
 
 import argparse
 import importlib.util
 import keyword
 import re
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
@@ -18,7 +19,7 @@ from trivet.dependencies import InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
 from trivet.environments.packages.import_check import check_imports
 from trivet.environments.packages.interpreters import AUTO, OWN
-from trivet.environments.packages.venvs import VenvStore, find_home
+from trivet.environments.packages.venvs import find_venv_directory, find_venvs
 from trivet.errors import ConfigError
 from trivet.tools import environment_installer
 from trivet.tools.environment_source import PackageSource, choose_source, require_on_hub
@@ -26,9 +27,10 @@ from trivet.tools.environment_source import PackageSource, choose_source, requir
 FOLDER = Path("environments")
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _TEMPLATES = Path(__file__).with_name("templates")
+_RELEASES = {"v0": "verifiers>=0.3.1,<0.4", "v1": "verifiers>=0.4,<0.5"}
 _MODULES = {"v0": "environment_module.txt", "v1": "environment_v1_module.txt"}
 _READMES = {"v0": "environment_readme.md", "v1": "environment_v1_readme.md"}
-"""The templates of a new package, by the generation of the verifiers API."""
+"""What a new package requires, and its templates, by the generation of the verifiers API."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,13 +53,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|PATH|REQUIREMENT",
         help="its name in environments/, a package's directory or wheel, OWNER/NAME of the hub, or with --from-index a requirement",
     )
-    install.add_argument(
-        "--venv", metavar="NAME", help="the virtual environment (default: the one of its verifiers API, v0 or v1, else its own)"
-    )
+    install.add_argument("--venv", metavar="NAME", help="the name of its virtual environment (default: the environment's id)")
     install.add_argument("--from-index", action="store_true", help="download a package that is not here from the package index")
     install.add_argument("--path", type=Path, default=FOLDER, help="the folder of environments (default: environments)")
     actions.add_parser("list", help="show the installed environments: version, where each came from, whether it loads")
-    remove = actions.add_parser("remove", help="remove an environment from its virtual environment; its directory stays")
+    remove = actions.add_parser(
+        "remove", help="remove an environment with its virtual environment; a directory of sources stays"
+    )
     remove.add_argument("name", metavar="NAME", help="its name as in `trivet env list`")
 
 
@@ -68,19 +70,19 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a bad name, files in the way, nothing to install, or something to remove that is not there.
         DependencyError: what the package needs cannot be installed together.
     """
-    store = VenvStore(find_home())
+    directory = find_venv_directory()
     match arguments.action:
         case "init":
-            directory = write_package(arguments.name, folder=arguments.path, api=arguments.api)
-            print(f"environment {arguments.name} in {directory}; install it with: uv run trivet env install {arguments.name}")
+            written = write_package(arguments.name, folder=arguments.path, api=arguments.api)
+            print(f"environment {arguments.name} in {written}; install it with: uv run trivet env install {arguments.name}")
             return 0
         case "install":
             source = choose_source(arguments.what, folder=arguments.path, is_index_allowed=arguments.from_index)
-            return install(source, store=store, venv=require_venv_name(arguments.venv))
+            return install(source, directory=directory, venv=require_venv_name(arguments.venv))
         case "list":
-            return list_environments(store)
+            return list_environments(directory)
         case _:
-            return remove(arguments.name, store=store)
+            return remove(arguments.name, directory=directory)
 
 
 def require_venv_name(name: str | None) -> str | None:
@@ -133,7 +135,7 @@ def package_files(name: str, *, api: str = "v0") -> Mapping[str, str]:
         "name": name,
         "module": module,
         "class_name": "".join(part.capitalize() for part in name.split("-")),
-        "verifiers": environment_installer.SHARED_RELEASES[api],
+        "verifiers": _RELEASES[api],
     }
     templates = {
         "pyproject.toml": "environment_pyproject.toml",
@@ -143,7 +145,7 @@ def package_files(name: str, *, api: str = "v0") -> Mapping[str, str]:
     return {file: Template((_TEMPLATES / template).read_text()).substitute(words) for file, template in templates.items()}
 
 
-def install(source: PackageSource, *, store: VenvStore, venv: str | None) -> int:
+def install(source: PackageSource, *, directory: Path, venv: str | None) -> int:
     """Install into a virtual environment, and say what is where; returns 0.
 
     Raises:
@@ -153,33 +155,30 @@ def install(source: PackageSource, *, store: VenvStore, venv: str | None) -> int
     require_on_hub(source)
     print("installing:", source.describe(), flush=True)
     started = time.monotonic()
-    record = environment_installer.install(source, store=store, venv=venv)
-    names = ", ".join(f"{env.env_id} {env.version}" for env in record.environments)
+    made, inspected = environment_installer.install(source, directory=directory, venv=venv)
+    package = inspected.environment
     print(
-        f"virtual environment {record.name} in {store.python(record).parents[1]}: {names}; verifiers {record.verifiers} "
-        f"({record.api} API), Python {record.python}, {time.monotonic() - started:.1f} s"
+        f"{package.module.replace('_', '-')} {package.version} ({inspected.api} API) in {made.path}: virtual environment "
+        f"{made.describe()}, {time.monotonic() - started:.1f} s"
     )
     return 0
 
 
-def list_environments(store: VenvStore, installed: InstalledPackages | None = None) -> int:
+def list_environments(directory: Path, installed: InstalledPackages | None = None) -> int:
     """Print every installed environment with its version, its virtual environment, where it came from, and whether it loads.
 
     Args:
+        directory: of all virtual environments.
         installed: the packages of trivet's own Python.
 
     Returns:
         1 when one does not load, else 0.
     """
-    rows: list[tuple[str, str, str, str, str]] = []
-    for record in store.records().values():
-        environments = record.environments
-        problems = check_imports([env.module for env in environments], python=str(store.python(record)))
-        where = f"{record.name} (verifiers {record.verifiers})"
-        rows += [(env.env_id, env.version, where, env.origin, problems[env.module]) for env in environments]
-    own = find_environments(installed)
-    problems = check_imports([environment.module for environment in own])
-    rows += [(describe_name(env), env.version, OWN, env.origin.describe(base=Path.cwd()), problems[env.module]) for env in own]
+    rows: list[tuple[str, ...]] = []
+    for venv in find_venvs(directory):
+        where = f"{venv.name} (verifiers {venv.version_of('verifiers')})"
+        rows += _rows(find_environments(venv.packages()), where, python=str(venv.python))
+    rows += _rows(find_environments(installed), OWN)
     if not rows:
         print("no environments are installed; `trivet env install NAME` installs one")
         return 0
@@ -191,19 +190,26 @@ def list_environments(store: VenvStore, installed: InstalledPackages | None = No
     return int(any(row[4] for row in rows))
 
 
+def _rows(environments: Sequence[EnvironmentPackage], where: str, *, python: str = sys.executable) -> list[tuple[str, ...]]:
+    problems = check_imports([environment.module for environment in environments], python=python)
+    return [
+        (describe_name(env), env.version, where, env.origin.describe(base=Path.cwd()), problems[env.module])
+        for env in environments
+    ]
+
+
 def describe_name(environment: EnvironmentPackage) -> str:
     """Return the package's name, with the id that a configuration uses where that is another."""
     env_id = environment.module.replace("_", "-")
     return environment.name if env_id == canonicalize_name(environment.name) else f"{environment.name} (id {env_id})"
 
 
-def remove(name: str, *, store: VenvStore) -> int:
-    """Remove an environment from its virtual environment, and that too when it was the last; returns 0.
+def remove(name: str, *, directory: Path) -> int:
+    """Remove an environment with its virtual environment; returns 0.
 
     Raises:
         ConfigError: no virtual environment has it.
     """
-    record = environment_installer.remove(name, store=store)
-    left = ", ".join(env.env_id for env in record.environments) if record is not None else ""
-    print(f"{name} was removed; " + (f"left in {record.name}: {left}" if record is not None else "its virtual environment too"))
+    environment_installer.remove(name, directory=directory)
+    print(f"{name} was removed with its virtual environment")
     return 0

@@ -26,7 +26,7 @@ GOOD = Facts(
     num_left_containers=0,
     proxies={},
     proxy_problem=None,
-    venvs=["v0 (Python 3.12.1, verifiers 0.3.1): my-env 0.1.0"],
+    venvs=["my-env (Python 3.12.1, verifiers 0.3.1)"],
 )
 
 
@@ -59,7 +59,7 @@ def test_the_installer_is_told_of_a_driver_that_is_too_old_where_there_is_a_gpu(
 
 def test_virtual_environments_of_environments_are_shown_with_their_versions():
     [found] = [item.found for item in diagnose(GOOD) if item.subject == "environments"]
-    assert found == "v0 (Python 3.12.1, verifiers 0.3.1): my-env 0.1.0"
+    assert found == "my-env (Python 3.12.1, verifiers 0.3.1)"
     [found] = [item.found for item in diagnose(replace(GOOD, venvs=[])) if item.subject == "environments"]
     assert found == "none in virtual environments of their own"
 

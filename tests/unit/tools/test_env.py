@@ -9,7 +9,6 @@ import pytest
 
 from support.packages import write_installed
 from trivet.dependencies import InstalledPackages
-from trivet.environments.packages.venvs import VenvStore
 from trivet.errors import ConfigError
 from trivet.tools.cli import main
 from trivet.tools.env import list_environments, write_package
@@ -98,7 +97,7 @@ def test_the_list_has_version_origin_and_why_one_does_not_load(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.chdir(tmp_path)
-    assert list_environments(VenvStore(tmp_path / "venvs"), InstalledPackages([str(site)])) == 1
+    assert list_environments(tmp_path / "venvs", InstalledPackages([str(site)])) == 1
     rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
     assert rows == [
         ["NAME", "VERSION", "IN", "FROM", "LOADS"],
@@ -112,7 +111,7 @@ def test_the_list_has_version_origin_and_why_one_does_not_load(
 
 
 def test_a_list_without_environments_says_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert list_environments(VenvStore(tmp_path / "venvs"), InstalledPackages([str(tmp_path)])) == 0
+    assert list_environments(tmp_path / "venvs", InstalledPackages([str(tmp_path)])) == 0
     assert "trivet env install NAME" in capsys.readouterr().out
 
 

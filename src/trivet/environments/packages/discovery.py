@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from pathlib import Path
+from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 
 from packaging.utils import canonicalize_name
@@ -95,10 +95,12 @@ def read_origin(direct_url: str | None) -> PackageOrigin:
 
 def names_loader(source: str) -> bool:
     """Return whether a module's source binds `load_environment` at its top level: defines, imports or assigns it."""
+    if LOADER not in source:
+        return False
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return LOADER in source
+        return True
     return any(LOADER in _bound_names(node) for node in tree.body)
 
 
@@ -115,7 +117,12 @@ def _module_names(package: InstalledPackage) -> Iterator[str]:
     """Yield the top-level modules that a package may have: first the one that verifiers imports for its name."""
     conventional = canonicalize_name(package.name).replace("-", "_")
     yield conventional
-    for file in package.distribution.files or ():
+    files: list[PurePath] = list(package.distribution.files or ())
+    origin = read_origin(package.distribution.read_text("direct_url.json"))
+    if origin.kind == "editable":  # its sources are where they were, and the metadata does not list them
+        for root in (Path(origin.location), Path(origin.location) / "src"):
+            files += [path.relative_to(root) for pattern in ("*.py", "*/__init__.py") for path in sorted(root.glob(pattern))]
+    for file in files:
         is_package = len(file.parts) == 2 and file.name == "__init__.py"
         is_module = len(file.parts) == 1 and file.suffix == ".py"
         module = file.parts[0].removesuffix(".py")

@@ -9,9 +9,8 @@ from packaging.version import Version
 from trivet.config.sections.environment import EnvConfig
 from trivet.dependencies import InstalledPackages
 from trivet.environments.packages.installed import require_installed
-from trivet.environments.packages.venvs import VenvRecord, VenvStore, find_home
+from trivet.environments.packages.venvs import find_venv_directory, find_venvs, find_venvs_of, package_directories
 from trivet.errors import EnvironmentLoadError
-from trivet.wire.workers import PROTOCOL
 
 OWN = "trivet"
 """Names the interpreter that runs trivet itself."""
@@ -20,39 +19,42 @@ WORKER_SOURCE = Path(__file__).parents[2] / "worker_distribution"
 """The directory that an installer builds `trivet-worker` from."""
 
 
-def find_interpreter(env: EnvConfig, *, store: VenvStore | None = None) -> str:
+def find_interpreter(env: EnvConfig) -> str:
     """Return the path of the interpreter for `env`; empty for trivet's own.
 
     Raises:
-        EnvironmentLoadError: `env.venv` names no virtual environment, several have the environment, its worker is too old, or
-            the environment has another version than `env.id` asks for.
+        EnvironmentLoadError: `env.venv` names no virtual environment, several have the environment, or the environment has another
+            version than `env.id` asks for.
     """
-    python = _find(env, store or VenvStore(find_home(os.environ)))
+    python = _find(env)
     if env.version is not None:
         _require_version(env, python)
     return python
 
 
-def _find(env: EnvConfig, store: VenvStore) -> str:
+def _find(env: EnvConfig) -> str:
     if env.venv == OWN:
         return ""
     if os.sep in env.venv:
         return _python_of_path(env)
-    records = store.records()
-    if env.venv != AUTO:
-        if env.venv not in records:
+    directory = find_venv_directory()
+    if env.venv == AUTO:
+        found = find_venvs_of(env.package, directory)
+        if len(found) > 1:
+            names = " and ".join(venv.name for venv in found)
+            raise EnvironmentLoadError(
+                f"environment {env.id!r} is in {names}: name one with env.venv, or remove it from the others"
+            )
+    else:
+        venvs = find_venvs(directory)
+        found = [venv for venv in venvs if venv.name == env.venv]
+        if not found:
             raise EnvironmentLoadError(
                 f"env.venv = {env.venv!r} of environment {env.label!r} is not there; virtual environments: "
-                f"{', '.join(records) or 'none'}. Make it with: uv run trivet env install {env.id} --venv {env.venv}"
+                f"{', '.join(venv.name for venv in venvs) or 'none'}. Make it with: "
+                f"uv run trivet env install {env.id} --venv {env.venv}"
             )
-        return _python_of_record(env, records[env.venv], store)
-    found = [record for record in records.values() if record.find(env.package) is not None]
-    if len(found) > 1:
-        names = " and ".join(record.name for record in found)
-        raise EnvironmentLoadError(
-            f"environment {env.id!r} is in {names}: name one with env.venv, or remove it from the others"
-        )
-    return _python_of_record(env, found[0], store) if found else ""
+    return str(found[0].python) if found else ""
 
 
 def require_environment(env: EnvConfig) -> None:
@@ -65,13 +67,12 @@ def require_environment(env: EnvConfig) -> None:
         require_installed(env.package)
 
 
-def describe_interpreter(env: EnvConfig, *, store: VenvStore | None = None) -> str:
+def describe_interpreter(env: EnvConfig) -> str:
     """Return in one line where the workers of `env` run, and with which versions."""
-    store = store or VenvStore(find_home(os.environ))
-    python = find_interpreter(env, store=store)
-    for record in store.records().values():
-        if str(store.python(record)) == python:
-            return f"virtual environment {record.describe()}"
+    python = find_interpreter(env)
+    for venv in find_venvs(find_venv_directory()):
+        if str(venv.python) == python:
+            return f"virtual environment {venv.describe()}"
     package = InstalledPackages(_site_of(python)).find("verifiers")
     return f"{python or 'the Python of trivet'}, verifiers {package.version if package else 'not installed'}"
 
@@ -89,19 +90,6 @@ def _require_version(env: EnvConfig, python: str) -> None:
             f"env.id = {env.id!r} asks for version {env.version}, and {found} ({where}); install it: uv run trivet env install "
             f"{env.id}, or write env.id = {env.package!r}"
         )
-
-
-def _python_of_record(env: EnvConfig, record: VenvRecord, store: VenvStore) -> str:
-    python = store.python(record)
-    if record.protocol != PROTOCOL:
-        raise EnvironmentLoadError(
-            f"virtual environment {record.name!r} of environment {env.label!r} has trivet-worker {record.worker}, which speaks "
-            f"version {record.protocol} of the worker's protocol, and this trivet speaks version {PROTOCOL}; update it with: "
-            f"uv run trivet env install {env.id} --venv {record.name}"
-        )
-    if not python.is_file():
-        raise EnvironmentLoadError(f"{python} is not there; make it again with: uv run trivet env install {env.id}")
-    return str(python)
 
 
 def _python_of_path(env: EnvConfig) -> str:
@@ -123,4 +111,4 @@ def _site_of(python: str) -> list[str] | None:
     """Return the directories of packages of a virtual environment; None for those of this interpreter."""
     if not python or python == sys.executable:
         return None
-    return [str(path) for path in Path(python).parents[1].glob("lib/python*/site-packages")]
+    return package_directories(Path(python).parents[1])

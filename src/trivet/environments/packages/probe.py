@@ -139,6 +139,9 @@ class _Loading:
             args = {each.settings.name: each.settings.args for each in self._wanted}
             said = hide_values(_read(self._errors).decode(errors="replace"), args).splitlines()
             last = "\n  ".join(said[-_STDERR_LINES:])
+            if "of the worker's protocol" in last:
+                env_ids = " and ".join(f"uv run trivet env install {target.settings.env_id}" for target in self._wanted)
+                last += f"\n  update the virtual environment with: {env_ids}"
             raise EnvironmentLoadError(
                 f"loading environments {self._names} ended their process with exit code {exit_code}:\n  {last}"
             ) from exc

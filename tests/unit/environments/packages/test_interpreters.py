@@ -8,7 +8,6 @@ from support.packages import write_installed
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.environment import EnvConfig
 from trivet.environments.packages.interpreters import find_interpreter, require_environment
-from trivet.environments.packages.venvs import VenvStore
 from trivet.environments.settings import host_settings
 from trivet.errors import EnvironmentLoadError
 
@@ -17,6 +16,7 @@ from trivet.errors import EnvironmentLoadError
 def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_installed(tmp_path, "versioned-env", version="0.1.2", modules={"versioned_env.py": "def load_environment(): ..."})
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TRIVET_VENVS", str(tmp_path / "venvs"))
 
 
 @pytest.mark.parametrize(
@@ -35,17 +35,17 @@ def test_an_id_with_the_installed_version_is_the_environment(env_id: str) -> Non
 
 
 @pytest.mark.parametrize("env_id", ["versioned-env@0.2", "owner/versioned_env==0.2"])
-def test_another_version_is_refused_with_both_and_the_remedy(env_id: str, tmp_path: Path) -> None:
+def test_another_version_is_refused_with_both_and_the_remedy(env_id: str) -> None:
     with pytest.raises(
         EnvironmentLoadError, match=r"asks for version 0\.2, and 0\.1\.2 is installed .*trivet env install"
     ) as failed:
-        find_interpreter(EnvConfig(id=env_id), store=VenvStore(tmp_path / "venvs"))
+        find_interpreter(EnvConfig(id=env_id))
     assert env_id in str(failed.value)
 
 
-def test_a_version_of_what_is_not_installed_is_refused_as_not_installed(tmp_path: Path) -> None:
+def test_a_version_of_what_is_not_installed_is_refused_as_not_installed() -> None:
     with pytest.raises(EnvironmentLoadError, match="is not installed"):
-        find_interpreter(EnvConfig(id="absent-env@0.2"), store=VenvStore(tmp_path / "venvs"))
+        find_interpreter(EnvConfig(id="absent-env@0.2"))
 
 
 @pytest.mark.parametrize(
