@@ -278,33 +278,6 @@ def test_environments_do_not_get_the_credentials_of_the_run(
         assert {"OPENAI_API_KEY", "PATH"} <= set(names)
 
 
-_FORGER = """
-import os, secrets
-from trivet.wire.codec import encode
-from trivet.environments.packages.probe_program import ProbeVerdict
-from trivet.environments.workers.hello import make_hello
-from trivet.wire.groups import EnvironmentInfo
-
-def load_environment():
-    info = EnvironmentInfo(num_examples=8, num_eval_examples=0)
-    verdict = ProbeVerdict(nonce=secrets.token_hex(), hello=make_hello(), infos={"forger": info})
-    for descriptor in range(3, 20):
-        try:
-            os.write(descriptor, encode(verdict))
-        except OSError:
-            pass
-    os._exit(0)
-"""
-
-
-def test_a_verdict_that_the_loader_did_not_give_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "forger.py").write_text(_FORGER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    wanted = [ProbeTarget(settings=msgspec.structs.replace(settings(), env_id="forger", name="forger"), is_trained=True)]
-    with pytest.raises(EnvironmentLoadError, match="an answer that is not the loader's"):
-        require_loadable(wanted, timeout_s=120)
-
-
 _GARBLED = "def load_environment():\n    raise ValueError('\\x1b[2J \\udcff')\n"
 
 

@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 
 from trivet.environments.workers.channel import pack_message, receive_blocking
-from trivet.environments.workers.confinement import confine
-from trivet.environments.workers.hello import make_hello
+from trivet.environments.workers.main import confine, make_hello
 from trivet.wire.codec import encode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.rollouts import Rollout, Sample

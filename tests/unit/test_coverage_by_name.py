@@ -34,8 +34,6 @@ ELSEWHERE = {
     "environments/port.py": "unit/environments/workers/test_pool.py",
     "environments/sampling.py": "unit/environments/apis/test_requests.py",
     "environments/workers/main.py": "integration/test_env_workers.py",  # a process of its own
-    "environments/workers/hello.py": "integration/test_env_workers.py",
-    "environments/workers/confinement.py": "integration/test_hostile_workers.py",
     "environments/workers/memory.py": "integration/test_hostile_workers.py",
     "environments/workers/worker_directory.py": "integration/test_hostile_workers.py",
     "environments/workers/worker_log.py": "integration/test_hostile_workers.py",

@@ -13,12 +13,7 @@ from trivet.wire.status import WorkerStatus
 
 
 class EnvironmentPool(Protocol):
-    """Every environment of a run, and whatever runs its groups.
-
-    >>> rollouts = await pool.run_group(request)
-    >>> pool.metrics()
-    {'worker/reverse-text-0/pending': 0.0, …}
-    """
+    """Every environment of a run, and whatever runs its groups."""
 
     @property
     def infos(self) -> Mapping[str, EnvironmentInfo]:

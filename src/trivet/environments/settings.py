@@ -83,7 +83,7 @@ def worker_environment(environ: Mapping[str, str], *, settings: Iterable[HostSet
 
 def withheld_variables(environ: Iterable[str], *, settings: Iterable[HostSettings] = ()) -> set[str]:
     """Return the names of those variables of `environ` that a process for `settings` does not get."""
-    kept = {name for each in settings for name in (*each.env_vars, *each.servers.key_variables)}
+    kept = {name for host in settings for name in (*host.env_vars, *host.servers.key_variables)}
     return {name for name in environ if name == SECRET_FILE or (names_secret(name) and name not in kept)}
 
 

@@ -132,8 +132,8 @@ def inspect(source: PackageSource, *, installer: Installer) -> InspectedPackage:
         words = [word for word in source.words if word != "-e"]
         done = installer.run([*source.index_words, "--no-deps", "--target", directory, *words])
         if done.returncode != 0:
-            said = (done.stderr or done.stdout).strip()
-            raise ConfigError(f"{source.describe()} cannot be fetched or built, and nothing was changed:\n{said}")
+            message = (done.stderr or done.stdout).strip()
+            raise ConfigError(f"{source.describe()} cannot be fetched or built, and nothing was changed:\n{message}")
         installed = InstalledPackages([directory])
         packages = installed.find_all()
         environments = find_environments(installed)
@@ -159,8 +159,12 @@ def api_of(package: InstalledPackage, sources: Sequence[str]) -> str:
         if requirement.name == "verifiers"
         for specifier in Requirement(str(requirement)).specifier
     ]
-    lower = [Version(each.version.removesuffix(".*")) for each in specifiers if each.operator in (">=", ">", "==", "~=")]
-    upper = [Version(each.version.removesuffix(".*")) for each in specifiers if each.operator in ("<", "<=")]
+    lower = [
+        Version(specifier.version.removesuffix(".*"))
+        for specifier in specifiers
+        if specifier.operator in (">=", ">", "==", "~=")
+    ]
+    upper = [Version(specifier.version.removesuffix(".*")) for specifier in specifiers if specifier.operator in ("<", "<=")]
     if any(version >= _FIRST_OF_V1 for version in lower):
         return "v1"
     if any(version <= Version("0.4") for version in upper):

@@ -32,9 +32,9 @@ def is_infrastructure(error: BaseException, *, has_sampled: bool = True) -> bool
         has_sampled: see `names_infrastructure`; True where it is not known.
     """
     chain = list(_chain(error))
-    status = next((found for each in chain if (found := _status(each)) is not None), None)
-    names = {base.__name__ for each in chain for base in type(each).__mro__}
-    if status is None and any(isinstance(each, OSError) and each.errno in _ERRNOS for each in chain):
+    status = next((found for link in chain if (found := _status(link)) is not None), None)
+    names = {base.__name__ for link in chain for base in type(link).__mro__}
+    if status is None and any(isinstance(link, OSError) and link.errno in _ERRNOS for link in chain):
         return True
     if status is None and any(base.__name__ == _MODEL for base in type(chain[-1]).__mro__):
         return True

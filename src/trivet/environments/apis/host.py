@@ -10,12 +10,7 @@ from trivet.wire.rollouts import Rollout
 
 
 class EnvironmentHost(Protocol):
-    """A loaded environment, its data sets, and its clients of the servers.
-
-    >>> host = load_host(settings, environ=os.environ)
-    >>> rollouts = await host.run_group(request)
-    >>> await host.aclose()
-    """
+    """A loaded environment, its data sets, and its clients of the servers."""
 
     @property
     def name(self) -> str:

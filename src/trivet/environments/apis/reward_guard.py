@@ -106,10 +106,10 @@ def require_reward(reward: Any, *, env: str, values: Mapping[str, float | None])
     try:
         return _as_reward(reward)
     except (TypeError, ValueError) as exc:
-        said = ", ".join(
+        shown = ", ".join(
             f"{name} = {value:.6g}" for name, value in values.items() if value is not None and value != _UNMEASURED
         )
-        scored = f"; its reward functions: {cut(said, _MAX_VALUE_CHARS)}" if said else ""
+        scored = f"; its reward functions: {cut(shown, _MAX_VALUE_CHARS)}" if shown else ""
         raise RolloutFailed(f"the reward of environment {env!r} is {exc}{scored}", kind=type(exc).__name__) from exc
 
 

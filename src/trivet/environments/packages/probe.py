@@ -7,7 +7,6 @@ starts its inference server meanwhile.
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -40,19 +39,13 @@ def require_loadable(wanted: Sequence[ProbeTarget], *, timeout_s: float) -> dict
 
 
 class EnvironmentProbe:
-    """Loads environments while its owner does something else; at the end of the block no process of it is left.
-
-    >>> with EnvironmentProbe(wanted, timeout_s=120.0) as probe:
-    ...     while not probe.is_over:
-    ...         start_something()
-    ...     infos = probe.wait()
-    """
+    """Loads environments while its owner does something else; at the end of the block no process of it is left."""
 
     def __init__(self, wanted: Sequence[ProbeTarget], *, timeout_s: float) -> None:
         self._wanted = wanted
-        pythons = dict.fromkeys(each.settings.python for each in wanted)
+        pythons = dict.fromkeys(target.settings.python for target in wanted)
         self._loading = [
-            _Loading([each for each in wanted if each.settings.python == python], python, timeout_s=timeout_s)
+            _Loading([target for target in wanted if target.settings.python == python], python, timeout_s=timeout_s)
             for python in pythons
         ]
 
@@ -91,13 +84,12 @@ class _Loading:
         self._wanted = wanted
         self._python = python or sys.executable
         self._timeout_s = timeout_s
-        self._nonce = secrets.token_hex()
         self._files = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
 
     def start(self) -> None:
-        environ = worker_environment(os.environ, settings=[each.settings for each in self._wanted])
+        environ = worker_environment(os.environ, settings=[target.settings for target in self._wanted])
         self._answer = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  closed by `end`
         self._errors = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  closed by `end`
         self._deadline = time.monotonic() + self._timeout_s
@@ -111,7 +103,7 @@ class _Loading:
         )
         assert self._process.stdin is not None, "it is a pipe"
         with suppress(BrokenPipeError), self._process.stdin as request:  # `wait` says why it ended
-            request.write(encode(ProbeRequest(list(self._wanted), self._nonce)))
+            request.write(encode(ProbeRequest(list(self._wanted))))
 
     def end(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -134,28 +126,21 @@ class _Loading:
                 "orchestrator.env_start_timeout_s if load_environment needs longer"
             ) from exc
         try:
-            verdict = decode(_read(self._answer), ProbeVerdict)
+            return decode(_read(self._answer), ProbeVerdict)
         except MessageRefused as exc:
-            args = {each.settings.name: each.settings.args for each in self._wanted}
-            said = hide_values(_read(self._errors).decode(errors="replace"), args).splitlines()
-            last = "\n  ".join(said[-_STDERR_LINES:])
+            args = {target.settings.name: target.settings.args for target in self._wanted}
+            output = hide_values(_read(self._errors).decode(errors="replace"), args).splitlines()
+            last = "\n  ".join(output[-_STDERR_LINES:])
             if "of the worker's protocol" in last:
                 env_ids = " and ".join(f"uv run trivet env install {target.settings.env_id}" for target in self._wanted)
                 last += f"\n  update the virtual environment with: {env_ids}"
             raise EnvironmentLoadError(
                 f"loading environments {self._names} ended their process with exit code {exit_code}:\n  {last}"
             ) from exc
-        is_whole = verdict.problems or verdict.infos.keys() == {each.settings.name for each in self._wanted}
-        if verdict.nonce != self._nonce or not is_whole:
-            raise EnvironmentLoadError(
-                f"loading environments {self._names} gave an answer that is not the loader's: one of them writes to a file "
-                "descriptor that it did not open"
-            )
-        return verdict
 
     @property
     def _names(self) -> str:
-        return ", ".join(repr(each.settings.name) for each in self._wanted)
+        return ", ".join(repr(target.settings.name) for target in self._wanted)
 
 
 def _read(file: IO[bytes]) -> bytes:
@@ -165,7 +150,7 @@ def _read(file: IO[bytes]) -> bytes:
 
 def _explain_withheld(wanted: Sequence[ProbeTarget]) -> Callable[[str], str]:
     """Return what adds to a problem the variables that it names and that the environment was not given."""
-    withheld = withheld_variables(os.environ, settings=[each.settings for each in wanted])
+    withheld = withheld_variables(os.environ, settings=[target.settings for target in wanted])
 
     def explain(problem: str) -> str:
         named = sorted(name for name in withheld if name in problem)

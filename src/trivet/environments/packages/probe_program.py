@@ -10,12 +10,11 @@ import sys
 import msgspec
 
 from trivet.environments.examples import training_problem
-from trivet.environments.workers.hello import make_hello
 from trivet.errors import EnvironmentLoadError
 from trivet.process.imports import without_collections
 from trivet.wire.codec import decode, encode
 from trivet.wire.groups import EnvironmentInfo
-from trivet.wire.workers import PROTOCOL, HostSettings, WorkerHello
+from trivet.wire.workers import PROTOCOL, HostSettings
 
 
 class ProbeTarget(msgspec.Struct, kw_only=True):
@@ -30,15 +29,11 @@ class ProbeRequest(msgspec.Struct):
     """The input of the program: the environments to load."""
 
     environments: list[ProbeTarget]
-    nonce: str
-    """Random, and repeated in the verdict, so that nothing an environment prints by accident is read as a verdict."""
 
 
 class ProbeVerdict(msgspec.Struct):
     """The output of the program: the result for each environment."""
 
-    nonce: str
-    hello: WorkerHello
     infos: dict[str, EnvironmentInfo] = {}
     problems: list[str] = []
 
@@ -49,16 +44,16 @@ def probe(request: ProbeRequest) -> ProbeVerdict:
     with without_collections():
         from trivet.environments.apis.load import load_host, traceback_tail
 
-    verdict = ProbeVerdict(request.nonce, make_hello(), infos={}, problems=[])
-    for each in request.environments:
-        name = each.settings.name
+    verdict = ProbeVerdict(infos={}, problems=[])
+    for target in request.environments:
+        name = target.settings.name
         try:
-            info = load_host(each.settings, environ=os.environ).info
+            info = load_host(target.settings, environ=os.environ).info
         except EnvironmentLoadError as exc:
-            verdict.problems.append(f"{exc}{traceback_tail(exc, each.settings.args)}")
+            verdict.problems.append(f"{exc}{traceback_tail(exc, target.settings.args)}")
             continue
         verdict.infos[name] = msgspec.structs.replace(info, example_hashes=[])
-        if each.is_trained and (problem := training_problem(name, info, hash_keys=each.settings.hash_keys)):
+        if target.is_trained and (problem := training_problem(name, info, hash_keys=target.settings.hash_keys)):
             verdict.problems.append(problem)
         elif info.num_examples == info.num_eval_examples == 0:
             verdict.problems.append(f"environment {name!r} has no data to evaluate on; check its args")

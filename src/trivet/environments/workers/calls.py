@@ -12,12 +12,7 @@ AnswerT = TypeVar("AnswerT", GroupDone, PromptFound)
 
 
 class PendingCalls:
-    """The calls in flight to one worker, by call id.
-
-    >>> calls = PendingCalls(channel.post)
-    >>> answer = await calls.call(make_order, GroupDone)  # meanwhile: calls.resolve(answer)
-    >>> calls.fail_all("the worker ended with exit code 7")
-    """
+    """The calls in flight to one worker, by call id."""
 
     def __init__(self, send: Callable[[WorkerOrder], None]) -> None:
         self._send = send

@@ -23,13 +23,7 @@ _BUFFER_BYTES = 2**20
 
 
 class Channel:
-    """One side of the connection between a pool and a worker.
-
-    >>> channel = await Channel.open(sock)
-    >>> await channel.send(Order(body=Cancel(call_id=3)))
-    >>> answer = await channel.receive(Answer)  # None when the other side is gone
-    >>> await channel.aclose()
-    """
+    """One side of the connection between a pool and a worker."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

@@ -41,13 +41,7 @@ _EXIT_TIMEOUT_S = 10.0
 
 
 class WorkerClient:
-    """A started worker with its process, its channel and its pulses.
-
-    >>> worker = await WorkerClient.start(settings, log=WorkerLog(path))
-    >>> info = await worker.loaded(timeout_s=600)
-    >>> rollouts = await worker.run_group(request)
-    >>> await worker.aclose(timeout_s=5)
-    """
+    """A started worker with its process, its channel and its pulses."""
 
     def __init__(self, process: WorkerProcess, channel: Channel, pulses: PulseMonitor, *, settings: HostSettings) -> None:
         self.name = settings.name
@@ -76,11 +70,11 @@ class WorkerClient:
         Args:
             log: the worker's output is appended to it.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        pulses, their_pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, their_pulses:
-            process = await WorkerProcess.start(settings, log=log, channel=theirs, pulses=their_pulses)
-        channel = await Channel.open(ours)
+        pool_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        pulses, worker_pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with worker_end, worker_pulses:
+            process = await WorkerProcess.start(settings, log=log, channel=worker_end, pulses=worker_pulses)
+        channel = await Channel.open(pool_end)
         monitor = PulseMonitor(pulses, clock=clock, on_fault=process.end)
         worker = cls(process, channel, monitor, settings=settings)
         channel.post(WorkerOrder(body=LoadEnvironment(settings=settings)))
@@ -220,12 +214,12 @@ class WorkerClient:
     def _speaks_our_protocol(self, hello: WorkerHello) -> bool:
         if hello.protocol == PROTOCOL:
             return True
-        said = (
+        problem = (
             f"runs {printable(hello.worker)}, which speaks version {hello.protocol} of the worker's protocol, and this trivet "
             f"speaks version {PROTOCOL}; update its virtual environment with: uv run trivet env install {self._env_id}"
         )
-        self._info.set_exception(EnvironmentLoadError(f"the worker of environment {self.name!r} {said}"))
-        self._process.end(said)
+        self._info.set_exception(EnvironmentLoadError(f"the worker of environment {self.name!r} {problem}"))
+        self._process.end(problem)
         return False
 
     def _handle(self, answer: WorkerAnswer) -> None:

@@ -9,18 +9,21 @@ blocked. The process ends when the pool closes the channel.
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
+import platform
+import resource
 import selectors
 import socket
 import sys
 import threading
 import time
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
-from trivet.environments.workers.confinement import confine
-from trivet.environments.workers.hello import installed_version, make_hello
 from trivet.environments.workers.stages import StageBoard
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
 from trivet.process.imports import without_collections
@@ -31,6 +34,7 @@ from trivet.process.stacks import show_stacks_on_signal, show_tasks_on_signal
 from trivet.shown_text import printable
 from trivet.wire.codec import encode
 from trivet.wire.workers import (
+    PROTOCOL,
     PULSE_INTERVAL_S,
     AskPrompt,
     CallFailed,
@@ -44,6 +48,7 @@ from trivet.wire.workers import (
     Pulse,
     RunGroupOrder,
     WorkerAnswer,
+    WorkerHello,
     WorkerOrder,
 )
 
@@ -54,6 +59,14 @@ logger = logging.getLogger(__name__)
 
 _MAX_PULSE_LAGS = 100
 """Measurements of lag in one pulse. Ten are made a second; after a longer block the older ones are dropped."""
+_MAX_OPEN_FILES = 16_384
+"""Open files of a worker and of each process that it starts. A rollout in flight has a connection or two; a leak of one per group
+reaches this within a day, and then costs the worker its groups and not the machine its file table."""
+_OOM_SCORE = "500"
+"""Added to the badness of the process, from 0 to 1000: when the machine runs out of memory the kernel ends a worker, which is
+restarted, and not the trainer."""
+_DISTRIBUTIONS = ("trivet-worker", "trivet")
+"""What a worker runs from: a virtual environment of an environment has the first alone, trivet's own interpreter the second."""
 
 
 class Worker:
@@ -121,9 +134,38 @@ class Worker:
 
 def _failure(call_id: int, error: BaseException) -> CallFailed:
     kind = error.kind if isinstance(error, RolloutFailed) else type(error).__name__
-    said = str(error) if isinstance(error, RolloutFailed) else f"{kind}: {error}"
+    message = str(error) if isinstance(error, RolloutFailed) else f"{kind}: {error}"
     is_infrastructure = isinstance(error, RolloutFailed) and error.is_infrastructure
-    return CallFailed(call_id=call_id, kind=printable(kind), message=printable(said), is_infrastructure=is_infrastructure)
+    return CallFailed(call_id=call_id, kind=printable(kind), message=printable(message), is_infrastructure=is_infrastructure)
+
+
+def make_hello() -> WorkerHello:
+    """Return what this process is."""
+    worker = next((f"{name} {version}" for name in _DISTRIBUTIONS if (version := installed_version(name))), "")
+    return WorkerHello(
+        protocol=PROTOCOL, worker=worker, python=platform.python_version(), verifiers=installed_version("verifiers")
+    )
+
+
+def installed_version(distribution: str) -> str:
+    """Return the version of an installed distribution, empty when there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def confine() -> None:
+    """Limit the open files of this process and of what it starts, and offer it to the kernel first when memory runs out.
+
+    The pool limits memory from outside (`workers.memory`): the kernel's limits count address space, of which libraries reserve many
+    times what they use.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(OSError):  # a container may forbid it, and the machine then chooses by itself
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
 def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
@@ -214,8 +256,8 @@ def main() -> int:
     confine()
     tie_forks()  # a scoring pool that the environment forks must not outlive a worker that is killed
     sock, pulse_sock = socket.socket(fileno=descriptors.channel), socket.socket(fileno=descriptors.pulse)
-    for each in (sock, pulse_sock):
-        each.set_inheritable(False)
+    for inherited in (sock, pulse_sock):
+        inherited.set_inheritable(False)
     return run(sock, pulse_sock)
 
 

@@ -91,12 +91,7 @@ class _Environment:
 
 
 class WorkerPool:
-    """An `EnvironmentPool` of worker processes.
-
-    >>> async with open_worker_pool(settings, log_of=layout.env_worker_log, limits=PoolLimits()) as pool:
-    ...     keeping = asyncio.create_task(pool.run())
-    ...     rollouts = await pool.run_group(request)
-    """
+    """An `EnvironmentPool` of worker processes."""
 
     def __init__(
         self,
@@ -294,16 +289,12 @@ class WorkerPool:
             self._changed.notify_all()
 
     def _compare(self, slot: _Slot, info: EnvironmentInfo) -> None:
-        """Say when a worker has other data than those that the run knows the environment by.
-
-        Raises:
-            EnvironmentLoadError: it has, and the run refuses that.
-        """
-        said = other_data(self._environments[slot.settings.name].info, info)
-        if said is None:
+        """Say when a worker has other data than those that the run knows the environment by."""
+        difference = other_data(self._environments[slot.settings.name].info, info)
+        if difference is None:
             return
         what = (
-            f"environment worker {slot.name} has {said}: the same example is another one there. Data that are drawn at every "
+            f"environment worker {slot.name} has {difference}: the same example is another one there. Data that are drawn at every "
             "start need a seed, for example in args of the environment"
         )
         if self._limits.strict_data:
@@ -388,11 +379,7 @@ class WorkerPool:
 
 
 async def _limit_time(timeout_s: float | None, running: Awaitable[list[Rollout]], request: GroupRequest) -> list[Rollout]:
-    """Limit the time of a group whose worker does not: its environment swallows the cancellation, or blocks the event loop.
-
-    Raises:
-        RolloutFailed: nothing came in time.
-    """
+    """Limit the time of a group whose worker does not: its environment swallows the cancellation, or blocks the event loop."""
     try:
         async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
             return await running

@@ -21,14 +21,7 @@ from trivet.wire.workers import HostSettings
 
 
 class WorkerProcess:
-    """The process of a worker, which leads a session of its own.
-
-    >>> process = await WorkerProcess.start(settings, log=path, channel=channel, pulses=pulses)
-    >>> await process.kill("was ended because its event loop was blocked")
-    >>> await process.wait()
-    >>> process.describe_end()
-    'was ended because its event loop was blocked'
-    """
+    """The process of a worker, which leads a session of its own."""
 
     def __init__(
         self,

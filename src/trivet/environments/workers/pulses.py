@@ -17,13 +17,7 @@ on a busy machine."""
 
 
 class PulseMonitor:
-    """The newest pulse of one worker, and when it came.
-
-    >>> monitor = PulseMonitor(sock, clock=time.monotonic, on_fault=process.end)
-    >>> monitor.blocked_for_s()
-    0.0
-    >>> monitor.close()
-    """
+    """The newest pulse of one worker, and when it came."""
 
     def __init__(self, sock: socket.socket, *, clock: Callable[[], float], on_fault: Callable[[str], None]) -> None:
         """Take over `sock` and listen to it on the running event loop.

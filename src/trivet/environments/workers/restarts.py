@@ -10,12 +10,7 @@ _MAX_DELAY_S = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class RestartBudget:
-    """The restarts of one worker. Only consecutive ones count: a worker that finishes groups in between is worth restarting.
-
-    >>> budget = RestartBudget(limit=5)
-    >>> budget.next_delay_s()
-    0.5
-    """
+    """The restarts of one worker. Only consecutive ones count: a worker that finishes groups in between is worth restarting."""
 
     limit: int
     """Consecutive restarts that are allowed; -1: no limit."""

@@ -25,11 +25,7 @@ class StageCounts:
 
 
 class StageBoard:
-    """The groups that run now, each with its stage and the time it entered it.
-
-    >>> with board.stage(Stage.SCORING, num_rollouts=8):
-    ...     await score()
-    """
+    """The groups that run now, each with its stage and the time it entered it."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -15,12 +15,7 @@ _PREFIX = "trivet-worker-"
 
 
 class WorkerDirectory:
-    """A new directory of this user alone. It is locked as long as this process lives, so that no other pool removes it.
-
-    >>> directory = WorkerDirectory()
-    >>> environ["TMPDIR"] = str(directory.path)
-    >>> directory.remove()
-    """
+    """A new directory of this user alone. It is locked as long as this process lives, so that no other pool removes it."""
 
     def __init__(self) -> None:
         """Make the directory.

@@ -18,12 +18,7 @@ _TAIL_LINES = 20
 
 
 class WorkerLog:
-    """The log file of one environment, which all its workers append to.
-
-    >>> log = WorkerLog(layout.env_worker_log("my-env"))
-    >>> log.limit_size()
-    >>> log.last_lines(since=0)
-    """
+    """The log file of one environment, which all its workers append to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -54,12 +54,12 @@ class EpisodeReader:
         trajectories = [] if self.is_plain else [self._trajectory(trace) for trace in traces if trace.agent.trainable]
         scores = _scores(episode)
         if self.strategy == "interleaved" and episode.num_turns > 1 and not self.is_plain:
-            scores["broken_prefixes"] = float(sum(each.num_broken_prefixes for each in trajectories))
+            scores["broken_prefixes"] = float(sum(trajectory.num_broken_prefixes for trajectory in trajectories))
         usage = episode.usage
         return Rollout(
             index=index,
             reward=reward,
-            samples=[sample for each in trajectories for sample in each.samples],
+            samples=[sample for trajectory in trajectories for sample in trajectory.samples],
             scores=scores,
             prompt=shorten_messages(task_messages(episode.task.data)),
             completion=shorten_messages(list(_completion(traces))),

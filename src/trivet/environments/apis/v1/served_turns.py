@@ -10,11 +10,6 @@ class ServedTurns:
 
     verifiers puts the message object of an answer into its graph as it is, so the object itself names the turn. A message that an
     environment has rewritten is another object: its text was not sampled, and is not trained on.
-
-    >>> turns.begin(trace.id, number=0)
-    >>> turns.record(trace.id, response.message, turn)
-    >>> turns.find(trace.id, trace.nodes[3].message)
-    >>> turns.forget(trace.id)
     """
 
     def __init__(self) -> None:

@@ -17,12 +17,7 @@ class ServedEnvironment(Protocol):
 
 
 class Serving:
-    """The serving resources of one environment. A task of its own enters and leaves them.
-
-    >>> serving = Serving(env)
-    >>> await serving.start()
-    >>> await serving.aclose()
-    """
+    """The serving resources of one environment. A task of its own enters and leaves them."""
 
     def __init__(self, env: ServedEnvironment) -> None:
         """Take `env`; nothing is served yet."""
