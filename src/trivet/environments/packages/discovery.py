@@ -33,13 +33,10 @@ class PackageOrigin:
     """A path, or an address without its credentials; empty for an index."""
 
     def describe(self, *, base: Path) -> str:
-        """Return the kind and the location in one line."""
-        return f"{self.kind} {self.describe_location(base=base)}".rstrip()
-
-    def describe_location(self, *, base: Path) -> str:
-        """Return the location, relative where it is a path below `base`."""
+        """Return the kind and the location in one line, relative where it is a path below `base`."""
         is_below = self.location.startswith("/") and Path(self.location).is_relative_to(base)
-        return str(Path(self.location).relative_to(base)) if is_below else self.location
+        location = str(Path(self.location).relative_to(base)) if is_below else self.location
+        return f"{self.kind} {location}".rstrip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,28 +48,19 @@ class EnvironmentPackage:
     module: str
     """The module to import; its name with dashes is the `id` in a configuration."""
     origin: PackageOrigin
-    required_by: tuple[str, ...] = ()
-    """Other environments that require it."""
 
 
 def find_environments(installed: InstalledPackages | None = None) -> list[EnvironmentPackage]:
     """Return the installed environment packages, sorted by name."""
     installed = installed or InstalledPackages()
     project = find_project_packages(installed)
-    others = {name: package for name, package in installed.find_all().items() if name not in {*project, LIBRARY}}
     environments: list[EnvironmentPackage] = []
-    for name, package in sorted(others.items()):
-        if (module := _environment_module(package, search_path=installed.search_path)) is None:
+    for name, package in sorted(installed.find_all().items()):
+        if name in project or name == LIBRARY:
             continue
-        environments.append(
-            EnvironmentPackage(
-                name=package.name,
-                version=package.version,
-                module=module,
-                origin=read_origin(package.distribution.read_text("direct_url.json")),
-                required_by=tuple(other.name for other in others.values() if _requires(other, name)),
-            )
-        )
+        if (module := _environment_module(package, search_path=installed.search_path)) is not None:
+            origin = read_origin(package.distribution.read_text("direct_url.json"))
+            environments.append(EnvironmentPackage(name=package.name, version=package.version, module=module, origin=origin))
     return environments
 
 
