@@ -21,12 +21,7 @@ _OWN = {MANIFEST, STABLE}
 
 
 class VfCheckpoints:
-    """The `checkpoint-N/` directories of a run.
-
-    >>> checkpoints = VfCheckpoints(layout, every=50, max_steps=100)
-    >>> checkpoints.write_due()
-    [PosixPath('outputs/reverse-text/checkpoint-50')]
-    """
+    """The `checkpoint-N/` directories of a run."""
 
     def __init__(self, layout: RunLayout, *, every: int | None, max_steps: int, replaces_run: bool = False) -> None:
         """Note what lies in the directory before the run is started: it is an earlier start's.

@@ -66,8 +66,8 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
         train = module_command("trivet.dialects.vf_tmux", str(job))
         top = _tmux("new-session", "-d", "-s", session, "-x", "200", "-y", "50", *_PRINT_PANE_ID, *follow)
         pane = _tmux("split-window", "-t", top, "-c", str(Path.cwd()), *_PRINT_PANE_ID, *train)
-        for title, each in (("inference", top), ("trainer", pane)):
-            _tmux("select-pane", "-t", each, "-T", title)
+        for title, target in (("inference", top), ("trainer", pane)):
+            _tmux("select-pane", "-t", target, "-T", title)
         _tmux("set-option", "-w", "-t", pane, "pane-border-status", "top")
         _tmux("set-option", "-w", "-t", pane, "pane-border-format", " #{pane_title} ")
         _tmux("set-option", "-w", "-t", pane, "remain-on-exit", "on")
