@@ -6,13 +6,13 @@ these is a process of its own that ends when this one does. `bash scripts/quicks
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import chain, count
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
@@ -30,6 +30,8 @@ from trivet.weights.catalog import latest_version
 
 CONFIGS = Path("configs/quickstart")
 """The workspace's own configurations win, so that a user may change them; without them the packaged ones are used."""
+
+DEFAULT_OUTPUT = Path("outputs/quickstart")
 
 _ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",  # the roles share a few cores: a thread that waits must sleep, not spin
@@ -67,12 +69,19 @@ class QuickstartLayout:
         """Paths of the reinforcement learning."""
         return RunLayout(self.root / "run")
 
+    @property
+    def has_results(self) -> bool:
+        """Whether a quickstart has written here."""
+        return any(path.exists() for path in (self.data, self.start_model, self.warm_up.root, self.run.root))
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this tool."""
     parser.add_argument("--seed", type=int, default=0, help="seed of the start model, the data and the training (default: 0)")
     parser.add_argument(
-        "--output-dir", type=Path, default=Path("outputs/quickstart"), help="what an earlier quickstart left there is removed"
+        "--output-dir",
+        type=Path,
+        help=f"a new directory (default: {DEFAULT_OUTPUT}, then {DEFAULT_OUTPUT}-2, …)",
     )
 
 
@@ -81,12 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         EnvironmentLoadError: the environment reverse-text is not installed.
-        ConfigError: a package keeps transformers from being imported.
+        ConfigError: a package keeps transformers from being imported, or the output directory has an earlier quickstart.
         RoleFailed: the inference server ended during the measurement.
     """
     require_environment(EnvConfig(id="reverse-text"))
     require_matching_companions(_installed_versions("torch", *COMPANIONS))
-    layout, started = QuickstartLayout(root=arguments.output_dir), time.monotonic()
+    layout, started = choose_layout(arguments.output_dir), time.monotonic()
+    print(f"== output in {layout.root}")
     configs = CONFIGS if CONFIGS.is_dir() else example_configs() / "quickstart"
     with Interrupts(clock=time.monotonic) as interrupts:
         children = Children(environ=child_environment(os.environ), interrupts=interrupts)
@@ -106,6 +116,25 @@ def run(arguments: argparse.Namespace) -> int:
     print(report(layout.root))
     print(f"== everything took {time.monotonic() - started:.0f} s")
     return 0
+
+
+def choose_layout(output_dir: Path | None) -> QuickstartLayout:
+    """Return the layout of `output_dir`; without one, that of the first default name without an earlier quickstart.
+
+    Raises:
+        ConfigError: `output_dir` holds an earlier quickstart.
+    """
+    if output_dir is None:
+        names = (DEFAULT_OUTPUT.with_name(f"{DEFAULT_OUTPUT.name}-{number}") for number in count(2))
+        layouts = (QuickstartLayout(root=root) for root in chain([DEFAULT_OUTPUT], names))
+        return next(layout for layout in layouts if not layout.has_results)
+    layout = QuickstartLayout(root=output_dir)
+    if layout.has_results:
+        raise ConfigError(
+            f"--output-dir {str(output_dir)!r} holds the results of an earlier quickstart; give another directory, "
+            "leave --output-dir out to get a new one, or remove that directory first"
+        )
+    return layout
 
 
 def sft_command(layout: QuickstartLayout, configs: Path, *, seed: int) -> Sequence[str]:
@@ -190,9 +219,6 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 
 def _make_start(layout: QuickstartLayout, children: Children, *, seed: int) -> int:
     layout.root.mkdir(parents=True, exist_ok=True)
-    layout.data.unlink(missing_ok=True)
-    for directory in (layout.start_model, layout.warm_up.root, layout.run.root):
-        shutil.rmtree(directory, ignore_errors=True)
     code = children.run("trivet.examples.quickstart_data", str(layout.data), "--seed", str(seed))
     return code or children.run("trivet.examples.tiny_model", str(layout.start_model), "--seed", str(seed))
 

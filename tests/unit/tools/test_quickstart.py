@@ -10,7 +10,15 @@ from support.processes import descendants_of, still_alive
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import ConfigError, RoleFailed
 from trivet.launcher.supervision.interrupts import Interrupts
-from trivet.tools.quickstart import Children, QuickstartLayout, child_environment, eval_command, rl_command, sft_command
+from trivet.tools.quickstart import (
+    Children,
+    QuickstartLayout,
+    child_environment,
+    choose_layout,
+    eval_command,
+    rl_command,
+    sft_command,
+)
 
 CONFIGS = Path("configs/quickstart")
 
@@ -83,3 +91,14 @@ def test_what_the_watch_raises_ends_the_process(children: Children) -> None:
 def test_output_goes_to_a_log_where_one_is_named(children: Children, tmp_path: Path) -> None:
     assert children.start("platform", log=tmp_path / "log").wait(60) == 0
     assert "Linux" in (tmp_path / "log").read_text()
+
+
+def test_a_second_quickstart_leaves_the_first_ones_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "quickstart-2"):
+        layout = choose_layout(None)
+        assert layout.root == Path("outputs", name)
+        layout.start_model.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds the results of an earlier quickstart; give another directory"):
+        choose_layout(Path("outputs/quickstart"))
+    assert choose_layout(tmp_path / "new").root == tmp_path / "new"
