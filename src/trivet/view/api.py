@@ -21,7 +21,7 @@ from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
 from trivet.view.rollouts import PageQuery
 from trivet.view.run import ViewedRun
-from trivet.view.status import describe_run, is_over, read_status
+from trivet.view.status import describe_run, is_over, read_status, standing_error
 from trivet.view.timeline import make_timeline
 from trivet.wire.rollout_tokens import Tokens
 
@@ -121,7 +121,7 @@ class Api:
             "step": max((report.step for role in status.roles for report in role.reports), default=0),
             "max_steps": status.max_steps,
             "last_commit": status.last_commit,
-            "last_error": status.last_error,
+            "last_error": standing_error(status),
             "num_restarts": len(status.restarts),
             "roles": status.roles,
             "num_damaged": run.metrics.num_damaged() + run.notes.num_damaged,

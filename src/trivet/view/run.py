@@ -14,12 +14,7 @@ from trivet.view.token_text import TokenText
 
 
 class ViewedRun:
-    """One run that is looked at.
-
-    >>> run = ViewedRun(open_run(Path("outputs")), name="outputs")
-    >>> with run.lock:
-    ...     run.metrics.refresh(ALWAYS_READ)
-    """
+    """One run that is looked at."""
 
     def __init__(self, layout: RunLayout, *, name: str) -> None:
         self.layout, self.name = layout, name
@@ -48,12 +43,18 @@ def open_run(directory: Path) -> RunLayout:
     layout = RunLayout(directory)
     if not directory.is_dir():
         raise ConfigError(f"{str(directory)!r} is no directory; give a run's output_dir")
-    signs = [layout.status, layout.run_file, layout.events, layout.metrics, layout.reports, layout.evals, layout.configs]
+    signs = [layout.status, layout.run_file, layout.events, layout.metrics, layout.reports, layout.evals]
     if not any(path.exists() for path in signs):
         raise ConfigError(
             f"{str(directory)!r} holds no run: none of {', '.join(path.name for path in signs)} is there; give a run's output_dir"
+            f"{_name_runs_below(directory)}"
         )
     return layout
+
+
+def _name_runs_below(directory: Path) -> str:
+    records = [path for pattern in ("*/run.json", "*/*/run.json") for path in directory.glob(pattern)]
+    return f", for example {' or '.join(str(path.parent) for path in sorted(records)[:3])}" if records else ""
 
 
 def name_runs(directories: list[Path]) -> list[str]:

@@ -48,11 +48,11 @@ def read_status(layout: RunLayout) -> RunStatus:
         RoleStatus(
             name=name,
             state=RoleState.RUNNING,
-            pid=reports_of[0].pid,
-            reports=reports_of,
+            pid=reports_of_role[0].pid,
+            reports=reports_of_role,
         )
         for name in sorted({report.role for report in reports})
-        if (reports_of := [report for report in reports if report.role == name])
+        if (reports_of_role := [report for report in reports if report.role == name])
     ]
     return RunStatus(
         run_id="started by hand",
@@ -67,11 +67,7 @@ def read_status(layout: RunLayout) -> RunStatus:
 
 
 class StatusClock:
-    """Tells the time by the clock of the machine that wrote a status.
-
-    >>> clock = StatusClock()
-    >>> describe_run(status, layout=layout, now=clock.now(status), is_alive=process_exists)
-    """
+    """Tells the time by the clock of the machine that wrote a status."""
 
     def __init__(self, *, unix_time: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._unix_time = unix_time
@@ -153,14 +149,21 @@ def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: 
         yield from (f"  {line}" for line in _workers(status))
     for record in status.restarts:
         yield f"restart {_clock(record.time)} {describe_restart(record)}"
-    if status.last_error:
+    if error := standing_error(status):
         yield "last error:"
-        yield from (f"  {line}" for line in status.last_error.splitlines())
+        yield from (f"  {line}" for line in error.splitlines())
     if is_over(status, now=now, is_alive=is_alive) and status.state is not RunState.DONE and status.last_commit is not None:
         yield (
             f"go on from step {status.last_commit}: the same command with --ckpt.resume-step -1, "
             f"of vf-rl with --trainer.args.resume-from-checkpoint (output_dir {layout.root})"
         )
+
+
+def standing_error(status: RunStatus) -> str:
+    """Return the run's last error; empty once the run has recovered from it."""
+    is_back = all(record.down_s is not None for record in status.restarts)
+    is_recovered = status.state is RunState.DONE or (status.state is RunState.RUNNING and bool(status.restarts) and is_back)
+    return "" if is_recovered else status.last_error
 
 
 def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
@@ -224,8 +227,7 @@ def _numbers(report: ProcessReport) -> Iterator[str]:
 def _workers(status: RunStatus) -> Iterator[str]:
     workers = [worker for role in status.roles for report in role.reports for worker in report.workers]
     for env in sorted({worker.env for worker in workers}):
-        mine = [worker for worker in workers if worker.env == env]
-        yield f"env `{env}`: {', '.join(_describe_workers(mine))}"
+        yield f"env `{env}`: {', '.join(_describe_workers([worker for worker in workers if worker.env == env]))}"
 
 
 def _describe_workers(workers: Sequence[WorkerStatus]) -> Iterator[str]:

@@ -229,3 +229,21 @@ def test_a_status_that_is_no_file_or_nested_too_deep_is_refused(tmp_path: Path, 
     (tmp_path / "status.json").write_text('{"x":' + "[" * 100_000 + "]" * 100_000 + "}")
     assert main(["status", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_error_is_shown_until_the_run_has_recovered_from_it() -> None:
+    restart = RestartRecord(time=NOW, roles=["trainer"], cause="trainer killed by SIGKILL", from_step=Step(1))
+    back = msgspec.structs.replace(restart, down_s=14.0)
+    assert "last error:" in words(status(last_error="boom", restarts=[back, restart]))
+    assert "last error:" not in words(status(last_error="boom", restarts=[back, back]))
+    assert "last error:" not in words(status(last_error="boom", restarts=[back], state=RunState.DONE, exit_code=0))
+    assert "last error:" in words(status(last_error="boom", restarts=[back], state=RunState.FAILED, exit_code=1))
+
+
+def test_a_directory_above_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "configs").mkdir()
+    for name in ("first", "second"):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (tmp_path / "outputs" / name / "run.json").write_text("{}")
+    assert main(["view", str(tmp_path)]) == 2
+    assert f"for example {tmp_path}/outputs/first or {tmp_path}/outputs/second" in capsys.readouterr().err
