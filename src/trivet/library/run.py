@@ -3,6 +3,7 @@
 `trivet.Run` is for programs what `trivet view` is for people. It changes nothing.
 """
 
+import json
 import os
 import secrets
 import shutil
@@ -101,16 +102,20 @@ class Policy:
         Raises:
             WeightsError: `path` is there already, or the policy is not complete.
         """
-        target = Path(path)
+        target, layout = Path(path), RunLayout(self.directory.parent.parent)
         if target.exists():
-            raise WeightsError(f"{target} exists already; save the policy under another name, or remove that first")
-        layout, reader = RunLayout(self.directory.parent.parent), f"save-{os.getpid()}-{secrets.token_hex(4)}"
+            raise WeightsError(
+                f"{target} exists already; save the policy under another name, or remove that first. Nothing is lost: the policy "
+                f"is in {self.directory}, which trivet.Run({str(layout.root)!r}).policy finds again"
+            )
+        reader = f"save-{os.getpid()}-{secrets.token_hex(4)}"
         staging = target.absolute().with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         if layout.readers.is_dir():  # the trainer of a live run removes no policy that a reader needs
             acknowledge(layout, reader, PolicyVersion(self.version), lifetime_s=_COPY_LIFETIME_S)
         try:
             verify(self.directory)
             shutil.copytree(self.directory, staging, ignore=shutil.ignore_patterns(MANIFEST, STABLE))
+            _make_base_absolute(staging / "adapter_config.json")
             sync_tree(staging)
             staging.rename(target)
         finally:
@@ -118,6 +123,16 @@ class Policy:
             with suppress(FileNotFoundError):
                 shutil.rmtree(staging)
         return target
+
+
+def _make_base_absolute(adapter_config: Path) -> None:
+    """Name the base model of an adapter so that it is found from any working directory; a name on the hub stays."""
+    if not adapter_config.exists():
+        return
+    config = json.loads(adapter_config.read_bytes())
+    base = config.get("base_model_name_or_path")
+    if base and Path(base).is_dir():
+        adapter_config.write_text(json.dumps({**config, "base_model_name_or_path": str(Path(base).absolute())}, indent=2))
 
 
 class Run:

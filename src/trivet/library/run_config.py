@@ -3,12 +3,14 @@
 The keys of the dialect go the way of `vf-rl`; sections and functions are laid over them as keys of the run.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trivet.config.checks.files import file_problems
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.load import load_sources
 from trivet.config.loading.sources import Entry
@@ -17,6 +19,7 @@ from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.dialects.vf_translation import load_run
 from trivet.environments.packages.installed import LOADER, require_installed
+from trivet.errors import ConfigError
 from trivet.library.arguments import RUN_KEYS, RLArguments, SFTArguments, entries_of, show_notices, written_values
 from trivet.library.functions import FunctionFiles, split_partial
 from trivet.library.messages import name_in_python
@@ -45,11 +48,23 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
         ConfigError: lists every problem, by the names that the user wrote.
         EnvironmentLoadError: the environment is not installed.
     """
+    if not isinstance(model, str | Path):
+        raise ConfigError(
+            f"model must be a Hugging Face name or a directory, got an object of type {type(model).__name__}: other processes load "
+            "it; save it with save_pretrained and give that directory"
+        )
+    if not (isinstance(env, str) or callable(env)):
+        raise ConfigError(
+            f"env must be the id of an environment or a function that returns one, got an object of type {type(env).__name__}: "
+            "other processes make it"
+        )
     env, fixed = (env, {}) if isinstance(env, str) else split_partial(env)
     name = env if isinstance(env, str) else name_of_environment(env)
     output_dir = Path(args.output_dir or f"outputs/{args.run_name or name.rpartition('/')[2]}")
     functions = FunctionFiles(output_dir)
     env_args = {**fixed, **env_args}
+    if inspect.isfunction(env):
+        _require_arguments(env, env_args)
     written = {key: value for key, value in written_values(args).items() if key in VfTrainerArgs.model_fields}
     if args.deterministic:
         written.setdefault("bf16", False)  # the dialect's default is the device's own dtype
@@ -63,9 +78,9 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
     run_entries = [*_environment_entries(env, name, args, functions, env_args), *_run_entries(args, functions)]
     run = load_run(loaded, environ=os.environ, run_entries=run_entries, name_of=name_in_python)
     show_notices(run.notices)
-    for each in run.config.orchestrator.environments.values():
-        if file_of(each.package) is None:  # the file of a function is written when the run is started
-            require_installed(each.package)
+    for configured in run.config.orchestrator.environments.values():
+        if file_of(configured.package) is None:  # the file of a function is written when the run is started
+            require_installed(configured.package)
     return PlannedRun(config=run.config, functions=functions)
 
 
@@ -84,6 +99,26 @@ def plan_sft(model: str | Path | None, data: str | Path | None, args: SFTArgumen
     loaded = load_sources(SftConfig, sources, Findings())
     show_notices(loaded.notices)
     return loaded.config
+
+
+def require_files(config: RLConfig | SftConfig, *, name_of: Callable[[str], str] = str) -> None:
+    """Check that this machine has the files that a configuration names.
+
+    Raises:
+        ConfigError: lists every problem; a model that is named by a path and is no model directory, for one.
+    """
+    findings = Findings(name_of=name_of)
+    for problem in file_problems(config):
+        findings.refuse(problem)
+    findings.raise_problems()
+
+
+def _require_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Check that the function of an environment takes the arguments."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as exc:
+        raise ConfigError(f"env_args: {function.__name__!r} cannot be called with them: {exc}") from exc
 
 
 def name_of_environment(function: Callable[..., Any]) -> str:

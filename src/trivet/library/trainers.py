@@ -19,11 +19,11 @@ from trivet.key_names import to_variable
 from trivet.launcher.terminal import describe_activity
 from trivet.library.arguments import RLArguments, SFTArguments
 from trivet.library.functions import FunctionFiles
-from trivet.library.messages import PYTHON_NAMES, require_success
+from trivet.library.messages import PYTHON_NAMES, name_in_python, require_success
 from trivet.library.process import RunProcess
 from trivet.library.progress import ProgressBar, open_progress
 from trivet.library.run import Policy, Run, RunStep, StepReader
-from trivet.library.run_config import Environment, plan_run, plan_sft
+from trivet.library.run_config import Environment, plan_run, plan_sft, require_files
 from trivet.storage.durable import write_atomically
 from trivet.view.status import read_status
 from trivet.wire.status import RunStatus
@@ -163,6 +163,7 @@ class RLTrainer(_Trainer):
         """
         args = args or RLArguments()
         planned = plan_run(model, env, args, env_args=env_args or {})
+        require_files(planned.config, name_of=name_in_python)
         self._functions: FunctionFiles = planned.functions
         super().__init__(
             planned.config,
@@ -209,6 +210,7 @@ class SFTTrainer(_Trainer):
             ConfigError: lists every problem.
         """
         config = plan_sft(model, data, args or SFTArguments())
+        require_files(config)
         super().__init__(
             config,
             module="trivet.launcher.commands.sft",

@@ -18,7 +18,9 @@ STARTS_A_RUN = "for step in trainer:"
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_example_runs_up_to_what_starts_processes(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "outputs/quickstart/sft/weights/step_100").mkdir(parents=True)
+    model = tmp_path / "outputs/quickstart/sft/weights/step_100"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
     compile(block, "docs/python.md", "exec")
     exec(block.partition(STARTS_A_RUN)[0], {"__name__": "example_of_the_page"})
 

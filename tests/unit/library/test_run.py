@@ -1,5 +1,6 @@
 """A run is read from its files, while it goes on and after."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,9 @@ from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError, HistoryError, WeightsError
 from trivet.library.run import Run, StepReader
 from trivet.telemetry.metrics import MetricsWriter
+from trivet.weights.publish import publish
 from trivet.weights.retention import reader_versions
+from trivet.wire.versions import PolicyVersion
 
 
 @pytest.fixture
@@ -112,7 +115,7 @@ def test_a_saved_policy_is_whole_and_nothing_but_the_policy(layout: RunLayout, t
     publish_tiny_model(layout, version=2)
     publish_tiny_model(layout, version=5)
     run = Run(layout.root)
-    saved = run.policy.save(tmp_path / "mine")
+    saved = run.policy.save(tmp_path / "saved")
     assert {path.name for path in saved.iterdir()} == {
         path.name for path in layout.weights_step(5).iterdir() if path.name not in ("STABLE", "manifest.json")
     }
@@ -130,3 +133,23 @@ def test_a_run_without_a_policy_says_when_there_will_be_one(layout: RunLayout) -
     layout.metrics.mkdir()
     with pytest.raises(WeightsError, match="the first is published after step 1"):
         _ = Run(layout.root).policy
+
+
+def test_a_saved_adapter_names_its_base_for_every_working_directory(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    layout.metrics.mkdir()
+    for version, base in ((1, "base"), (2, "owner/name")):
+
+        def write(directory: Path, base: str = base) -> None:
+            (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base, "r": 8}))
+
+        publish(layout, version=PolicyVersion(version), run_id="r", write=write)
+    saved = [policy.save(tmp_path / f"saved-{policy.version}") for policy in Run(layout.root).policies]
+    configs = [json.loads((directory / "adapter_config.json").read_text()) for directory in saved]
+    assert configs == [
+        {"base_model_name_or_path": str(tmp_path / "base"), "r": 8},
+        {"base_model_name_or_path": "owner/name", "r": 8},
+    ]

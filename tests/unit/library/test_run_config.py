@@ -13,6 +13,7 @@ from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.library.arguments import RLArguments, SFTArguments
 from trivet.library.messages import name_in_python
 from trivet.library.run_config import name_of_environment, plan_run, plan_sft
+from trivet.library.trainers import RLTrainer
 from trivet.process.imports import file_of
 
 SOURCE = """
@@ -146,3 +147,19 @@ def test_model_and_data_of_fine_tuning_are_keys_of_sft() -> None:
     config = plan_sft("models/x", "chats.jsonl", SFTArguments(max_steps=3, model={"seq_len": 128}))
     assert (config.model.name, config.model.seq_len, config.data.name, config.max_steps) == ("models/x", 128, "chats.jsonl", 3)
     assert plan_sft(None, None, SFTArguments(data={"type": "fake"}, max_steps=1)).data.type == "fake"
+
+
+def test_objects_that_no_other_process_has_are_refused(functions: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="model must be a Hugging Face name or a directory, got an object of type ModuleType"):
+        plan_run(functions, "reverse-text", RLArguments(), env_args={})
+    with pytest.raises(ConfigError, match="env must be the id of an environment or a function"):
+        plan_run("models/x", object(), RLArguments(), env_args={})
+    with pytest.raises(
+        ConfigError, match="'load_environment' cannot be called with them: got an unexpected keyword argument 'm'"
+    ):
+        plan_run("models/x", functions.load_environment, RLArguments(), env_args={"m": 1})
+
+
+def test_a_model_directory_that_is_not_there_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model \(models/not-there\) is not a directory"):
+        RLTrainer("models/not-there", "reverse-text", RLArguments(use_lora=False))
