@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from trivet.config.checks.files import file_problems
 from trivet.config.compute_dtype import settle_compute_dtype
-from trivet.config.loading.arguments import parse_arguments
+from trivet.config.loading.arguments import Arguments, parse_arguments
 from trivet.config.loading.dump import to_toml
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.load import LoadedConfig, SectionT, load_arguments
@@ -80,17 +80,18 @@ def run_translated(
         The process's exit code: `main`'s, that of the TrivetError that ended it (2 for a bad configuration), or 141 when the
         reader of the output had closed the pipe.
     """
+    words = sys.argv[1:] if argv is None else argv
 
     def run() -> int:
         findings = Findings(name_of=name_of)
-        arguments = parse_arguments(kind, sys.argv[1:] if argv is None else argv, findings)
+        arguments = parse_arguments(kind, words, findings)
         if arguments.wants_help:
             from trivet.config.loading.reference import help_text  # here: it imports what only help needs
 
             print(help_text(kind))
             return 0
         try:
-            loaded = translate(load_arguments(kind, arguments, findings, environ=os.environ))
+            loaded = translate(_load(kind, arguments, findings, shows_usage=not words))
             if submit is not None and (exit_code := submit(loaded, is_dry_run=arguments.is_dry_run)) is not None:
                 return exit_code
             loaded = _check_here(loaded, check=check, does_record=not arguments.is_dry_run)
@@ -113,6 +114,18 @@ def run_translated(
             return DiskFull.exit_code
 
     return run_until_output_closes(run)
+
+
+def _load(kind: type[SectionT], arguments: Arguments, findings: Findings, *, shows_usage: bool) -> LoadedConfig[SectionT]:
+    """Load the configuration; print how the command is called if it was called without the arguments that it needs."""
+    try:
+        return load_arguments(kind, arguments, findings, environ=os.environ)
+    except ConfigError:
+        if shows_usage:
+            from trivet.config.loading.reference import usage_text  # here: it imports what only help needs
+
+            print(usage_text(kind), file=sys.stderr)
+        raise
 
 
 def _check_here(

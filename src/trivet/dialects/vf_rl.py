@@ -79,7 +79,7 @@ def _run_command(words: Sequence[str]) -> int:
             require_tmux(options.session)
         if options.in_tmux or "--dry-run" in rest:  # else the run's own process checks it
             rl.check(config)
-            rl.check_environments(config)
+            rl.check_for_dry_run(config)
 
     if {"--help", "-h"} & set(rest):
         print(_USAGE)  # noqa: T201

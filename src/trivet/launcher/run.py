@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trivet.checkpoints.commit import resolve_resume_step, verify_checkpoint
+from trivet.checkpoints.fork import choose_fork
 from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.layout import RunLayout
 from trivet.config.sections.rl import RLConfig
@@ -74,6 +76,20 @@ def check(config: RLConfig) -> None:
         print(
             f"replay: trains on the rollouts in {config.orchestrator.replay}; no inference server is started", file=sys.stderr
         )
+
+
+def check_resume(config: RLConfig) -> None:
+    """Check that the checkpoint that `config` resumes from exists and is whole; writes nothing.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+        CheckpointError: a file of it is missing or altered.
+    """
+    ckpt, layout = config.trainer.ckpt, RunLayout(config.output_dir)
+    if ckpt.resume_from is not None:
+        choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
+    elif ckpt.resume_step is not None:
+        verify_checkpoint(layout, resolve_resume_step(layout, ckpt.resume_step))
 
 
 def check_environments(config: RLConfig) -> None:

@@ -4,9 +4,11 @@ import pytest
 
 from trivet.config.command import run_command
 from trivet.config.loading.load import load_config
+from trivet.config.sections.base import Section
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.errors import ConfigError, Diverged, EnvironmentLoadError
 from trivet.key_names import VARIABLE, key_name
 
@@ -113,3 +115,27 @@ def test_help_lists_every_key_and_needs_no_valid_configuration(capsys: pytest.Ca
     assert printed.startswith("usage: eval ")
     assert "weights_dir" in printed
     assert "[[env]]" in printed
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "command"),
+    [
+        (RLConfig, 'model = "m"\n[env]\nid = "e"\n[trainer]\ngpus = 1\n[trainer.args]\nmax-steps = 3', "vf-rl"),
+        (VfRLConfig, "[trainer.optim]\nlr = 1e-5\n[orchestrator]\nbatch_size = 8", "rl"),
+        (RLConfig, '[data]\nname = "chats.jsonl"\n[optim]\nlr = 1e-5', "sft"),
+    ],
+)
+def test_a_file_of_another_command_is_named_with_it(
+    kind: type[Section], content: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    assert run_command(kind, Recorder(), ["@", str(file)]) == 2
+    assert (
+        capsys.readouterr().err == f"error: {file} is a configuration of `{command}`; run it with: uv run {command} @ {file}\n"
+    )
+
+
+def test_a_command_without_arguments_that_it_needs_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(RLConfig, Recorder(), []) == 2
+    assert capsys.readouterr().err.startswith("usage: rl [@ file.toml ...]")

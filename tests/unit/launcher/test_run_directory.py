@@ -9,8 +9,10 @@ from trivet.checkpoints.run_record import read_run
 from trivet.config.layout import RunLayout
 from trivet.config.loading.load import load_config
 from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity
-from trivet.errors import ConfigError, RunDirectoryBusy
+from trivet.errors import CheckpointError, ConfigError, ResumeError, RunDirectoryBusy
+from trivet.launcher.run import check_resume
 from trivet.launcher.run_directory import RunDirectory, wait_of_job, write_configs
 from trivet.process.lock import FileLock
 from trivet.secret import make_secret
@@ -235,3 +237,16 @@ def test_a_directory_of_something_else_is_refused_with_what_to_do(layout: RunLay
     with RunDirectory(layout) as directory, pytest.raises(ConfigError, match=r"holds thesis\.tex .* choose a new one, e\.g\."):
         directory.choose_start(resume_step=None, does_clean=True)
     assert (layout.root / "thesis.tex").exists()
+
+
+def test_a_dry_run_checks_that_the_checkpoint_to_resume_from_is_there_and_whole(layout: RunLayout) -> None:
+    def config(step: int) -> RLConfig:
+        return RLConfig.model_validate({"output_dir": str(layout.root), "trainer": {"ckpt": {"resume_step": step}}})
+
+    leave_a_run(layout, committed=[1, 2])
+    check_resume(config(2))
+    with pytest.raises(ResumeError, match="there are 1, 2"):
+        check_resume(config(3))
+    (layout.checkpoint_step(2) / PARTS[0] / "state").write_text("altered")
+    with pytest.raises(CheckpointError):
+        check_resume(config(-1))

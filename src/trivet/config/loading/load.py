@@ -34,7 +34,7 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.sections.vf_rl import VfRLConfig
-from trivet.config.tables import as_list
+from trivet.config.tables import as_list, as_table
 from trivet.errors import ConfigError
 from trivet.shown_text import shorten
 
@@ -42,6 +42,9 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 COMMANDS: tuple[type[Section], ...] = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig)
 """Commands whose variables are ignored by the others."""
+
+FILE_COMMANDS: dict[type[Section], str] = {RLConfig: "rl", VfRLConfig: "vf-rl", SftConfig: "sft", EvalConfig: "eval"}
+"""Commands that users write files for."""
 
 _MAX_SUGGESTIONS = 10
 """Problems for which a nearest key is looked for; each search takes some 20 ms."""
@@ -109,13 +112,36 @@ def load_arguments(
     is_whole = not findings.problems
     for file in arguments.files:
         try:
-            for entry in read_toml(file.path, under=file.under):
-                sources.append(list(flatten(replace_dashes(kind, entry, findings))))
+            entries = read_toml(file.path, under=file.under)
         except ConfigError as exc:
             is_whole = False
             findings.refuse(str(exc))
+        else:
+            _refuse_other_command(kind, entries, file.path)
+            for entry in entries:
+                sources.append(list(flatten(replace_dashes(kind, entry, findings))))
     sources.append(read_flags(arguments.flags))
     return load_sources(kind, sources, findings, is_whole=is_whole)
+
+
+def _refuse_other_command(kind: type[Section], entries: Sequence[Entry], path: Path) -> None:
+    """Refuse a file that another command reads whole and this one does not.
+
+    Raises:
+        ConfigError: names the command that reads the file.
+    """
+    if all(_has_every_key(kind, entry.value, entry.path) for entry in entries):
+        return
+    for other, command in FILE_COMMANDS.items():
+        if all(_has_every_key(other, entry.value, entry.path) for entry in entries):
+            raise ConfigError(f"{path} is a configuration of `{command}`; run it with: uv run {command} @ {path}")
+
+
+def _has_every_key(kind: type[Section], value: object, path: KeyPath) -> bool:
+    key, table = find_key(kind, path), as_table(value)
+    if key is None or key.shape is not Shape.SECTION:
+        return key is not None
+    return table is not None and all(_has_every_key(kind, table[name], (*path, name.replace("-", "_"))) for name in table)
 
 
 def load_sources(

@@ -66,10 +66,15 @@ class SectionRows:
     rows: Sequence[KeyRow]
 
 
+def usage_text(kind: type[Section]) -> str:
+    """Return how the command that reads `kind` is called."""
+    command, example = EXAMPLES[kind]
+    return f"usage: {command} {USAGE}\n e.g.: uv run {example}"
+
+
 def help_text(kind: type[Section]) -> str:
     """Return the usage and every key of `kind`."""
-    command, example = EXAMPLES[kind]
-    lines = [f"usage: {command} {USAGE}", f" e.g.: uv run {example}"]
+    lines = [usage_text(kind)]
     for section in section_rows(kind):
         lines += ["", f"{section.header}  {section.text}".strip()]
         for row in section.rows:

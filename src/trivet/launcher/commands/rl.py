@@ -11,7 +11,7 @@ from trivet.schedulers.submit import submit
 
 def main() -> int:
     """Run the command with the arguments of this process; returns its exit code."""
-    exit_code = run_command(RLConfig, start, check=check, dry_run=check_environments, submit=partial(submit, command="rl"))
+    exit_code = run_command(RLConfig, start, check=check, dry_run=check_for_dry_run, submit=partial(submit, command="rl"))
     return pod_exit_code(exit_code, os.environ)
 
 
@@ -22,10 +22,11 @@ def check(config: RLConfig) -> None:
     run.check(config)
 
 
-def check_environments(config: RLConfig) -> None:
-    """Load the environments of a run once, as `launcher.run.check_environments` does."""
+def check_for_dry_run(config: RLConfig) -> None:
+    """Check what a run checks while it starts: the checkpoint that it resumes from, and its environments."""
     from trivet.launcher import run
 
+    run.check_resume(config)
     run.check_environments(config)
 
 
