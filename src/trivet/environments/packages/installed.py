@@ -1,6 +1,9 @@
 """Checks that an environment is installed, and names the command that installs it. Imports no environment and no verifiers."""
 
+import difflib
 import importlib.util
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 from trivet.errors import EnvironmentLoadError
@@ -16,8 +19,8 @@ def require_installed(env_id: str, *, environments_dir: Path = Path("environment
     """Check that the module of `env_id` can be found.
 
     Raises:
-        EnvironmentLoadError: there is none; the message says how to install it, from this checkout when it is there. Or the
-            file of a function is missing.
+        EnvironmentLoadError: there is none; the message names the environment with nearly this name, or says how to install it,
+            from this checkout when it is there. Or the file of a function is missing.
     """
     if (file := file_of(env_id)) is not None:
         if not file.is_file():
@@ -33,8 +36,17 @@ def require_installed(env_id: str, *, environments_dir: Path = Path("environment
             f"env.id = {env_id!r} is not installed; install it with: uv run trivet env install {package}"
         )
     here = sorted(path.parent.name.replace("_", "-") for path in environments_dir.glob("*/pyproject.toml"))
+    if nearest := difflib.get_close_matches(package.replace("_", "-"), [*here, *_installed_environments()], n=1, cutoff=0.8):
+        raise EnvironmentLoadError(f"env.id = {env_id!r} is not installed (no module {module!r}); did you mean {nearest[0]!r}?")
     raise EnvironmentLoadError(
         f"env.id = {env_id!r} is not installed (no module {module!r}). If you trust it, install it with: "
         f"uv run trivet env install {env_id}{'' if '/' in env_id else ' --from-index'}. "
         f"Environments of this checkout: {', '.join(here) or 'none'}"
     )
+
+
+def _installed_environments() -> Iterator[str]:
+    """Yield the names of installed packages that require verifiers."""
+    for package in metadata.distributions():
+        if any(requirement.startswith(LIBRARY) for requirement in package.requires or ()):
+            yield package.name.replace("_", "-")

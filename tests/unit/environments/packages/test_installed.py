@@ -27,3 +27,13 @@ def test_a_missing_environment_of_this_checkout_names_its_folder(tmp_path: Path)
 def test_a_missing_environment_names_the_command_that_installs_it(env_id: str, command: str, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentLoadError, match=command):
         require_installed(env_id, environments_dir=tmp_path)
+
+
+def test_a_misspelt_environment_is_answered_with_the_nearest_name_and_no_download(tmp_path: Path) -> None:
+    (tmp_path / "chess_puzzles").mkdir()
+    (tmp_path / "chess_puzzles" / "pyproject.toml").touch()
+    with pytest.raises(EnvironmentLoadError, match="did you mean 'chess-puzzles'") as error:
+        require_installed("chess-puzles", environments_dir=tmp_path)
+    assert "install" not in str(error.value).replace("is not installed", "")
+    with pytest.raises(EnvironmentLoadError, match="did you mean 'wiki-search'"):
+        require_installed("wiki-serach", environments_dir=tmp_path)
