@@ -38,9 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         Console(width=_PIPED_WIDTH).print(make_list(found))
         return 0
     # Not at the top: the library of the screens takes a second to import.
-    from trivet.tools.evals_screens import EvaluationsApp
+    from trivet.tools.screens import EVALUATIONS, TerminalApp
 
-    app = EvaluationsApp(found)
+    app = TerminalApp(arguments.directory, first=EVALUATIONS)
     app.run()
     return app.return_code or 0
 

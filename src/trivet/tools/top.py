@@ -1,24 +1,15 @@
 """`trivet top OUTPUT_DIR`: a run at a glance in the terminal: who waits for whom, the newest numbers, short curves, the last error.
 
-Reads what the run wrote and changes nothing. Ends with q or Ctrl-C.
+Reads what the run wrote and changes nothing. On a terminal it is a screen of `trivet.tools.screens`; else it prints one picture.
 """
 
 import argparse
-import os
-import select
-import shutil
-import signal
 import sys
-import termios
-import tty
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -30,9 +21,8 @@ from trivet.view.run import ViewedRun, open_run
 from trivet.view.status import describe_run, read_status, watch_status
 from trivet.wire.status import RunState, RunStatus
 
-_INTERVAL_S = 1.0
 _BARS = "▁▂▃▄▅▆▇█"
-_SHOWN = {
+_CURVES = {
     "reward": REWARD,
     "loss": LOSS,
     "entropy": ENTROPY,
@@ -42,15 +32,8 @@ _SHOWN = {
     "step time, s": STEP_TIME,
     "waits for batch, s": MetricKey("trainer", "time/wait_for_batch"),
 }
-_QUEUES = {
-    "groups ready": MetricKey("orchestrator", "batch/ready_groups"),
-    "in flight": MetricKey("orchestrator", "batch/inflight_groups"),
-    "failed share": MetricKey("orchestrator", "error/mean"),
-    "requests running": MetricKey("orchestrator", "concurrency/running"),
-    "requests waiting": MetricKey("orchestrator", "concurrency/waiting"),
-}
 _STYLES = {RunState.DONE: "green", RunState.FAILED: "red", RunState.INTERRUPTED: "yellow", RunState.PREEMPTED: "yellow"}
-_ERROR_LINES = 8
+_ERROR_HEADING = "last error:"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -67,56 +50,38 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the directory holds no run.
     """
-    viewed = ViewedRun(open_run(arguments.output_dir), name=arguments.output_dir.name)
-    console = Console()
+    viewed, console = ViewedRun(open_run(arguments.output_dir), name=arguments.output_dir.name), Console()
     if arguments.once or not (console.is_terminal and sys.stdin.isatty()):
         with suppress(ConfigError):  # the picture shows the error
             watch_status(viewed.layout, viewed.clock)
         console.print(picture(viewed, width=console.width))
         return 0
-    # By way of an exception, so that the terminal is restored.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with reading_keys() as has_ended:
-        live = Live(console=console, screen=True, auto_refresh=False)
-        with live:
-            while True:
-                live.update(picture(viewed, width=console.width, height=shutil.get_terminal_size().lines), refresh=True)
-                if has_ended(_INTERVAL_S):
-                    return 0
+    # Not at the top: the library of the screens takes a second to import.
+    from trivet.tools.screens import RUN, TerminalApp
+
+    app = TerminalApp(arguments.output_dir, first=RUN)
+    app.run()
+    return app.return_code or 0
 
 
-def picture(viewed: ViewedRun, *, width: int, height: int | None = None) -> RenderableType:
-    """Return one frame.
-
-    Args:
-        height: lines of the terminal; the last error is cut to what is left of them.
-    """
-    viewed.metrics.refresh([*_SHOWN.values(), *_QUEUES.values()])
+def picture(viewed: ViewedRun, *, width: int) -> RenderableType:
+    """Return the run as it is now. The last error comes last, because it may be long."""
+    viewed.metrics.refresh(list(_CURVES.values()))
     try:
         status = read_status(viewed.layout)
         words = list(describe_run(status, layout=viewed.layout, now=viewed.clock.now(status), is_alive=process_exists))
     except ConfigError as exc:
         status, words = None, [str(exc)]
-    head, *lines = [one_line(line) for line in words if not line.startswith("last error:")]
-    error = [one_line(line) for line in status.last_error.splitlines()] if status is not None else []
-    lines = [line for line in lines if line.strip() not in {text.strip() for text in error}]
-    parts: list[RenderableType] = [Text(head, style=f"bold {_style(status)}"), _progress(status, width=width)]
-    if lines:
-        parts.append(Panel(Text("\n".join(line.strip() for line in lines)), title="who does what", title_align="left"))
-    parts.append(_curves(viewed, width=width))
-    parts.append(_queues(viewed))
-    if error:
-        room = _ERROR_LINES if height is None else max(1, min(_ERROR_LINES, height - len(lines) - len(_SHOWN) - 9))
-        # The first line says what happened, the last ones how.
-        shown = error if len(error) <= room else [error[0], *error[len(error) - room + 1 :]]
-        parts.append(
-            Panel(
-                Text("\n".join(shown), overflow="ellipsis", no_wrap=True), title="last error", title_align="left", style="red"
-            )
-        )
-    if height is not None:
-        parts.append(Text("q or Ctrl-C ends", style="dim"))
-    return Group(*parts)
+    head, *lines = map(one_line, words)
+    error_at = lines.index(_ERROR_HEADING) if _ERROR_HEADING in lines else len(lines)
+    style = "red" if status is None else _STYLES.get(status.state, "cyan")
+    return Group(
+        Text(head, style=f"bold {style}"),
+        _progress(status, width=width),
+        *(Text(line) for line in lines[:error_at]),
+        _curves(viewed, width=width),
+        *(Text(line, style="red") for line in lines[error_at:]),
+    )
 
 
 def sparkline(values: np.ndarray, *, width: int) -> str:
@@ -130,61 +95,22 @@ def sparkline(values: np.ndarray, *, width: int) -> str:
     return "".join(_BARS[round((float(mean) - low) * scale)] for mean in means)
 
 
-@contextmanager
-def reading_keys() -> Iterator[Callable[[float], bool]]:
-    """Read keys as they come, without showing them; yields a function that waits for a key and returns whether to end.
-
-    The function takes the seconds to wait. Ctrl-C is a key like any other here, so that the terminal is always restored.
-    """
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-
-    def has_ended(timeout_s: float) -> bool:
-        if not select.select([descriptor], [], [], timeout_s)[0]:
-            return False
-        keys = os.read(descriptor, 1024)
-        return not keys or bool(set(keys) & set(b"qQ\x03\x04"))
-
-    tty.setraw(descriptor, termios.TCSADRAIN)
-    settings = termios.tcgetattr(descriptor)
-    settings[1] = before[1]  # a line break in the output still goes to the start of the line
-    termios.tcsetattr(descriptor, termios.TCSADRAIN, settings)
-    try:
-        yield has_ended
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _style(status: RunStatus | None) -> str:
-    return "red" if status is None else _STYLES.get(status.state, "cyan")
-
-
 def _progress(status: RunStatus | None, *, width: int) -> RenderableType:
     if status is None or not status.max_steps:
         return Text("")
     step = max((report.step for role in status.roles for report in role.reports), default=0)
-    room = max(10, width - 24)
-    filled = round(room * min(1.0, step / status.max_steps))
-    return Text.assemble(("━" * filled, "green"), ("━" * (room - filled), "dim"), f" {step}/{status.max_steps} steps")
+    num_bars = max(10, width - 24)
+    num_filled = round(num_bars * min(1.0, step / status.max_steps))
+    return Text.assemble(
+        ("━" * num_filled, "green"), ("━" * (num_bars - num_filled), "dim"), f" {step}/{status.max_steps} steps"
+    )
 
 
 def _curves(viewed: ViewedRun, *, width: int) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), show_header=True, header_style="dim")
-    for title, justify in (("", "left"), ("now", "right"), ("least", "right"), ("greatest", "right"), ("all steps", "left")):
-        table.add_column(title, justify=justify, no_wrap=True)  # pyright: ignore[reportArgumentType]  # Rich's literals
-    for label, key in _SHOWN.items():
+    table = Table("", "now", "least", "greatest", "all steps", box=None, padding=(0, 1), header_style="dim")
+    for label, key in _CURVES.items():
         values = viewed.metrics.values(key)
         if len(values):
-            bars = sparkline(values, width=max(8, width - 60))
-            table.add_row(
-                label, *(f"{value:.4g}" for value in (values[-1], values.min(), values.max())), Text(bars, style="cyan")
-            )
-    if not table.row_count:
-        return Text("no step has ended yet: curves appear with the first", style="dim")
-    return table
-
-
-def _queues(viewed: ViewedRun) -> RenderableType:
-    found: Sequence[tuple[str, np.ndarray]] = [(label, viewed.metrics.values(key)) for label, key in _QUEUES.items()]
-    numbers = [f"{label} {values[-1]:.4g}" for label, values in found if len(values)]
-    return Text(f"at the last step: {' · '.join(numbers)}" if numbers else "", style="dim")
+            numbers = (f"{value:.4g}" for value in (values[-1], values.min(), values.max()))
+            table.add_row(label, *numbers, Text(sparkline(values, width=max(8, width - 60)), style="cyan"))
+    return table if table.row_count else Text("no step has ended yet: curves appear with the first", style="dim")

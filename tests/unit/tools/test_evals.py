@@ -72,7 +72,7 @@ def test_on_a_terminal_keys_browse_and_the_terminal_is_restored(run_directory: P
         if how == "sigterm":
             os.kill(terminal.process.pid, signal.SIGTERM)
         else:
-            terminal.type(b"qq" if how == "q" else b"\x03")
+            terminal.type(b"q" if how == "q" else b"\x03")
         assert terminal.wait(TIMEOUT_S) == (143 if how == "sigterm" else 0)
         assert _RESTORED in terminal.text
     finally:

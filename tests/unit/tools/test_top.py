@@ -43,7 +43,7 @@ def test_a_run_without_steps_says_what_is_awaited(tmp_path: Path, capsys: pytest
 
 
 def test_codes_in_an_error_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    layout = write_run(tmp_path / "run", num_steps=2)
+    layout = write_run(tmp_path / "run", num_steps=2, is_running=True)
     hostile = rb'"last_error":"bad \u001b[2J\u0007[red]end"'
     layout.status.write_bytes(layout.status.read_bytes().replace(b'"last_error":""', hostile))
     assert main(["top", str(layout.root), "--once"]) == 0
@@ -79,7 +79,7 @@ def test_on_a_terminal_it_stays_until_a_key_and_puts_the_terminal_back(layout: R
         preexec_fn=heed_signals,
     )
     try:
-        shown = read_until(ours, b"q or Ctrl-C ends")
+        shown = read_until(ours, b"Evaluations")
         assert b"\x1b[?1049h" in shown  # a screen of its own
         if how == "sigterm":
             process.send_signal(signal.SIGTERM)

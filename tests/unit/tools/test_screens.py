@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import DataTable, HelpPanel, Static
+from textual.widgets import DataTable, Static
 
+from support.big_run import write_run
 from support.evaluations import write_evaluation
-from trivet.tools.evals_screens import EvaluationList, EvaluationsApp, RolloutView
-from trivet.view.evaluation_files import find_evaluations
+from trivet.tools.screens import EVALUATIONS, RUN, EvaluationsScreen, RunScreen, TerminalApp
 
 SIZE = (140, 40)
 
@@ -21,11 +21,11 @@ def run_directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def drive(directory: Path, play: Callable[[Pilot[None]], Awaitable[None]]) -> None:
+def drive(directory: Path, play: Callable[[Pilot[None]], Awaitable[None]], *, first: str = EVALUATIONS) -> None:
     """Open the app on a made-up terminal and let `play` press keys."""
 
     async def open_app() -> None:
-        async with EvaluationsApp(find_evaluations(directory)).run_test(size=SIZE) as pilot:
+        async with TerminalApp(directory, first=first).run_test(size=SIZE) as pilot:
             await pilot.pause()
             await play(pilot)
 
@@ -37,7 +37,8 @@ def position(pilot: Pilot[None]) -> str:
 
 
 def conversations(pilot: Pilot[None]) -> list[str]:
-    return [str(static.content) for static in pilot.app.screen.query(".conversation").results(Static)]
+    shown = pilot.app.screen.query(".conversation").results(Static)
+    return [str(static.content) for static in shown if static.parent.display]
 
 
 def test_the_list_has_every_evaluation_and_enter_opens_its_first_rollout(run_directory: Path):
@@ -67,14 +68,10 @@ def test_keys_walk_through_the_rollouts_and_stop_at_both_ends(run_directory: Pat
     async def play(pilot: Pilot[None]) -> None:
         await pilot.press("enter", "n")
         assert position(pilot).startswith("rollout 2 of 3")
-        await pilot.press("right", "n", "n")
+        await pilot.press("n", "n", "n")
         assert position(pilot).startswith("rollout 3 of 3")
-        await pilot.press("p", "left", "p")
+        await pilot.press("p", "p", "p")
         assert position(pilot).startswith("rollout 1 of 3")
-        await pilot.press("end")
-        assert position(pilot).startswith("rollout 3 of 3")
-        await pilot.press("q")
-        assert isinstance(pilot.app.screen, EvaluationList)
         await pilot.press("q")
         assert not pilot.app.is_running
 
@@ -120,8 +117,7 @@ def test_a_search_goes_to_the_next_rollout_with_the_text_and_around_the_end(run_
 
 def test_two_policies_are_compared_on_the_same_example(run_directory: Path):
     async def play(pilot: Pilot[None]) -> None:
-        await pilot.press("c", "down", "c")
-        assert isinstance(pilot.app.screen, RolloutView)
+        await pilot.press("c", "down", "enter")
         before, after = conversations(pilot)
         assert "policy 0 answers 0" in before
         assert "policy 5 answers 1" in after
@@ -133,22 +129,9 @@ def test_two_policies_are_compared_on_the_same_example(run_directory: Path):
     drive(run_directory, play)
 
 
-def test_a_comparison_starts_from_an_open_evaluation_too(run_directory: Path):
-    async def play(pilot: Pilot[None]) -> None:
-        await pilot.press("down", "enter", "c")
-        assert "Choose what to compare with spelling, step 5" in position(pilot)
-        await pilot.press("up", "enter")
-        before, after = conversations(pilot)
-        assert "policy 5" in before
-        assert "policy 0" in after
-
-    drive(run_directory, play)
-
-
 def test_evaluations_of_two_environments_are_not_compared(run_directory: Path):
     async def play(pilot: Pilot[None]) -> None:
-        await pilot.press("c", "down", "down", "c")
-        assert isinstance(pilot.app.screen, EvaluationList)
+        await pilot.press("c", "down", "down", "enter")
         assert len(pilot.app._notifications) == 1
 
     drive(run_directory, play)
@@ -184,30 +167,48 @@ def test_a_rollout_of_another_form_and_a_very_long_one_are_shown(tmp_path: Path)
     drive(tmp_path, play)
 
 
-def test_the_list_is_ordered_by_mean_reward_and_opens_what_it_shows(run_directory: Path):
-    async def play(pilot: Pilot[None]) -> None:
-        await pilot.press("s", "enter")
-        assert "Spell question 0." in conversations(pilot)[0]
-        assert position(pilot).startswith("rollout 1 of 1"), "the environment sums has one example and the highest reward"
-
-    drive(run_directory, play)
-
-
 def test_a_file_that_went_away_is_told_in_the_list(run_directory: Path):
     async def play(pilot: Pilot[None]) -> None:
         (run_directory / "evals" / "step_0" / "spelling" / "results.jsonl").unlink()
         await pilot.press("enter")
-        assert isinstance(pilot.app.screen, EvaluationList)
         assert len(pilot.app._notifications) == 1
+        assert position(pilot) == "3 evaluations. Enter shows the rollouts."
 
     drive(run_directory, play)
 
 
-def test_help_shows_the_keys_and_hides_them_again(run_directory: Path):
+def test_keys_switch_between_the_run_and_its_evaluations(tmp_path: Path):
+    layout = write_run(tmp_path / "run", num_steps=3, is_running=True)
+    write_evaluation(layout.root, step=1, rewards=[[1.0]])
+
     async def play(pilot: Pilot[None]) -> None:
-        await pilot.press("question_mark")
-        assert pilot.app.screen.query(HelpPanel)
-        await pilot.press("question_mark")
-        assert not pilot.app.screen.query(HelpPanel)
+        shown = pilot.app.screen.query_one("#picture", Static)
+        assert "has waited" in "".join(
+            segment.text for line in pilot.app.screen._compositor.render_strips() for segment in line
+        )
+        await pilot.press("e", "enter")
+        assert position(pilot).startswith("rollout 1 of 1")
+        await pilot.press("r")
+        assert pilot.app.screen.query_one("#picture", Static) is shown
+        await pilot.press("e")
+        assert position(pilot).startswith("rollout 1 of 1"), "the screen is as it was left"
+
+    drive(layout.root, play, first=RUN)
+
+
+def test_a_directory_without_the_other_screens_files_says_so(run_directory: Path):
+    async def play(pilot: Pilot[None]) -> None:
+        await pilot.press("r")
+        assert isinstance(pilot.app.screen, EvaluationsScreen)
+        assert len(pilot.app._notifications) == 1
+
+    drive(run_directory / "evals", play)
+
+
+def test_letters_of_a_search_do_not_switch_the_screen(run_directory: Path):
+    async def play(pilot: Pilot[None]) -> None:
+        await pilot.press("enter", "slash", *"req")
+        assert pilot.app.is_running
+        assert not isinstance(pilot.app.screen, RunScreen)
 
     drive(run_directory, play)

@@ -1,0 +1,307 @@
+"""The terminal program of `trivet top` and `trivet evals`: a screen for the run, and one for its evaluations.
+
+Imported by these tools alone, and only on a terminal. Every text of a file is shown through `printable`, never as markup.
+"""
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.screen import Screen
+from textual.widgets import DataTable, Footer, Input, Static
+
+from trivet.errors import ConfigError
+from trivet.shown_text import one_line, printable
+from trivet.telemetry.console import message_text
+from trivet.tools.evals import COLUMNS, cells_of
+from trivet.tools.top import picture
+from trivet.view.evaluation_files import (
+    FILTERS,
+    PAIR_FILTERS,
+    PAIR_SORTS,
+    SORTS,
+    EvaluationRollouts,
+    FoundEvaluation,
+    RolloutPair,
+    find_evaluations,
+    pair_rollouts,
+)
+from trivet.view.rollouts import RolloutRow
+from trivet.view.run import ViewedRun, open_run
+
+RUN, EVALUATIONS = "run", "evaluations"
+_REFRESH_INTERVAL_S = 1.0
+_MAX_MESSAGE_CHARS = 20_000
+"""Characters of one message that are shown. Breaking lines of a megabyte would stop the keys for seconds."""
+_MAX_MESSAGES = 400
+_STYLES = {"system": "bold magenta", "user": "bold green", "assistant": "bold cyan", "tool": "bold yellow"}
+
+
+class TerminalApp(App[None]):
+    """Shows what a directory holds; `return_code` is the exit code."""
+
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    DataTable { height: auto; max-height: 40%; }
+    #position { height: auto; background: $panel; padding: 0 1; }
+    .column { width: 1fr; padding: 0 1; border-top: solid $primary; }
+    #search { display: none; }
+    #search.asked { display: block; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("r", f"show('{RUN}')", "Run"),
+        Binding("e", f"show('{EVALUATIONS}')", "Evaluations"),
+        Binding("q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", "Quit", show=False, priority=True),
+    ]
+
+    def __init__(self, directory: Path, *, first: str) -> None:
+        """Show nothing yet.
+
+        Args:
+            directory: a run's output_dir; for its evaluations alone, any directory of evaluations.
+            first: `RUN` or `EVALUATIONS`.
+        """
+        super().__init__()
+        self._directory = directory
+        self._first = first
+
+    def on_mount(self) -> None:
+        """Show the first screen. A signal quits as a key does, so that the terminal is restored."""
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, lambda code=128 + number: self.exit(return_code=code))
+        self.action_show(self._first)
+
+    def action_show(self, name: str) -> None:
+        """Switch to a screen, if the directory has what it shows."""
+        if not self.is_screen_installed(name):
+            try:
+                screen = RunScreen(self._directory) if name == RUN else EvaluationsScreen(self._directory)
+            except ConfigError as exc:
+                self.notify(str(exc), severity="warning", markup=False)
+                return
+            self.install_screen(screen, name)
+        show = self.switch_screen if len(self.screen_stack) > 1 else self.push_screen  # the lowest screen stays
+        show(name)
+
+
+class RunScreen(Screen[None]):
+    """Shows the picture of `trivet top`, renewed every second."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._viewed = ViewedRun(open_run(directory), name=directory.name)
+
+    def compose(self) -> ComposeResult:
+        """Lay out the picture above the keys."""
+        with VerticalScroll():
+            yield Static(id="picture")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Renew the picture from now on."""
+        self.set_interval(_REFRESH_INTERVAL_S, self.on_resize)
+
+    def on_resize(self) -> None:
+        """Draw the picture as wide as the terminal."""
+        self.query_one("#picture", Static).update(picture(self._viewed, width=max(40, self.size.width - 2)))
+
+
+class EvaluationsScreen(Screen[None]):
+    """Shows the list of evaluations, and below it one rollout, or two of the same example side by side."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("n", "move(1)", "Next"),
+        Binding("p", "move(-1)", "Previous"),
+        Binding("pageup", "scroll_pages(-1)", "Page up", show=False, priority=True),
+        Binding("pagedown", "scroll_pages(1)", "Page down", show=False, priority=True),
+        Binding("slash", "search", "Search", key_display="/"),
+        Binding("s", "sort", "Sort"),
+        Binding("f", "filter", "Filter"),
+        Binding("c", "compare", "Compare"),
+        Binding("escape", "close_search", show=False),
+    ]
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._evaluations = find_evaluations(directory)
+        self._marked: FoundEvaluation | None = None
+        """The evaluation that the next opened one is compared with."""
+        self._files = ExitStack()
+        self._rollouts: Sequence[EvaluationRollouts] = ()
+        """The files of the opened evaluations."""
+        self._pairs: Sequence[RolloutPair] = ()
+        self._shown: Sequence[RolloutPair] = ()
+        """The pairs that pass the filter, in order."""
+        self._sort = self._filter = self._place = 0
+
+    def compose(self) -> ComposeResult:
+        """Lay out the list, the position, two columns, the search line and the keys."""
+        yield DataTable(cursor_type="row")
+        yield Static(f"{len(self._evaluations)} evaluations. Enter shows the rollouts.", id="position")
+        with Horizontal():
+            for _ in range(2):
+                with VerticalScroll(classes="column", can_focus=False):
+                    yield Static(classes="conversation")
+        yield Input(id="search", placeholder="text to look for; Enter goes to the next rollout with it")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Fill the list."""
+        table = self.query_one(DataTable)
+        table.add_columns(*COLUMNS)
+        for evaluation in self._evaluations:
+            table.add_row(*map(Text, cells_of(evaluation)))
+        table.focus()
+
+    def on_unmount(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        """Open the evaluation, next to the marked one if there is one."""
+        chosen, marked = self._evaluations[event.cursor_row], self._marked
+        self._marked = None
+        if marked is not None and marked.name != chosen.name:
+            self._warn(f"{_title(marked)} and {_title(chosen)} have different examples: choose one environment")
+            return
+        try:
+            self._open([chosen] if marked in (None, chosen) else [marked, chosen])
+        except ConfigError as exc:
+            self._warn(str(exc))
+
+    def action_compare(self) -> None:
+        """Mark the evaluation under the cursor for a comparison."""
+        self._marked = marked = self._evaluations[self.query_one(DataTable).cursor_row]
+        text = f"Choose what to compare with {_title(marked)}: Enter. The same evaluation again: no comparison."
+        self.query_one("#position", Static).update(Text(text))
+
+    def action_move(self, by: int) -> None:
+        """Go to another rollout."""
+        self._go(self._place + by)
+
+    def action_scroll_pages(self, pages: int) -> None:
+        """Scroll every conversation by its height."""
+        for column in self.query(".column").results(VerticalScroll):
+            column.scroll_relative(y=pages * max(1, column.size.height - 1), animate=False)
+
+    def action_sort(self) -> None:
+        """Take the next order, and go to its first rollout."""
+        self._sort += 1
+        self._select()
+
+    def action_filter(self) -> None:
+        """Take the next filter, and go to its first rollout."""
+        self._filter += 1
+        self._select()
+
+    def action_search(self) -> None:
+        """Ask for a text."""
+        self.query_one("#search", Input).add_class("asked").focus()
+
+    def action_close_search(self) -> None:
+        """Leave the search line."""
+        self.query_one("#search", Input).remove_class("asked")
+        self.query_one(DataTable).focus()
+
+    async def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Go to the next rollout that contains the text, after the last rollout from the first one on."""
+        self.action_close_search()
+        order = [*range(self._place + 1, len(self._shown)), *range(min(self._place + 1, len(self._shown)))]
+        # On a thread: to read all conversations may take seconds.
+        place = await asyncio.to_thread(self._find, event.value, order) if event.value else self._place
+        if place is None:
+            self._warn(f"no rollout contains {one_line(event.value)!r}")
+        else:
+            self._go(place)
+
+    def _find(self, text: str, order: Sequence[int]) -> int | None:
+        pairs = ((place, zip(self._rollouts, self._shown[place], strict=True)) for place in order)
+        return next((place for place, pair in pairs if any(file.contains(head, text) for file, head in pair)), None)
+
+    def _open(self, evaluations: Sequence[FoundEvaluation]) -> None:
+        with ExitStack() as files:
+            rollouts = [EvaluationRollouts(evaluation.results) for evaluation in evaluations]
+            for opened in rollouts:
+                files.callback(opened.close)
+            self._files.close()
+            self._files = files.pop_all()
+        self._rollouts, self._pairs = rollouts, pair_rollouts(rollouts)
+        for index, column in enumerate(self.query(".column").results(VerticalScroll)):
+            column.display = index < len(evaluations)
+            column.border_title = Text(_title(evaluations[index])) if column.display else None
+        self._sort = self._filter = 0
+        self._select()
+
+    def _select(self) -> None:
+        is_passing, key = self._choice(FILTERS, PAIR_FILTERS, self._filter)[1], self._choice(SORTS, PAIR_SORTS, self._sort)[1]
+        self._shown = sorted(filter(is_passing, self._pairs), key=key)
+        self._go(0)
+
+    def _choice(self, single: Mapping[str, Any], paired: Mapping[str, Any], index: int) -> tuple[str, Any]:
+        choices = list((paired if len(self._rollouts) > 1 else single).items())
+        return choices[index % len(choices)]
+
+    def _go(self, place: int) -> None:
+        if not self._rollouts:
+            return
+        self._place = max(0, min(place, len(self._shown) - 1))
+        pair: RolloutPair = self._shown[self._place] if self._shown else ()
+        rows = [file.row(head) for file, head in zip(self._rollouts, pair, strict=False)]
+        self.query_one("#position", Static).update(self._describe_position(pair, rows))
+        for index, column in enumerate(self.query(".column").results(VerticalScroll)):
+            text = _conversation(rows[index]) if index < len(rows) else Text("nothing to show", style="dim")
+            column.query_one(Static).update(text)
+            column.scroll_home(animate=False)
+
+    def _describe_position(self, pair: RolloutPair, rows: Sequence[RolloutRow | None]) -> Text:
+        order = f"{self._choice(FILTERS, PAIR_FILTERS, self._filter)[0]}, {self._choice(SORTS, PAIR_SORTS, self._sort)[0]}"
+        texts = [f"rollout {self._place + 1 if pair else 0} of {len(self._shown)}", order]
+        if pair:
+            texts.insert(1, f"example {pair[0].example_id} attempt {pair[0].attempt}")
+        if num_damaged := sum(rollouts.num_damaged for rollouts in self._rollouts):
+            texts.append(f"{num_damaged} damaged lines skipped")
+        if len({str(row.prompt) for row in rows if row is not None}) > 1:
+            texts.append("the prompts differ")
+        return Text(" · ".join(texts))
+
+    def _warn(self, text: str) -> None:
+        self.notify(text, severity="warning", markup=False)
+
+
+def _conversation(row: RolloutRow | None) -> Text:
+    if row is None:
+        return Text("This line is no rollout that can be shown.", style="red")
+    scores = "".join(f"  {one_line(name)} {value:g}" for name, value in row.scores.items())
+    turns = f"  turns {row.num_turns}" if row.num_turns else ""
+    cut = "  truncated" if row.is_truncated else ""
+    text = Text.assemble((f"reward {row.reward:g}", "bold"), f"{scores}{turns}{cut}\n")
+    messages = [*row.prompt, *row.completion]
+    for message in messages[:_MAX_MESSAGES]:
+        role = one_line(str(message.get("role", "")))
+        text.append(f"\n{role}\n", style=_STYLES.get(role, "bold"))
+        text.append(f"{_message(message)}\n")
+    if len(messages) > _MAX_MESSAGES:
+        text.append(f"\n… {len(messages) - _MAX_MESSAGES} more messages", style="dim")
+    return text
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    try:
+        text = message_text(message)
+    except (AttributeError, KeyError, TypeError):  # a message of another form is shown as it is
+        text = str(message)
+    if len(text) > _MAX_MESSAGE_CHARS:
+        text = f"{text[:_MAX_MESSAGE_CHARS]}… ({len(text)} characters)"
+    return printable(text.replace("\r\n", "\n").expandtabs(4))
+
+
+def _title(evaluation: FoundEvaluation) -> str:
+    return one_line(f"{evaluation.name}, {evaluation.policy}")
