@@ -152,11 +152,7 @@ def _print_text(text: str) -> None:
 
 
 def _tmux(*words: str) -> str:
-    """Run a command of tmux and return what it prints.
-
-    Raises:
-        ConfigError: tmux could not do it.
-    """
+    """Run a command of tmux and return what it prints."""
     done = subprocess.run(["tmux", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"tmux {words[0]} failed: {done.stderr.strip()}; --no-tmux runs in this terminal")

@@ -120,7 +120,7 @@ def load_run(
     for notice in (*loaded.notices, *notices_of(loaded.config)):
         findings.notice(notice)
     translated = list(translate(loaded, name_of=name_of))
-    by_default, written = ([each.entry for each in translated if each.is_written == wanted] for wanted in (False, True))
+    by_default, written = ([value.entry for value in translated if value.is_written == wanted] for wanted in (False, True))
     variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
     if any(entry.path == ("trainer", "loss", "type") for entry in run_entries):  # the dialect's defaults are of another loss
         by_default = [entry for entry in by_default if entry.path[:2] != ("trainer", "loss")]

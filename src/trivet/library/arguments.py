@@ -88,10 +88,7 @@ RUN_KEYS = _RLKeys.model_fields.keys() - VfTrainerArgs.model_fields.keys() - FUN
 
 
 class RLArguments(_RLKeys):
-    """Arguments of a run, `trivet.RLConfig`.
-
-    >>> RLArguments(max_steps=100, top_k=50, loss="grpo", ckpt={"keep_last": 3})
-    """
+    """Arguments of a run, `trivet.RLConfig`."""
 
     if not TYPE_CHECKING:  # an editor completes the fields, which a constructor of its own would hide
 
@@ -103,10 +100,7 @@ class RLArguments(_RLKeys):
 
 
 class SFTArguments(SftConfig):
-    """Arguments of supervised fine-tuning, `trivet.SFTConfig`: the keys of `sft.toml`.
-
-    >>> SFTArguments(max_steps=100, optim={"lr": 1e-4}, data={"name": "chats.jsonl", "batch_size": 32})
-    """
+    """Arguments of supervised fine-tuning, `trivet.SFTConfig`: the keys of `sft.toml`."""
 
     if not TYPE_CHECKING:
 
@@ -115,10 +109,7 @@ class SFTArguments(SftConfig):
 
 
 class EvalArguments(EvalConfig):
-    """Arguments of an evaluation, `trivet.EvalConfig`: the keys of the command `eval`.
-
-    >>> EvalArguments(num_examples=50, rollouts_per_example=4, sampling={"temperature": 0.6})
-    """
+    """Arguments of an evaluation, `trivet.EvalConfig`: the keys of the command `eval`."""
 
     if not TYPE_CHECKING:
 
@@ -127,11 +118,7 @@ class EvalArguments(EvalConfig):
 
 
 def _check(kind: type[SectionT], values: Mapping[str, Any], findings: Findings, *, origin: str) -> dict[str, Any]:
-    """Return the values of the keys that were given, validated.
-
-    Raises:
-        ConfigError: lists every problem found.
-    """
+    """Return the values of the keys that were given, validated."""
     loaded = load_sources(kind, [entries_of(values, origin=origin)], findings)
     config = loaded.config
     show_notices(loaded.notices)

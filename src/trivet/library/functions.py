@@ -32,13 +32,7 @@ def load_environment(**args):
 
 
 class FunctionFiles:
-    """The import paths of a run's functions, and the files of those that no module has.
-
-    >>> files = FunctionFiles(Path("outputs"))
-    >>> files.path_of(my_loss, argument="loss")
-    '/home/me/outputs/.functions/my_loss_1f0c9a3b.py:my_loss'
-    >>> files.write()
-    """
+    """The import paths of a run's functions, and the files of those that no module has."""
 
     def __init__(self, output_dir: Path) -> None:
         self._folder = output_dir.absolute() / FOLDER

@@ -35,12 +35,7 @@ _NUM_LINES = 30
 
 
 class RunProcess:
-    """A command that works on one configuration.
-
-    >>> with RunProcess("trivet.launcher.commands.rl", config) as process:
-    ...     while process.exit_code is None:
-    ...         time.sleep(1)
-    """
+    """A command that works on one configuration."""
 
     def __init__(
         self, module: str, config: Section, *, stop_timeout_s: float = 0.0, variables: Mapping[str, str] | None = None

@@ -136,13 +136,7 @@ def _make_base_absolute(adapter_config: Path) -> None:
 
 
 class Run:
-    """A run in its output directory, finished or not.
-
-    >>> run = Run("outputs/reverse-text")
-    >>> [step.reward for step in run.steps]
-    [0.12, 0.31, 0.58]
-    >>> run.policy.save("my-model")
-    """
+    """A run in its output directory, finished or not."""
 
     def __init__(self, directory: str | Path) -> None:
         """Read nothing yet.
@@ -198,11 +192,7 @@ class Run:
 
 
 class StepReader:
-    """Reads each step of a run once, as soon as all its roles have written it.
-
-    >>> reader = StepReader(layout)
-    >>> reader.read_new()
-    """
+    """Reads each step of a run once, as soon as all its roles have written it."""
 
     def __init__(self, layout: RunLayout, *, since: float = 0.0) -> None:
         """Read nothing yet.

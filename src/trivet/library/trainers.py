@@ -131,13 +131,7 @@ class _Trainer:
 
 
 class RLTrainer(_Trainer):
-    """Reinforcement learning on an environment: the command `rl` for a program.
-
-    >>> trainer = RLTrainer(model="Qwen/Qwen3-0.6B", env="reverse-text", args=RLArguments(max_steps=100))
-    >>> for step in trainer:
-    ...     print(step.number, step.reward, step.rollouts[0].text)
-    >>> trainer.policy.save("my-model")
-    """
+    """Reinforcement learning on an environment: the command `rl` for a program."""
 
     def __init__(
         self,
@@ -181,12 +175,7 @@ class RLTrainer(_Trainer):
 
 
 class SFTTrainer(_Trainer):
-    """Supervised fine-tuning on conversations: the command `sft` for a program.
-
-    >>> trainer = SFTTrainer(model="Qwen/Qwen3-0.6B", data="chats.jsonl", args=SFTArguments(max_steps=100))
-    >>> for step in trainer:
-    ...     print(step.number, step.loss)
-    """
+    """Supervised fine-tuning on conversations: the command `sft` for a program."""
 
     def __init__(
         self,

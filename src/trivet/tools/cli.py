@@ -105,11 +105,7 @@ def _run_tool(arguments: Sequence[str]) -> int:
 
 
 def _require_usable_paths(parsed: argparse.Namespace) -> None:
-    """Check every path among the arguments.
-
-    Raises:
-        ConfigError: an argument is a path that no file can have.
-    """
+    """Check every path among the arguments."""
     paths = [(name, value) for name, given in vars(parsed).items() for value in (given if isinstance(given, list) else [given])]
     paths = [(name, value) for name, value in paths if isinstance(value, Path)]
     for name, path in paths:
@@ -117,11 +113,7 @@ def _require_usable_paths(parsed: argparse.Namespace) -> None:
 
 
 def _import(tool: Tool) -> ToolModule:
-    """Import the module of a tool.
-
-    Raises:
-        DependencyError: the import fails, and an installed package has a version that trivet does not run with.
-    """
+    """Import the module of a tool."""
     try:
         return cast("ToolModule", importlib.import_module(tool.module))
     except ImportError:

@@ -187,7 +187,7 @@ def _python(facts: Facts) -> Diagnosis:
 def _packages(facts: Facts) -> Diagnosis:
     if not facts.violations:
         return Diagnosis(subject="packages", health=Health.OK, found="all meet trivet's requirements")
-    found = "; ".join(each.describe() for each in facts.violations)
+    found = "; ".join(violation.describe() for violation in facts.violations)
     return Diagnosis(subject="packages", health=Health.MISSING, found=found, remedy=RESTORE)
 
 

@@ -133,11 +133,7 @@ def _read_tree(directory: Path, target: str) -> Mapping[str, bytes]:
 
 
 def _read_project(path: Path) -> Mapping[str, Any]:
-    """Read a project file.
-
-    Raises:
-        ConfigError: it is no TOML.
-    """
+    """Read a project file."""
     try:
         return read_toml_file(path)
     except (OSError, ValueError) as exc:  # TOML and UTF-8 errors are ValueErrors
@@ -145,11 +141,7 @@ def _read_project(path: Path) -> Mapping[str, Any]:
 
 
 def _describe_additions(project: Mapping[str, Any], *, path: Path, wanted: str) -> str:
-    """Say what the project file that exists lacks, and show a whole one to copy from.
-
-    Args:
-        wanted: the text of a new project file.
-    """
+    """Say what the project file that exists lacks, and show a whole one to copy from."""
     missing = list(missing_entries(project, tomllib.loads(wanted)))
     if not missing or project.get("project", {}).get("name") == "trivet":
         return f"{path} has everything that a workspace needs; it was not changed"

@@ -96,6 +96,6 @@ def describe_conflicts(conflicts: Sequence[Conflict], *, constraints: Sequence[s
     """Return which package requires what, and what holds in the virtual environment instead; empty without conflicts."""
     holding = _by_name(constraints)
     return "; ".join(
-        f"{each.package} requires {each.requirement}, and it holds {holding[canonicalize_name(each.name)]}"
-        for each in conflicts
+        f"{conflict.package} requires {conflict.requirement}, and it holds {holding[canonicalize_name(conflict.name)]}"
+        for conflict in conflicts
     )

@@ -161,11 +161,7 @@ def child_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 class Children:
-    """Runs modules as processes. A signal to this process is passed on to them.
-
-    >>> with Interrupts(clock=time.monotonic) as interrupts:
-    ...     exit_code = Children(environ=os.environ, interrupts=interrupts).run("trivet.launcher.commands.sft", "--help")
-    """
+    """Runs modules as processes. A signal to this process is passed on to them."""
 
     def __init__(self, *, environ: Mapping[str, str], interrupts: Interrupts) -> None:
         self._environ, self._interrupts = environ, interrupts

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         return exit_code
     report = make_report(rescored, layout=layout, source="rollouts" if trained else "evals", limit=arguments.limit)
     if arguments.write is not None:
-        write_atomically(arguments.write, b"".join(msgspec.json.encode(one) + b"\n" for one in rescored))
+        write_atomically(arguments.write, b"".join(msgspec.json.encode(rollout) + b"\n" for rollout in rescored))
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
     else:
@@ -119,11 +119,7 @@ def _steps(text: str) -> range:
 
 
 def _select(settings: Mapping[str, HostSettings], files: Sequence[SavedFile], *, env: str | None) -> dict[str, HostSettings]:
-    """Return the settings of the environments that the files name and the user wants.
-
-    Raises:
-        ConfigError: the files name none of them, or one whose settings are unknown.
-    """
+    """Return the settings of the environments that the files name and the user wants."""
     named = {name for file in files for name, _ in file.groups()}
     if unknown := sorted(name for name in named if name not in settings and env in (None, name)):
         raise ConfigError(
@@ -146,10 +142,10 @@ async def _rescore_all(
             place.parent.mkdir(parents=True, exist_ok=True)
         opening = open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=PoolLimits())
         async with opening as pool, asyncio.TaskGroup() as tasks:
-            keeping = tasks.create_task(pool.run(), name="workers")
+            supervision = tasks.create_task(pool.run(), name="workers")
             scored = [await rescore(pool, file, envs=settings, zeroes_truncated=zeroes_truncated) for file in files]
-            keeping.cancel()
-    return [one for rollouts in scored for one in rollouts]
+            supervision.cancel()
+    return [rollout for rollouts in scored for rollout in rollouts]
 
 
 def _show(report: ReplayReport) -> None:
@@ -159,8 +155,8 @@ def _show(report: ReplayReport) -> None:
         for reason, count in sorted(change.not_comparable.items()):
             console.print(f"not comparable, {reason}: {count} of {change.num_rollouts} rollouts", markup=False)
         if change.num_failed:
-            said = f"not scored: {change.num_failed} of {change.num_rollouts} rollouts; the first: {change.first_error}"
-            console.print(printable(said), markup=False)
+            failures = f"not scored: {change.num_failed} of {change.num_rollouts} rollouts; the first: {change.first_error}"
+            console.print(printable(failures), markup=False)
     if report.most_changed:
         console.print(_changed_table(report.most_changed))
     console.print(
@@ -184,8 +180,8 @@ def _changed_table(rescored: Sequence[RescoredRollout]) -> Table:
     for column in ("step", "environment", "example", "index", "before", "after"):
         table.add_column(column, justify="left" if column == "environment" else "right")
     table.add_column("completion", overflow="fold")
-    for one in rescored:
-        after = "" if one.reward_after is None else f"{one.reward_after:.4f}"
-        place = (str(one.step), Text(printable(one.env)), str(one.example_id), str(one.index))
-        table.add_row(*place, f"{one.reward_before:.4f}", after, Text(printable(one.completion)))
+    for rollout in rescored:
+        after = "" if rollout.reward_after is None else f"{rollout.reward_after:.4f}"
+        place = (str(rollout.step), Text(printable(rollout.env)), str(rollout.example_id), str(rollout.index))
+        table.add_row(*place, f"{rollout.reward_before:.4f}", after, Text(printable(rollout.completion)))
     return table

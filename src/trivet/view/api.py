@@ -60,10 +60,7 @@ class _Route:
 
 
 class Api:
-    """Finds the route and the run of a request.
-
-    >>> Api(runs).answer("/api/series", {"run": "0", "names": "trainer:loss/mean"}, known="")
-    """
+    """Finds the route and the run of a request."""
 
     def __init__(self, runs: Sequence[ViewedRun], *, clock: Callable[[], float] = lambda: time.time()) -> None:
         self._runs = runs

@@ -30,10 +30,7 @@ class EvalResult:
 
 
 class RunEvals:
-    """Reads each summary once, until its file changes.
-
-    >>> RunEvals(layout).results()
-    """
+    """Reads each summary once, until its file changes."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout

@@ -107,12 +107,7 @@ def find_evaluations(directory: Path) -> list[FoundEvaluation]:
 
 
 class EvaluationRollouts:
-    """The rollouts of one evaluation. Keeps the file open, so that a later change of it does not matter.
-
-    >>> rollouts = EvaluationRollouts(evaluation.results)
-    >>> rollouts.row(rollouts.heads[0]).completion
-    >>> rollouts.close()
-    """
+    """The rollouts of one evaluation. Keeps the file open, so that a later change of it does not matter."""
 
     def __init__(self, path: Path) -> None:
         """Read the heads of all rollouts.
@@ -153,8 +148,8 @@ class EvaluationRollouts:
         """Return whether a message or a tool call contains `text`; case does not count."""
         row = self.row(head)
         messages = (*row.prompt, *row.completion) if row is not None else ()
-        said = (f"{message.get('content')}\n{message.get('tool_calls') or ''}" for message in messages)
-        return any(text.casefold() in each.casefold() for each in said)
+        texts = (f"{message.get('content')}\n{message.get('tool_calls') or ''}" for message in messages)
+        return any(text.casefold() in candidate.casefold() for candidate in texts)
 
     def close(self) -> None:
         """Close the file. May be called again."""

@@ -76,12 +76,7 @@ def read_inside(root: Path, path: Path) -> bytes:
 
 
 class GrowingLines:
-    """Reads each whole line of a growing file once.
-
-    >>> lines = GrowingLines(root, path)
-    >>> if lines.was_replaced(): forget()
-    >>> for line in lines.read_new(): use(line)
-    """
+    """Reads each whole line of a growing file once."""
 
     def __init__(self, root: Path, path: Path) -> None:
         self._root, self.path = root, path

@@ -70,12 +70,7 @@ _STANDS_IN = {"trainer": "sft"}
 
 
 class RunMetrics:
-    """Reads the files of metrics/ as they grow. One thread uses it at a time.
-
-    >>> metrics = RunMetrics(layout)
-    >>> metrics.refresh(SHOWN_FIRST)
-    >>> metrics.curve(REWARD, num_points=1000)
-    """
+    """Reads the files of metrics/ as they grow. One thread uses it at a time."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout

@@ -93,11 +93,7 @@ _decoder = msgspec.json.Decoder(RolloutRow)
 
 
 class RolloutFiles:
-    """Reads files of rollouts, and keeps the last few. One thread uses it at a time.
-
-    >>> files = RolloutFiles(layout)
-    >>> files.page(layout.rollouts_step(files.steps()[-1]) / "rollouts.jsonl", PageQuery())
-    """
+    """Reads files of rollouts, and keeps the last few. One thread uses it at a time."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout

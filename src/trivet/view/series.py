@@ -51,12 +51,7 @@ class _Columns:
 
 
 class MetricFile:
-    """Reads one file of metrics/. One thread uses it at a time.
-
-    >>> metrics = MetricFile(root, path)
-    >>> metrics.refresh(["loss/mean"])
-    >>> metrics.curve("loss/mean", num_points=1000)
-    """
+    """Reads one file of metrics/. One thread uses it at a time."""
 
     def __init__(self, root: Path, path: Path) -> None:
         self._root, self._path = root, path

@@ -60,12 +60,7 @@ _MAX_CONNECTIONS = 64
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves until `shutdown` is called.
-
-    >>> server = open_server(api, host="127.0.0.1", port=0)
-    >>> server.serve_forever()
-    >>> server.server_close()
-    """
+    """Serves until `shutdown` is called."""
 
     daemon_threads = True
     allow_reuse_address = True

@@ -167,7 +167,7 @@ def standing_error(status: RunStatus) -> str:
 
 
 def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
-    """One line for each process that reports: what it does, or who it waits for and how long."""
+    """Yield a line for each process that reports: what it does, or who it waits for and how long."""
     where = f" (node {role.node})" if role.node else ""
     if role.state is not RoleState.RUNNING:
         yield f"{role.name}{where} {role.state}{f': {role.exit}' if role.exit else ''}"

@@ -168,7 +168,7 @@ def _orchestrator_spans(table: Mapping[str, np.ndarray]) -> list[TimelineSpan]:
 
 
 def _load_spans(notes: Sequence[Note], orchestrator: Mapping[str, np.ndarray] | None) -> list[TimelineSpan]:
-    """A load is noted when it is done; how long it took is in the orchestrator's step after it."""
+    """Return the loads of policies. A load is noted when it is done; the orchestrator's step after it has its length."""
     loads = [note for note in notes if note.event == "load" and note.version]
     if orchestrator is None or not len(orchestrator["time"]):
         return []
@@ -195,7 +195,7 @@ def _shares(role: str, table: Mapping[str, np.ndarray]) -> list[Share]:
     if total <= 0:
         return []
     if role == "trainer":
-        parts = {told: float(table[name].sum()) for name, told in _TRAINER_PHASES.items()}
+        parts = {activity: float(table[name].sum()) for name, activity in _TRAINER_PHASES.items()}
         parts[_OTHER] = max(0.0, total - sum(parts.values()))
     else:
         filling = min(total, float(table["time/generate_completions"].sum()))

@@ -16,12 +16,7 @@ _MAX_UNFINISHED = 8
 
 
 class TokenText:
-    """Loads the run's tokenizer once it is there.
-
-    >>> texts = TokenText(layout)
-    >>> texts.pieces([17, 4])
-    ['to', 'ken']
-    """
+    """Loads the run's tokenizer once it is there."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout
