@@ -130,7 +130,7 @@ def _refuse_other_command(kind: type[Section], entries: Sequence[Entry], path: P
     Raises:
         ConfigError: names the command that reads the file.
     """
-    if all(_has_every_key(kind, entry.value, entry.path) for entry in entries):
+    if kind not in FILE_COMMANDS or all(_has_every_key(kind, entry.value, entry.path) for entry in entries):
         return
     for other, command in FILE_COMMANDS.items():
         if all(_has_every_key(other, entry.value, entry.path) for entry in entries):
