@@ -152,6 +152,7 @@ def test_the_time_line_tells_waiting_from_work(browser: Browser, address: str):
     spans = page.evaluate("[...document.querySelectorAll('rect.span title')].map((title) => title.textContent)")
     assert "trainer, step 18: waits for a batch (from orchestrator), 3 s" in spans
     assert "orchestrator, step 18: waits for rollouts (from inference), 9 s" in spans
+    assert "inference, step 18: generates rollouts, 9 s" in spans
     assert "inference, step 18: loads a policy: 18, 800 ms" in spans
     assert "25 % waits for a batch from orchestrator" in page.evaluate("document.querySelector('.shares').innerText")
     assert page.complaints() == []
@@ -224,7 +225,8 @@ def test_dark_is_taken_from_the_system_and_can_be_switched(browser: Browser, add
     page.evaluate("localStorage.clear()")
 
 
-def test_nothing_overflows_a_small_laptop(browser: Browser, address: str):
+@pytest.mark.parametrize("width", [1024, 420])
+def test_nothing_overflows_a_small_laptop_or_a_phone(browser: Browser, address: str, width: int):
     for fragment in ("", "#/timeline", "#/rollouts", "#/config"):
-        page = show(browser, address, fragment, width=1024, height=700)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 1024
+        page = show(browser, address, fragment, width=width, height=700)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, fragment

@@ -28,7 +28,8 @@ _TRAINER_PHASES = {
 _OTHER = ("other work", "")
 _FILLING = ("waits for rollouts", "inference")
 _HANDING_OVER = ("packs, sends, waits for the receipt", "trainer")
-_LOADING = ("loads a policy", "")
+_GENERATING = "generates rollouts"
+_LOADING = "loads a policy"
 _NOTED = {"load", "commit", "restart", "serverdown", "serverup", "stop", "start", "evaluate"}
 _NOTED_STARTS = tuple(f'{{"event":"{name}"'.encode() for name in sorted(_NOTED))
 _MAX_NOTES = 20_000
@@ -162,8 +163,12 @@ def _orchestrator_spans(table: Mapping[str, np.ndarray]) -> list[TimelineSpan]:
         end = float(table["time"][row])
         start = end - float(table[_STEP_S][row])
         filled = min(end, start + float(table["time/generate_completions"][row]))
-        for begin, until, (does, waits_for) in ((start, filled, _FILLING), (filled, end, _HANDING_OVER)):
-            spans.append(TimelineSpan(lane="orchestrator", step=step, start=begin, end=until, does=does, waits_for=waits_for))
+        for lane, begin, until, (does, waits_for) in (
+            ("orchestrator", start, filled, _FILLING),
+            ("inference", start, filled, (_GENERATING, "")),  # what the orchestrator waits for
+            ("orchestrator", filled, end, _HANDING_OVER),
+        ):
+            spans.append(TimelineSpan(lane=lane, step=step, start=begin, end=until, does=does, waits_for=waits_for))
     return spans
 
 
@@ -176,16 +181,10 @@ def _load_spans(notes: Sequence[Note], orchestrator: Mapping[str, np.ndarray] | 
     for note in loads:
         row = min(int(np.searchsorted(orchestrator["time"], note.time)), len(orchestrator["time"]) - 1)
         seconds = float(orchestrator["time/update_weights"][row])
-        does = f"{_LOADING[0]}: {note.version}"
+        does = f"{_LOADING}: {note.version}"
+        start = note.time - seconds
         spans.append(
-            TimelineSpan(
-                lane="inference",
-                step=note.version or 0,
-                start=note.time - seconds,
-                end=note.time,
-                does=does,
-                waits_for=_LOADING[1],
-            )
+            TimelineSpan(lane="inference", step=note.version or 0, start=start, end=note.time, does=does, waits_for="")
         )
     return spans
 

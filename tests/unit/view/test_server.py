@@ -202,7 +202,11 @@ def test_who_waits_for_whom_is_told_by_step_and_over_all(site: Site):
     assert shares["orchestrator", "waits for rollouts"] == pytest.approx(9 / 12)
     assert {note["event"] for note in found["notes"]} == {"load", "commit"}
     # A load is over when it is noted.
-    load = next(span for span in found["spans"] if span["lane"] == "inference")
+    generation = next(span for span in found["spans"] if span["does"] == "generates rollouts")
+    assert generation["lane"] == "inference"
+    waiting = next(span for span in found["spans"] if span["waits_for"] == "inference")
+    assert (generation["start"], generation["end"]) == (waiting["start"], waiting["end"])
+    load = next(span for span in found["spans"] if span["does"].startswith("loads a policy"))
     assert load["end"] - load["start"] == pytest.approx(0.8)
 
 

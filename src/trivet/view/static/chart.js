@@ -128,6 +128,7 @@ export class Chart {
       context.fillText(number(value), LEFT - 6, y);
     }
     context.textBaseline = "top";
+    context.fillText("step", LEFT - 6, this.height - BOTTOM + 5);
     for (const step of ticks(scale.x0, scale.x1, Math.max(2, this.width / 90)).filter(Number.isInteger)) {
       context.textAlign = scale.x(step) > this.width - 24 ? "right" : "center";
       context.fillText(number(step), scale.x(step), this.height - BOTTOM + 5);

@@ -9,7 +9,7 @@ export class EvalsPage {
   constructor(app) {
     this.app = app;
     this.charts = new Map();
-    this.grid = h("section", { class: "charts" });
+    this.grid = h("section", { class: "charts wide" });
     this.tables = h("section", {});
     this.element = h("div", {}, h("h1", {}, "Evaluations"), this.grid, this.tables);
   }

@@ -12,7 +12,7 @@ const LEFT = 96, LANE = 46, TOP = 24;
 const WORDS = { load: "loads", commit: "commit", restart: "restart", serverdown: "server marked unhealthy", serverup: "server back", start: "start", stop: "stop", evaluate: "evaluation" };
 const COLOURS = {
   "forward and backward": "var(--blue)", optimizer: "var(--violet)", "publishes weights": "var(--green)", checkpoint: "var(--brown)",
-  "other work": "var(--grey)",
+  "other work": "var(--grey)", "generates rollouts": "var(--on-inference)",
 };
 
 export class TimelinePage {
@@ -66,7 +66,7 @@ export class TimelinePage {
 
   draw(data) {
     const start = Math.min(...data.spans.map((span) => span.start)), end = Math.max(...data.spans.map((span) => span.end));
-    const width = Math.max(480, this.plot.clientWidth || 1000), height = TOP + LANE * LANES.length + 26;
+    const width = Math.max(320, this.plot.clientWidth || 1000), height = TOP + LANE * LANES.length + 26;
     const x = (time) => LEFT + ((time - start) / (end - start || 1)) * (width - LEFT - 8);
     const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `What the roles did from step ${data.first_step} to ${data.last_step}; a table is below` }, stripes());
     LANES.forEach((lane, index) => {
@@ -83,6 +83,7 @@ export class TimelinePage {
     for (const note of data.notes.filter((found) => ["commit", "restart", "serverdown", "serverup", "stop"].includes(found.event))) {
       svg.append(s("g", { class: `note ${note.event}` }, s("line", { x1: x(note.time), x2: x(note.time), y1: 8, y2: height - 22 }), s("title", {}, noteWords(note))));
     }
+    svg.append(text(4, 16, "step"), text(4, height - 6, "time"));
     for (let index = 0; index <= 4; index += 1) svg.append(text(x(start + ((end - start) * index) / 4), height - 6, `+${duration(((end - start) * index) / 4)}`, index === 4 ? "end" : "tick"));
     fill(this.plot, svg, h("p", { class: "hint" }, `From ${clock(start)}, ${duration(end - start)}. Vertical lines: commits (green), restarts and lost servers (red).`));
     fill(this.shares, h("h2", {}, "Over the whole run"), shareBars(data.shares));
