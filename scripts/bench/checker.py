@@ -33,7 +33,7 @@ from trivet.config.layout import RunLayout
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals
 from trivet.orchestrator.sampler import SamplerState
-from trivet.telemetry.events import ChainLink, decode_event, seal
+from trivet.telemetry.events import decode_event, seal
 from trivet.weights.publish import publish
 from trivet.wire.codec import encode
 from trivet.wire.events import (
@@ -105,7 +105,7 @@ def write_run(layout: RunLayout, *, num_groups: int) -> int:
         (begin_part(layout, Step(num_steps), name) / "state.msgpack").write_bytes(content)
         finish_part(layout, Step(num_steps), name)
     record = commit(layout, Step(num_steps), run_id="run")
-    last = {ORCHESTRATOR: ChainLink(), TRAINER: ChainLink()}
+    last = {ORCHESTRATOR: b"", TRAINER: b""}
     offset = count = 0
     with layout.events.open("wb") as file:
         for role, event in events_of(num_steps, digests={num_steps: manifest.digest}, record=record.digest):

@@ -9,7 +9,7 @@ import msgspec
 from trivet.history.check import CheckReport
 from trivet.history.outline import Outline
 from trivet.history.replay import Replay
-from trivet.telemetry.events import ChainLink, seal
+from trivet.telemetry.events import seal
 from trivet.wire.events import (
     AnyEvent,
     BatchFormed,
@@ -264,15 +264,15 @@ def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] 
     return replay
 
 
-def write_events(path: Path, events: Sequence[AnyEvent], *, key: bytes | None = None, is_sealed: bool = True) -> None:
+def write_events(path: Path, events: Sequence[AnyEvent], *, is_sealed: bool = True) -> None:
     """Write the events of a history."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = bytearray()
-    last: dict[str, ChainLink] = {}
+    last: dict[str, bytes] = {}
     for event in events:
         line = msgspec.json.encode(event) + b"\n"
         if is_sealed:
-            line, last[event.role] = seal(line[:-1], offset=len(content), last=last.get(event.role, ChainLink()), key=key)
+            line, last[event.role] = seal(line[:-1], offset=len(content), last=last.get(event.role, b""))
         content += line
     path.write_bytes(content)
 

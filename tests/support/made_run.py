@@ -26,11 +26,7 @@ from trivet.wire.versions import Step
 STEPS = 9
 
 
-def make_run(layout: RunLayout, *, seed: int = 5, key: bytes | None = None) -> list[AnyEvent]:
-    """
-    Args:
-        key: signs the events.
-    """
+def make_run(layout: RunLayout, *, seed: int = 5) -> list[AnyEvent]:
     events = RunMaker(Random(seed), max_steps=STEPS, max_crashes=2).run()
     published = _last_attempts(events)
     retired = {event.version for event in events if isinstance(event, Retire)}
@@ -56,7 +52,7 @@ def make_run(layout: RunLayout, *, seed: int = 5, key: bytes | None = None) -> l
             event.digest = digest
     attempt = max(event.attempt for event in events)
     write_json_atomically(layout.run_file, RunRecord(id="run", attempt=attempt, started=0.0, pid=1))
-    write_events(layout.events, events, key=key)
+    write_events(layout.events, events)
     write_status(layout, attempt=attempt)
     return events
 

@@ -76,7 +76,6 @@ ELSEWHERE = {
     "shown_text.py": "unit/tools/test_status.py",
     "telemetry/stats.py": "unit/telemetry/test_metrics.py",
     "telemetry/*.py": "unit/telemetry/test_telemetry.py",
-    "telemetry/event_key.py": "unit/history/test_tampering.py",
     "tools/check.py": "unit/history/test_check.py",
     "tools/claim_commands.py": "integration/test_wheel.py",  # acts when a wheel is installed
     "tools/merge.py": "unit/trainer/model/test_merge.py",

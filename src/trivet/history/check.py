@@ -4,9 +4,7 @@ Reads events.jsonl twice, one line at a time: first for the steps that attempts 
 that is still going, up to where its file reached.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from trivet.checkpoints.orchestrator_part import OwedGroups, read_owed_groups
 from trivet.config.layout import RunLayout
@@ -17,9 +15,7 @@ from trivet.history.chain import ChainHistory
 from trivet.history.files import Files
 from trivet.history.groups import GroupCounts
 from trivet.history.outline import outline, read_lines
-from trivet.history.replay import ORCHESTRATOR, SFT, TRAINER, Replay
-from trivet.secret import SECRET_FILE, read_secret
-from trivet.telemetry.event_key import PURPOSE
+from trivet.history.replay import ORCHESTRATOR, Replay
 from trivet.wire.events import Stop
 from trivet.wire.versions import Step
 
@@ -53,8 +49,6 @@ class CheckReport:
     """Mean difference of log-probabilities, in nats, of each load that had a probe to reproduce."""
     commits: list[int]
     """Committed steps that count, in the history."""
-    num_signatures: int
-    """Lines whose signature was verified."""
     remarks: list[str]
     """Observations that are unusual and break nothing."""
     not_examined: list[str]
@@ -65,7 +59,7 @@ def check_run(layout: RunLayout) -> CheckReport:
     """Compare everything that a run left behind with its history.
 
     Raises:
-        ConfigError: no run wrote there; or the file that `TRIVET_SECRET_FILE` names holds no secret.
+        ConfigError: no run wrote there.
         HistoryError: a line is no event.
         CheckpointError: the checkpoint that the run was forked from cannot be read.
     """
@@ -83,8 +77,7 @@ def check_run(layout: RunLayout) -> CheckReport:
     )
     if first_step and extent.outline.has_orchestrator and first_step not in files.commits:
         replay.ledger.not_examined.append(f"groups that the checkpoint of step {first_step} handed on: it has been removed")
-    key = _key(layout)
-    chain = ChainHistory(replay.ledger, key=key, must_be_signed=_must_be_signed(files))
+    chain = ChainHistory(replay.ledger)
     for line in read_lines(layout.events, num_bytes=extent.num_bytes):
         replay.read(line.event, line=line.number)
         chain.read(line.text, role=line.event.role, place=line.place)
@@ -93,10 +86,10 @@ def check_run(layout: RunLayout) -> CheckReport:
     files.compare(replay, extent)
     replay.roles.report_clocks()
     chain.report_not_examined()
-    return _report(replay, num_signatures=chain.num_signed if key is not None else 0)
+    return _report(replay)
 
 
-def _report(replay: Replay, *, num_signatures: int) -> CheckReport:
+def _report(replay: Replay) -> CheckReport:
     return CheckReport(
         run_id=replay.run_id,
         num_events=replay.num_events,
@@ -113,7 +106,6 @@ def _report(replay: Replay, *, num_signatures: int) -> CheckReport:
         num_loads=replay.policies.num_loads,
         probe_mismatches=replay.policies.probe_mismatches,
         commits=sorted(replay.steps.commits),
-        num_signatures=num_signatures,
         remarks=replay.ledger.remarks,
         not_examined=[*replay.ledger.not_examined, _NEVER_EXAMINED],
     )
@@ -129,18 +121,3 @@ def _max_off_policy_steps(files: Files) -> int:
     """Return the limit that the run's last attempt had; a run without an orchestrator does not use it."""
     value = files.config(ORCHESTRATOR).get("max_off_policy_steps")
     return value if isinstance(value, int) else OrchestratorConfig.model_fields["max_off_policy_steps"].default
-
-
-def _must_be_signed(files: Files) -> bool:
-    return any(files.section(role, "events").get("sign") is True for role in (ORCHESTRATOR, TRAINER, SFT))
-
-
-def _key(layout: RunLayout) -> bytes | None:
-    """Return the key that signs the run's events; None when the secret is not at hand.
-
-    Raises:
-        ConfigError: the named file is missing, is not a secret, or other users may read it.
-    """
-    if named := os.environ.get(SECRET_FILE):
-        return read_secret(Path(named)).derive(PURPOSE)
-    return read_secret(layout.secret).derive(PURPOSE) if layout.secret.exists() else None

@@ -41,8 +41,6 @@ def _lines(report: CheckReport, events: Path) -> Iterator[str]:
     found = report.probe_mismatches
     probes = f", {len(found):,} probes reproduced to at most {max(found):.2g} nats" if found else ""
     yield f"policies: {report.num_loads:,} loads{probes}; checkpoints: {len(report.commits):,} commits{commits}"
-    if report.num_signatures:
-        yield f"signatures: {report.num_signatures:,} lines verified"
     for remark in report.remarks:
         yield f"note: {remark}"
     if not report.breaches:

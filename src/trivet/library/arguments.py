@@ -21,7 +21,7 @@ from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.losses import LossConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.shared import CkptConfig, EventsConfig, LogConfig, WeightsConfig
+from trivet.config.sections.shared import CkptConfig, LogConfig, WeightsConfig
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
@@ -75,8 +75,6 @@ class _RLKeys(VfTrainerArgs):
     """Keys of [recovery]."""
     detectors: DetectorsConfig | dict[str, Any] | None = None
     """Keys of [detectors]."""
-    events: EventsConfig | dict[str, Any] | None = None
-    """Keys of [events]."""
     log: LogConfig | dict[str, Any] | None = None
     """Keys of [log]."""
 

@@ -60,7 +60,6 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         "orchestrator",
         layout=layout,
         run=config.run,
-        events=config.events,
         detectors=config.detectors,
         outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, shown_samples=config.shown_samples),
         resume_step=part.progress.step,

@@ -8,9 +8,8 @@ from typing import Literal
 from trivet.config.layout import RunLayout
 from trivet.config.sections.detectors import DetectorsConfig
 from trivet.config.sections.orchestrator import ShownSamplesConfig
-from trivet.config.sections.shared import EventsConfig, HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
+from trivet.config.sections.shared import HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
 from trivet.telemetry.console import LINES, eval_line, sample_lines
-from trivet.telemetry.event_key import event_key
 from trivet.telemetry.events import EventWriter
 from trivet.telemetry.heartbeat import Heartbeat
 from trivet.telemetry.logs import SUCCESS
@@ -47,7 +46,6 @@ class Telemetry:
         *,
         layout: RunLayout,
         run: RunIdentity,
-        events: EventsConfig = EventsConfig(),  # noqa: B008  frozen
         detectors: DetectorsConfig | None = None,
         outputs: TelemetryOutputs = TelemetryOutputs(),
         resume_step: int = 0,
@@ -59,7 +57,7 @@ class Telemetry:
             check: called before each event and line of metrics; raises when this role must not write any more.
 
         Raises:
-            ConfigError: the metrics server's port is taken, or the secret that signs events cannot be read.
+            ConfigError: the metrics server's port is taken.
         """
         self._server = None
         if outputs.metrics_server is not None:
@@ -68,7 +66,7 @@ class Telemetry:
 
             self._server = MetricsServer(outputs.metrics_server)
         self._make_line = LINES[role]
-        self._events = EventWriter(layout.events, role=role, attempt=run.attempt, key=event_key(events, layout), check=check)
+        self._events = EventWriter(layout.events, role=role, attempt=run.attempt, check=check)
 
         def open_metrics(name: str) -> MetricsWriter:
             return MetricsWriter(layout.metrics / f"{name}.jsonl", resume_step=resume_step, check=check)

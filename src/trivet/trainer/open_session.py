@@ -188,7 +188,6 @@ def _open_telemetry(
         role,
         layout=layout,
         run=config.run,
-        events=config.events,
         detectors=config.detectors,
         outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, metrics_server=config.metrics_server),
         resume_step=from_step,

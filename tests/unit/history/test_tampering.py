@@ -16,7 +16,7 @@ from support.mutations import KINDS, judge_many, shares
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.history.replay import TRAINER
 from trivet.tools.cli import main
-from trivet.wire.events import AnyEvent, Commit, Drop, Restart, Start
+from trivet.wire.events import AnyEvent, Commit, Restart, Start
 
 Lines = list[dict[str, Any]]
 
@@ -359,31 +359,6 @@ def test_a_restart_that_is_missing_is_found(tmp_path, capsys):
 
 def _decode(line: bytes) -> AnyEvent:
     return msgspec.json.decode(line, type=AnyEvent)
-
-
-def test_a_signed_history_is_verified_and_a_consistent_edit_of_it_is_found(tmp_path, capsys, monkeypatch):
-    from trivet.secret import make_secret
-    from trivet.telemetry.event_key import PURPOSE
-
-    layout = RunLayout(tmp_path / "run")
-    key = make_secret(layout.secret).derive(PURPOSE)
-    events = make_run(layout, seed=6, key=key)
-    assert main(["check", str(layout.root)]) == 0
-    assert f"signatures: {len(events):,} lines verified" in capsys.readouterr().out
-    dropped = next(event for event in events if isinstance(event, Drop))
-    dropped.reason = "failed: something else"
-    write_events(layout.events, events, key=bytes(32))  # the chain is right, the key is guessed
-    layout.status.unlink()
-    assert "the signature of the orchestrator does not hold" in check(layout, capsys)
-    layout.secret.unlink()
-    assert main(["check", str(layout.root)]) == 0
-    assert "the run's secret is not at hand" in capsys.readouterr().out
-
-
-def test_signatures_that_were_taken_away_are_missed_by_the_configuration(layout, capsys):
-    with (layout.configs / "orchestrator.toml").open("a") as file:
-        file.write("[events]\nsign = true\n")
-    assert "events.sign = true, and no line is signed" in check(layout, capsys)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 8])

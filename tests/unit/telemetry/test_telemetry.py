@@ -7,12 +7,10 @@ import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import ShownSamplesConfig
-from trivet.config.sections.shared import EventsConfig, RunIdentity, WandbConfig
+from trivet.config.sections.shared import RunIdentity, WandbConfig
 from trivet.errors import CheckpointError
-from trivet.secret import SECRET_FILE, read_secret
 from trivet.telemetry.console import conversation_text
-from trivet.telemetry.event_key import PURPOSE
-from trivet.telemetry.events import ChainLink, EventWriter, chain_value, mac_value, num_complete_bytes, read_events, take_apart
+from trivet.telemetry.events import EventWriter, chain_value, num_complete_bytes, read_events, take_apart
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.wire.events import (
     AnyEvent,
@@ -90,26 +88,22 @@ def test_every_event_reads_back_as_it_was_written(layout):
     assert json.loads(layout.events.read_text().splitlines()[5])["event"] == "batch"
 
 
-def links(path, role, *, key=None):
+def links(path, role):
     """Verify the lines of `role` in the file, and return their number."""
-    last, place, count = ChainLink(), 0, 0
+    last, place, count = b"", 0, 0
     for line in path.read_bytes().splitlines(keepends=True):
         if json.loads(line)["role"] == role:
             parts = take_apart(line)
-            assert parts.link.chain == chain_value(parts.content, last)
+            assert parts.chain == chain_value(parts.content, last)
             assert parts.offset <= place
-            assert key is None or parts.link.mac == mac_value(parts.signed, last, key=key)
-            last, count = parts.link, count + 1
+            last, count = parts.chain, count + 1
         place += len(line)
     return count
 
 
-@pytest.mark.parametrize("key", [None, bytes(range(32))])
-def test_the_lines_of_a_role_are_one_chain_over_attempts_and_threads(layout, key):
+def test_the_lines_of_a_role_are_one_chain_over_attempts_and_threads(layout):
     for attempt in (1, 2):
-        writers = {
-            role: EventWriter(layout.events, role=role, attempt=attempt, key=key) for role in ("trainer", "orchestrator")
-        }
+        writers = {role: EventWriter(layout.events, role=role, attempt=attempt) for role in ("trainer", "orchestrator")}
         for event in EVENTS:
             writers["trainer"].write(event)
             writers["orchestrator"].write(event)
@@ -117,18 +111,8 @@ def test_the_lines_of_a_role_are_one_chain_over_attempts_and_threads(layout, key
             list(pool.map(lambda step, writer=writers["trainer"]: writer.write(Commit(step=step)), range(100)))
         for writer in writers.values():
             writer.close()
-    assert links(layout.events, "trainer", key=key) == 2 * (len(EVENTS) + 100)
-    assert links(layout.events, "orchestrator", key=key) == 2 * len(EVENTS)
-
-
-def test_events_are_signed_on_request_with_a_key_of_the_runs_secret(layout, monkeypatch):
-    monkeypatch.delenv(SECRET_FILE, raising=False)
-    telemetry = Telemetry("trainer", layout=layout, run=RUN, events=EventsConfig(sign=True))
-    telemetry.write_event(Start(run_id="run", from_step=0))
-    telemetry.write_event(Commit(step=6))
-    telemetry.close()
-    assert links(layout.events, "trainer", key=read_secret(layout.secret).derive(PURPOSE)) == 2
-    assert read_secret(layout.secret).token not in layout.events.read_text()
+    assert links(layout.events, "trainer") == 2 * (len(EVENTS) + 100)
+    assert links(layout.events, "orchestrator") == 2 * len(EVENTS)
 
 
 def test_a_line_that_a_full_disk_cut_short_does_not_break_the_chain(layout):
@@ -141,9 +125,7 @@ def test_a_line_that_a_full_disk_cut_short_does_not_break_the_chain(layout):
     again.write(Commit(step=2))
     last = take_apart(layout.events.read_bytes().splitlines(keepends=True)[-1])
     assert last.start == 21
-    assert last.link.chain == chain_value(
-        last.content, take_apart(layout.events.read_bytes().splitlines(keepends=True)[0]).link
-    )
+    assert last.chain == chain_value(last.content, take_apart(layout.events.read_bytes().splitlines(keepends=True)[0]).chain)
 
 
 def test_a_last_event_cut_short_is_left_out(layout):

@@ -23,7 +23,6 @@ from trivet.config.sections.rope import RopeScalingConfig
 from trivet.config.sections.shared import (
     CkptConfig,
     CkptWeightsConfig,
-    EventsConfig,
     LogConfig,
     LogExtrasConfig,
     RunIdentity,
@@ -70,8 +69,6 @@ def resolve(draft: Draft, findings: Findings) -> None:
     _fill_section(draft, "detectors", ("trainer.detectors", "orchestrator.detectors"), DetectorsConfig.model_fields)
     _fill_section(draft, "bench", ("trainer.bench",), BenchConfig.model_fields)
     _fill_section(draft, "log", ("trainer.log", "orchestrator.log", "inference.log"), LogConfig.model_fields)
-    for name in EventsConfig.model_fields:
-        _agree(draft, findings, (f"events.{name}", f"trainer.events.{name}", f"orchestrator.events.{name}"))
     for name in WeightsConfig.model_fields:
         _agree(draft, findings, (f"weights.{name}", f"trainer.weights.{name}", f"orchestrator.weights.{name}"))
     kept = (f"weights.{name}" for name in CkptWeightsConfig.model_fields)

@@ -103,6 +103,11 @@ REFUSED = {
     ),
     "orchestrator.buffer.skip_verification": "set trainer.loss.adv_tau = 0 to learn from a teacher alone; rewards are computed"
     " and recorded all the same",
+    **_at(
+        _TRAINING,
+        ["events.sign"],
+        "events are not signed: `trivet check` compares them with each other and with the run's files; remove the key",
+    ),
     "run": "the launcher names the run; set output_dir to choose where it is kept",
     "orchestrator.ckpt.wait_for_weights_timeout": "set orchestrator.rollout_transport.timeout_s",
     "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
@@ -174,6 +179,7 @@ SINGLE_VALUES = {
     **_at(["", "trainer."], ["weight_broadcast.save_format"], "safetensors"),
     **_at(["trainer."], ["max_concurrent_runs", "model.ep", "model.tp", "model.cp"], "1"),
     "trainer.val.data.type": "sft",
+    **_at(_TRAINING, ["events.sign"], "false"),
     **_at(_TRAINING, ["rollout_transport.type"], "zmq"),
     **_at(_ROLES, ["weight_broadcast.type"], "filesystem"),
     "orchestrator.mask_env_responses": "true",

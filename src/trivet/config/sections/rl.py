@@ -15,7 +15,6 @@ from trivet.config.sections.shared import (
     DEFAULT_MODEL,
     DEFAULT_OUTPUT_DIR,
     CkptConfig,
-    EventsConfig,
     FaultsConfig,
     LogConfig,
     WandbConfig,
@@ -66,7 +65,6 @@ class RLConfig(Section):
     wandb: WandbConfig | None = None
     """Shared by trainer and orchestrator."""
     log: LogConfig = LogConfig()
-    events: EventsConfig = EventsConfig()
     """Shared by trainer, orchestrator and launcher."""
     detectors: DetectorsConfig = DetectorsConfig()
     """Shared by trainer and orchestrator."""

@@ -53,14 +53,6 @@ class HeartbeatConfig(Section):
     """Address that gets a GET request after every step. The service raises an alarm when the requests stop."""
 
 
-class EventsConfig(Section):
-    """events.jsonl, the run's history."""
-
-    sign: bool = False
-    """Sign each line with a key of the run's secret, so that `trivet check` also finds edits that are consistent in themselves. It
-    costs a few microseconds an event."""
-
-
 class MetricsServerConfig(Section):
     """Gauges for Prometheus under /metrics, and /health, served by the main rank."""
 
@@ -196,6 +188,5 @@ class SteppingRoleConfig(RoleConfig):
     ckpt: CkptConfig = CkptConfig()
     weights: WeightsConfig = WeightsConfig()
     wandb: WandbConfig | None = None
-    events: EventsConfig = EventsConfig()
     heartbeat: HeartbeatConfig | None = None
     detectors: DetectorsConfig = DetectorsConfig()

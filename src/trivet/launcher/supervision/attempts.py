@@ -25,7 +25,6 @@ from trivet.launcher.plan import ProcessSpec, RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.launcher.scratch import Scratch
 from trivet.storage.durable import write_atomically
-from trivet.telemetry.event_key import event_key
 from trivet.telemetry.events import EventWriter, read_events
 from trivet.weights.retention import needed_to_resume, reference_version_after
 from trivet.wire.events import Event, Stop
@@ -139,8 +138,7 @@ class Attempts:
 
     def record(self, event: Event) -> None:
         """Append an event of the launcher to events.jsonl."""
-        key = event_key(self.config.events, self.layout)
-        writer = EventWriter(self.layout.events, role="launcher", attempt=self.run.attempt, key=key)
+        writer = EventWriter(self.layout.events, role="launcher", attempt=self.run.attempt)
         try:
             writer.write(event)
         finally:

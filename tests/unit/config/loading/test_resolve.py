@@ -229,10 +229,3 @@ def test_adapters_cannot_carry_other_positions() -> None:
         "--trainer.model.rope-scaling.factor",
         "2",
     )
-
-
-@pytest.mark.parametrize("key", ["events.sign", "trainer.events.sign", "orchestrator.events.sign"])
-def test_whoever_signs_events_all_roles_do(key: str) -> None:
-    config = resolved(f"--{key}", "true")
-    assert (config.events.sign, config.trainer.events.sign, config.orchestrator.events.sign) == (True, True, True)
-    assert "must be equal" in refusal("--trainer.events.sign", "true", "--orchestrator.events.sign", "false")
