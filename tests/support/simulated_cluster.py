@@ -32,7 +32,6 @@ from trivet.launcher.supervision import readiness
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.clock import Clock
 from trivet.launcher.supervision.recovery import Phase, Recovery
-from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine
 from trivet.wire.versions import Step
@@ -219,7 +218,7 @@ class SimulatedCluster:
         )
         supervisor = Supervisor(
             attempts,
-            order=StartOrder(FakeEnvironments(), num_cpus=NUM_CPUS),
+            environments=FakeEnvironments(),  # type: ignore[arg-type]  # as far as it is asked
             host=host,
             config=self.config.recovery,
             recovery=self._recovery,

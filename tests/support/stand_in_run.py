@@ -20,7 +20,6 @@ from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, report_fil
 from trivet.launcher.processes import LocalHost
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.supervision.recovery import Recovery
-from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.telemetry.events import EventWriter
 from trivet.wire.events import Event
@@ -89,7 +88,7 @@ def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
         with layout.log_file("rl.log").open("a") as file:
             return Supervisor(
                 attempts,
-                order=StartOrder(EnvironmentProbe([], timeout_s=0.0), num_cpus=len(behaviours)),
+                environments=EnvironmentProbe([], timeout_s=0.0),
                 host=LocalHost(python=sys.executable, environ=os.environ),
                 config=limits,
                 recovery=Recovery(limits, stop_timeout_s=2.0, patience_s=30.0),

@@ -33,7 +33,6 @@ from trivet.launcher.run_directory import RunDirectory, wait_of_job
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts, role_environment
 from trivet.launcher.supervision.recovery import Recovery
-from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine, inspect_machine
 from trivet.process.lock import DEAD_MACHINE_S, LockWait
@@ -154,7 +153,7 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         _introduce(attempts, log, machine=machine)
         supervisor = Supervisor(
             attempts,
-            order=StartOrder(environments, num_cpus=machine.num_cpus),
+            environments=environments,
             host=place.host,
             config=config.recovery,
             recovery=Recovery(

@@ -20,6 +20,7 @@ import signal
 from collections.abc import Iterable
 
 from trivet.config.sections.supervision import RecoveryConfig
+from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.errors import EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.key_names import key_name
 from trivet.launcher.host import ProcessHost
@@ -44,7 +45,6 @@ from trivet.launcher.supervision.readiness import UnitProgress
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.restarts import RestartLog, summarize_restarts
 from trivet.launcher.supervision.role_processes import RoleProcess
-from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.status import StatusReporter
 from trivet.wire.events import Restart
 from trivet.wire.versions import Step
@@ -59,7 +59,7 @@ class Supervisor:
 
     >>> host = LocalHost(python=sys.executable, environ=os.environ)
     >>> supervisor = Supervisor(
-    ...     attempts, order=order, host=host, config=config.recovery, recovery=recovery, log=log, shutdown_timeout_s=20.0
+    ...     attempts, environments=probe, host=host, config=config.recovery, recovery=recovery, log=log, shutdown_timeout_s=20.0
     ... )
     >>> exit_code = supervisor.run()
     """
@@ -68,7 +68,7 @@ class Supervisor:
         self,
         attempts: Attempts,
         *,
-        order: StartOrder,
+        environments: EnvironmentProbe,
         host: ProcessHost,
         config: RecoveryConfig,
         recovery: Recovery,
@@ -79,10 +79,11 @@ class Supervisor:
         """Prepare the parts; nothing is started.
 
         Args:
+            environments: the environments of the run, which are being loaded to find what is wrong with them.
             shutdown_timeout_s: between the request to stop and the kill.
         """
         self._attempts = attempts
-        self._order = order
+        self._environments = environments
         self._host = host
         self._log = log
         self._clock = clock
@@ -131,16 +132,16 @@ class Supervisor:
 
     def _supervise(self, interrupts: Interrupts) -> RecoveryVerdict:
         try:
-            self._start_in_turn(interrupts)
+            self._start_all(interrupts)
         except EnvironmentLoadError as exc:
             self._load_error = exc
             reason = "an environment cannot be loaded"
             return RecoveryVerdict(outcome=Outcome.FAILED, exit_code=exc.exit_code, role=None, reason=reason)
         return self._watch(interrupts)
 
-    def _start_in_turn(self, interrupts: Interrupts) -> None:
-        """Start every role, each when `start_order` says so. When one ends or a signal comes, the rest is started at once:
-        what follows is for `_watch`, which knows whole runs alone.
+    def _start_all(self, interrupts: Interrupts) -> None:
+        """Start the roles at once, except those that `_may_start` keeps waiting. When a role ends or a signal comes, start these
+        too: what follows is for `_watch`, which handles whole runs alone.
         """
         waiting = list(self._attempts.specs())
         while True:
@@ -156,11 +157,17 @@ class Supervisor:
             self._clock.sleep(_POLL_INTERVAL_S)
 
     def _may_start(self, spec: ProcessSpec) -> bool:
+        """Return whether the servers answer that must have their memory first, and the orchestrator can load the environments.
+
+        Raises:
+            EnvironmentLoadError: an environment cannot be loaded.
+        """
+        if spec.name == ORCHESTRATOR:
+            if not self._environments.is_over:
+                return False  # it would load the same, and report the same error
+            self._environments.wait()
         answering = {name for name, role in self._roles.items() if self._progress.is_answering(role.child.spec.unit)}
-        on_same_node = [role for role in self._roles.values() if role.child.spec.node == spec.node]
-        return self._order.may_start(
-            spec.name, started=on_same_node, answering=answering, after=spec.starts_after, now=self._clock.now()
-        )
+        return answering.issuperset(spec.starts_after)
 
     def _look(self) -> None:
         self._poll_roles()
