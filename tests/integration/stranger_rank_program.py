@@ -1,4 +1,4 @@
-"""One rank of tests/integration/test_stranger_ranks.py. Rank 1 found the file of the other rank, but not its secret.
+"""One rank of tests/integration/test_stranger_ranks.py. Rank 1 knows where the other rank listens, but not the run's secret.
 
 Each rank writes to `rank_RANK.said` in the working directory how its world was opened.
 """

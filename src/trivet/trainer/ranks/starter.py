@@ -21,12 +21,9 @@ from trivet.process.lifetime import module_command, tied_command
 from trivet.process.rank_place import RankPlace, read_place
 from trivet.process.signals import ending_signals
 from trivet.process.stacks import ignore_until_listening
-from trivet.secret import make_secret
 
 RENDEZVOUS_FILE = "RANK_RENDEZVOUS_FILE"
 """Environment variable with the path of the file at which ranks of one machine meet (trainer.ranks.world)."""
-RANKS_SECRET = "secret"
-"""Name of the file beside it with the secret that the ranks prove to each other."""
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", RENDEZVOUS_FILE)
 """Environment variables that make a rank join others."""
 _END_TIMEOUT_S = 30.0
@@ -44,7 +41,6 @@ def main(argv: Sequence[str]) -> int:
     if place is not None:
         return _run_ranks(int(num_ranks), module, arguments, common={}, place=place)
     with tempfile.TemporaryDirectory(prefix="trivet-ranks-", ignore_cleanup_errors=True) as scratch:
-        make_secret(Path(scratch) / RANKS_SECRET)
         place = RankPlace(first_rank=0, num_ranks=int(num_ranks), host="", port=0, attempt=1)
         common = {RENDEZVOUS_FILE: str(Path(scratch) / "rendezvous")}
         return _run_ranks(int(num_ranks), module, arguments, common=common, place=place)

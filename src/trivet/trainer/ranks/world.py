@@ -1,8 +1,9 @@
 """Connects the ranks of the trainer: how they find each other and how they agree. Nothing else reads the environment of ranks.
 
 This module exchanges tensors and bytes of msgpack. DCP, which writes checkpoints, pickles its plans, and unpickling runs whatever a
-stranger sent; gloo lets whoever connects first take a rank's place. So ranks prove to each other, in every group before it is used,
-that all of them have one secret: on one machine that which `ranks.starter` left in its private directory, else the run's.
+stranger sent; gloo lets whoever connects first take a rank's place. So ranks of several nodes prove to each other, in every group
+before it is used, that all of them have the run's secret. Ranks of one machine do not: their addresses are in a file that only this
+user can read.
 
 Legend: rank 0 is the main rank: it alone talks to the orchestrator and writes files, except sharded checkpoints.
 """
@@ -30,7 +31,7 @@ from trivet.errors import ConfigError, UnknownRank
 from trivet.process.listening import listen
 from trivet.process.rank_place import RankPlace, read_place
 from trivet.secret import RunSecret, read_secret
-from trivet.trainer.ranks.starter import RANKS_SECRET, RENDEZVOUS_FILE
+from trivet.trainer.ranks.starter import RENDEZVOUS_FILE
 from trivet.wire.codec import decode, encode
 
 _NONCE_BYTES = 32
@@ -53,7 +54,7 @@ class World:
     control: dist.ProcessGroup
     """Gloo, on host memory; waits longer than a collective may, because rank 0 waits for batches."""
     secret: RunSecret | None
-    """The secret that the ranks prove to each other. None for a single rank, and for ranks that torchrun started."""
+    """The secret that ranks of several nodes prove to each other; None for ranks of one machine."""
 
     @property
     def num_replicas(self) -> int:
@@ -101,7 +102,7 @@ def open_world(
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     has_peers_waiting = size > 1
     try:
-        secret = _find_ranks_secret(place) if size > 1 else None
+        secret = read_secret(Path(os.environ[SECRET_FILE])) if place is not None and size > 1 else None
         prove_ranks(None, secret)
         control = _open_gloo_group(timeout + timedelta(seconds=wait_timeout_s), secret)
         if num_replicas == 1:
@@ -155,8 +156,8 @@ def prove_ranks(group: dist.ProcessGroup | None, secret: RunSecret | None) -> No
     for rank, proof in enumerate(proofs):
         if not hmac.compare_digest(proof, _proof(key, rank, nonces)):
             raise UnknownRank(
-                f"what connected as rank {rank} of {len(proofs)} of the trainer does not have the ranks' secret: another "
-                "program of this machine took its place. Start the run again; if that repeats itself, see who else uses the machine"
+                f"what connected as rank {rank} of {len(proofs)} of the trainer does not have the run's secret: another "
+                "program took its place. Start the run again; if that repeats itself, see who else uses the nodes' network"
             )
 
 
@@ -192,13 +193,6 @@ def _meet(place: RankPlace, *, is_main: bool, timeout: timedelta) -> Store:
         master_listen_fd=listener,
     )
     return PrefixStore(f"attempt_{place.attempt}", store)
-
-
-def _find_ranks_secret(place: RankPlace | None) -> RunSecret | None:
-    """Return what the ranks prove to each other: the secret of their starter on one machine, the run's on several nodes."""
-    if RENDEZVOUS_FILE in os.environ:
-        return read_secret(Path(os.environ[RENDEZVOUS_FILE]).with_name(RANKS_SECRET))
-    return read_secret(Path(os.environ[SECRET_FILE])) if place is not None else None
 
 
 def broadcast_bytes(world: World, data: bytes | None) -> bytes:
