@@ -30,8 +30,8 @@ from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.supervision import readiness
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.clock import Clock
 from trivet.launcher.supervision.recovery import Phase, Recovery
+from trivet.launcher.supervision.role_processes import Clock
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine
 from trivet.wire.versions import Step

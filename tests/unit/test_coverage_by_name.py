@@ -55,7 +55,6 @@ ELSEWHERE = {
     "launcher/host.py": "integration/test_launcher_processes.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
     "launcher/role_configs.py": "unit/launcher/test_plan.py",
-    "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
     "launcher/supervision/decisions.py": "unit/launcher/supervision/test_recovery.py",  # declarations
     "process/encrypted_sockets.py": "unit/transport/test_strangers.py",
     "process/imports.py": "unit/test_quick_imports.py",

@@ -1,7 +1,7 @@
 """Detects from the metrics of each step that a run learns nothing or is about to break. Pure apart from their memory.
 
 A detector sees the metrics of one role, step by step, and speaks when its condition has held for some steps in a row. What
-follows (a warning, the end of the run) is decided by its owner, `telemetry.watch`.
+follows (a warning, the end of the run) is decided by its owner, `telemetry.telemetry`.
 """
 
 from collections import deque

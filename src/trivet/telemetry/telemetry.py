@@ -1,24 +1,31 @@
 """Writes everything that a role reports: step lines, metrics, events and W&B. Owned by the role's loop; one per process."""
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import httpx
+
+from trivet.algorithms.detectors import Thresholds, make_detectors
 from trivet.config.layout import RunLayout
 from trivet.config.sections.detectors import DetectorsConfig
 from trivet.config.sections.orchestrator import ShownSamplesConfig
 from trivet.config.sections.shared import HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
+from trivet.errors import Diverged
+from trivet.process.proxies import PROXY_ERRORS
 from trivet.telemetry.console import LINES, eval_line, sample_lines
 from trivet.telemetry.events import EventWriter
-from trivet.telemetry.heartbeat import Heartbeat
 from trivet.telemetry.logs import SUCCESS
 from trivet.telemetry.metrics import MetricsWriter
-from trivet.telemetry.watch import Watch
 from trivet.wire.events import Event
 from trivet.wire.rollouts import Rollout
 
 logger = logging.getLogger(__name__)
+
+_HEARTBEAT_TIMEOUT_S = 10.0
+"""Seconds for one call. `Heartbeat.close` waits that long for a call under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +81,7 @@ class Telemetry:
         self._metrics = open_metrics(role)
         self._evals = open_metrics("eval") if role == "orchestrator" else None
         self._heartbeat = Heartbeat(outputs.heartbeat.url) if outputs.heartbeat is not None else None
-        self._watch = Watch(detectors) if detectors is not None else None
+        self._watch = DetectorWatch(detectors) if detectors is not None else None
         self._shown_samples = outputs.shown_samples
         self._wandb = None
         if outputs.wandb is not None:
@@ -96,9 +103,9 @@ class Telemetry:
             self._server.update(step, values)
         logger.log(SUCCESS, "%s", self._make_line(step, values))
         if self._heartbeat is not None:
-            self._heartbeat.beat()
+            self._heartbeat.send()
         if self._watch is not None:
-            self._watch.look(step, values)
+            self._watch.check(step, values)
 
     def write_eval(self, version: int, values: Mapping[str, float]) -> None:
         """Write the scores of a policy to metrics/eval.jsonl and the console."""
@@ -140,3 +147,90 @@ class Telemetry:
         if self._wandb is not None:
             self._wandb.close()
             self._wandb = None
+
+
+class Heartbeat:
+    """Tells a monitoring service after every step that the run is alive, by a GET to a URL of the user's.
+
+    A thread calls. While one call is under way, the next calls are left out, so that no step waits.
+
+    >>> heartbeat = Heartbeat("https://uptime.example/heartbeat/abc")
+    >>> heartbeat.send()
+    >>> heartbeat.close()
+    """
+
+    def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None) -> None:
+        """Call nothing yet.
+
+        Args:
+            transport: for tests; unset: TCP.
+        """
+        self._url = url
+        self._transport = transport
+        self._call: threading.Thread | None = None
+        self._has_failed = False
+
+    def send(self) -> None:
+        """Start a call, unless one is under way."""
+        if self._call is not None and self._call.is_alive():
+            return
+        self._call = threading.Thread(target=self._get, name="heartbeat", daemon=True)
+        self._call.start()
+
+    def close(self) -> None:
+        """Wait for a call under way, for as long as its time-out."""
+        if self._call is not None:
+            self._call.join(_HEARTBEAT_TIMEOUT_S)
+
+    def _get(self) -> None:
+        try:
+            with httpx.Client(timeout=_HEARTBEAT_TIMEOUT_S, transport=self._transport) as client:
+                client.get(self._url).raise_for_status()
+        except (httpx.HTTPError, *PROXY_ERRORS) as exc:
+            if not self._has_failed:
+                logger.warning("heartbeat.url was not reached: %s; said once, the run goes on", _describe_failure(exc))
+            self._has_failed = True
+        else:
+            self._has_failed = False
+
+
+def _describe_failure(error: Exception) -> str:
+    """Return what went wrong. The text of httpx about an answer names the whole address, with which anyone could send beats."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"the service answered {error.response.status_code}"
+    return f"{type(error).__name__}: {error}"
+
+
+class DetectorWatch:
+    """Shows each step's metrics to the detectors that are not off, and reacts as `[detectors]` says.
+
+    >>> watch = DetectorWatch(config)
+    >>> watch.check(7, {"optim/grad_norm": 0.3})
+    """
+
+    def __init__(self, config: DetectorsConfig) -> None:
+        thresholds = Thresholds(
+            failed_share=config.failed_share,
+            truncated_share=config.truncated_share,
+            entropy_share=config.entropy_share,
+            mismatch_kl=config.mismatch_kl,
+            gradient_factor=config.gradient_factor,
+            stuck_policy_steps=config.stuck_policy_steps,
+        )
+        detectors = make_detectors(thresholds, patience=config.patience)
+        self._reactions: dict[str, str] = {detector.name: getattr(config, detector.name) for detector in detectors}
+        self._detectors = [detector for detector in detectors if self._reactions[detector.name] != "off"]
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step's metrics to the detectors.
+
+        Raises:
+            Diverged: a detector that is set to `stop` spoke.
+        """
+        for detector in self._detectors:
+            finding = detector.look(metrics)
+            if finding is None:
+                continue
+            if self._reactions[finding.detector] == "stop":
+                raise Diverged(f'step {step}: {finding.message} (detectors.{finding.detector} = "stop")')
+            logger.warning("step %s: %s (detectors.%s)", step, finding.message, finding.detector)

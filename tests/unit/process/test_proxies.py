@@ -19,7 +19,7 @@ from trivet.environments.apis.v0 import load as v0
 from trivet.environments.settings import host_settings
 from trivet.errors import ConfigError
 from trivet.process.proxies import direct_variables, find_proxies, find_unusable, is_direct
-from trivet.telemetry.heartbeat import Heartbeat
+from trivet.telemetry.telemetry import Heartbeat
 
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 SOCKS = "socks5://127.0.0.1:9"
@@ -123,7 +123,7 @@ def test_a_proxy_that_cannot_be_used_matters_to_services_of_others_alone(
     with pytest.raises(ConfigError, match=r"judge\.example\.com cannot be asked through the proxy"):
         ask(FOREIGN, is_direct=False)
     heartbeat = Heartbeat(FOREIGN)
-    heartbeat.beat()
+    heartbeat.send()
     heartbeat.close()
     assert "heartbeat.url was not reached" in caplog.text
 

@@ -4,14 +4,14 @@ import pytest
 
 from trivet.config.sections.detectors import DetectorsConfig
 from trivet.errors import Diverged
-from trivet.telemetry.watch import Watch
+from trivet.telemetry.telemetry import DetectorWatch
 
 EMPTY = {"batch/loss_tokens": 0.0}
 
 
 def test_a_warning_names_the_step_the_remedy_and_the_key(caplog):
     with caplog.at_level(logging.WARNING):
-        Watch(DetectorsConfig()).look(4, EMPTY)
+        DetectorWatch(DetectorsConfig()).check(4, EMPTY)
     (record,) = caplog.records
     assert record.getMessage().startswith("step 4: no token to train on; every completion")
     assert record.getMessage().endswith("(detectors.no_loss_tokens)")
@@ -19,16 +19,16 @@ def test_a_warning_names_the_step_the_remedy_and_the_key(caplog):
 
 def test_stop_ends_the_run_with_exit_code_3():
     with pytest.raises(Diverged, match=r'step 4: .* \(detectors.no_loss_tokens = "stop"\)') as caught:
-        Watch(DetectorsConfig(no_loss_tokens="stop")).look(4, EMPTY)
+        DetectorWatch(DetectorsConfig(no_loss_tokens="stop")).check(4, EMPTY)
     assert caught.value.exit_code == 3
 
 
 def test_off_says_nothing(caplog):
-    Watch(DetectorsConfig(no_loss_tokens="off")).look(4, EMPTY)
+    DetectorWatch(DetectorsConfig(no_loss_tokens="off")).check(4, EMPTY)
     assert not caplog.records
 
 
 def test_every_detector_has_a_key():
-    watch = Watch(DetectorsConfig())
+    watch = DetectorWatch(DetectorsConfig())
     reactions = [name for name, value in DetectorsConfig() if value == "warn"]
     assert sorted(watch._reactions) == sorted(reactions)

@@ -8,9 +8,8 @@ import msgspec
 from trivet.exits import describe_restart
 from trivet.launcher.logs import RunLog, quote_log
 from trivet.launcher.plan import TRAINING, RecoveryUnit
-from trivet.launcher.supervision.clock import Clock
 from trivet.launcher.supervision.decisions import AnnounceRestart, Outcome, RecoveryVerdict
-from trivet.launcher.supervision.role_processes import RoleProcess
+from trivet.launcher.supervision.role_processes import Clock, RoleProcess
 from trivet.wire.status import RestartRecord
 from trivet.wire.versions import Step
 

@@ -9,11 +9,10 @@ from trivet.config.layout import RunLayout
 from trivet.exits import describe_exit
 from trivet.launcher.logs import RunLog
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.clock import Clock
 from trivet.launcher.supervision.decisions import RecoveryVerdict
 from trivet.launcher.supervision.recovery import Phase, Recovery
 from trivet.launcher.supervision.restarts import RestartLog
-from trivet.launcher.supervision.role_processes import RoleProcess
+from trivet.launcher.supervision.role_processes import Clock, RoleProcess
 from trivet.launcher.terminal import describe_activity, finished_step
 from trivet.storage.durable import replace_file
 from trivet.telemetry.events import num_complete_bytes

@@ -27,7 +27,6 @@ from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog, is_for_terminal
 from trivet.launcher.plan import ORCHESTRATOR, TRAINING, ProcessSpec, RecoveryUnit
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.clock import SYSTEM_CLOCK, Clock
 from trivet.launcher.supervision.decisions import (
     AnnounceRestart,
     FinishRun,
@@ -41,10 +40,9 @@ from trivet.launcher.supervision.decisions import (
 )
 from trivet.launcher.supervision.health import RoleHealthMonitor
 from trivet.launcher.supervision.interrupts import Interrupts
-from trivet.launcher.supervision.readiness import UnitProgress
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.restarts import RestartLog, summarize_restarts
-from trivet.launcher.supervision.role_processes import RoleProcess
+from trivet.launcher.supervision.role_processes import SYSTEM_CLOCK, Clock, RoleProcess, UnitProgress
 from trivet.launcher.supervision.status import StatusReporter
 from trivet.wire.events import Restart
 from trivet.wire.versions import Step

@@ -12,8 +12,7 @@ from trivet.config.layout import RunLayout
 from trivet.exits import NODE_LOST
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.reports import read_reports
-from trivet.launcher.supervision.readiness import ReadyProbe, UnitProgress
-from trivet.launcher.supervision.role_processes import RoleProcess
+from trivet.launcher.supervision.role_processes import ReadyProbe, RoleProcess, UnitProgress
 from trivet.wire.status import RUNNING_GROUPS
 from trivet.wire.versions import Step
 
@@ -41,7 +40,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trivet.launcher.supervision.readiness._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("trivet.launcher.supervision.role_processes._ANSWER_TIMEOUT_S", 60.0)
 
 
 def test_a_server_is_told_once_and_after_a_restart_again(server: str) -> None:

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from trivet.launcher.supervision.stall import StallWatch, describe, situation_of
+from trivet.launcher.supervision.health import StallWatch, describe, situation_of
 from trivet.wire.status import ProcessReport, WorkerStatus
 
 AFTER_S = 100.0

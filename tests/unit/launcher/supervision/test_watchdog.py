@@ -1,4 +1,4 @@
-from trivet.launcher.supervision.watchdog import FIRST_REPORT_S, ReportStamp, Watchdog
+from trivet.launcher.supervision.health import FIRST_REPORT_S, ReportStamp, Watchdog
 
 TIMEOUT_S = 60.0
 
