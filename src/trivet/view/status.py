@@ -6,7 +6,7 @@ the time that has passed here since the file changed (`StatusClock`).
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
@@ -144,9 +144,12 @@ def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: 
     state = _state(status, now=now, is_alive=is_alive)
     yield f"run {status.run_id} attempt {status.attempt}: {state}; step {step}{of}, {commit}"
     if status.state in (RunState.RUNNING, RunState.PREEMPTED):
+        is_here = status.node == os.uname().nodename
+        pids = {report.pid for role in status.roles if is_here and not role.node for report in role.reports}
+        gone = {pid for pid in pids if not is_alive(pid)}
         for role in status.roles:
-            yield from (f"  {line}" for line in describe_role(role, now=now))
-        yield from (f"  {line}" for line in _workers(status))
+            yield from (f"  {line}" for line in describe_role(role, now=now, gone=gone))
+        yield from (f"  {line}" for line in _workers(status, gone=gone))
     for record in status.restarts:
         yield f"restart {_clock(record.time)} {describe_restart(record)}"
     if error := standing_error(status):
@@ -166,8 +169,12 @@ def standing_error(status: RunStatus) -> str:
     return "" if is_recovered else status.last_error
 
 
-def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
-    """Yield a line for each process that reports: what it does, or who it waits for and how long."""
+def describe_role(role: RoleStatus, *, now: float, gone: Collection[int] = ()) -> Iterator[str]:
+    """Yield a line for each process that reports: what it does, or who it waits for and how long.
+
+    Args:
+        gone: pids of processes of this machine that reported and do not exist any more.
+    """
     where = f" (node {role.node})" if role.node else ""
     if role.state is not RoleState.RUNNING:
         yield f"{role.name}{where} {role.state}{f': {role.exit}' if role.exit else ''}"
@@ -179,6 +186,9 @@ def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
     for report in role.reports:
         name = f"{role.name} rank {report.rank} of {report.num_ranks}" if report.num_ranks > 1 else role.name
         name += where
+        if not role.node and report.pid in gone:
+            yield f"{name} is gone (pid {report.pid})"
+            continue
         for_s = _seconds(report.time - report.since)
         line = (
             f"{name} has waited {for_s} for {report.activity} (from {report.waits_for})"
@@ -224,8 +234,9 @@ def _numbers(report: ProcessReport) -> Iterator[str]:
         yield f"{report.num_in_flight} in flight"
 
 
-def _workers(status: RunStatus) -> Iterator[str]:
-    workers = [worker for role in status.roles for report in role.reports for worker in report.workers]
+def _workers(status: RunStatus, *, gone: Collection[int]) -> Iterator[str]:
+    reports = [report for role in status.roles for report in role.reports if role.node or report.pid not in gone]
+    workers = [worker for report in reports for worker in report.workers]
     for env in sorted({worker.env for worker in workers}):
         yield f"env `{env}`: {', '.join(_describe_workers([worker for worker in workers if worker.env == env]))}"
 

@@ -112,6 +112,16 @@ def test_a_killed_launcher_is_noticed() -> None:
     assert "go on from step 5" in text
 
 
+def test_no_process_is_called_alive_that_is_gone() -> None:
+    workers = [WorkerStatus(env="x", pid=8)]
+    here = role("orchestrator", report("orchestrator", activity="filling batch 2", workers=workers))
+    elsewhere = role("inference-1", report("inference-1", activity="serving"), node=1)
+    text = words(status(here, elsewhere, node=os.uname().nodename, time=NOW), is_alive=False)
+    assert "orchestrator is gone (pid 7)" in text
+    assert "env `x`" not in text
+    assert "inference-1 (node 1) alive" in text
+
+
 def test_a_stopped_launcher_is_not_taken_for_a_dead_one() -> None:
     text = words(status(time=NOW - 60, last_commit=Step(5)), is_alive=True)
     assert "there but silent" in text

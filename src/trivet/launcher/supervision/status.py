@@ -113,7 +113,9 @@ class StatusFile:
 
 def role_status(role: RoleProcess, *, phase: Phase) -> RoleStatus:
     """Return the part of status.json about one role."""
-    code = role.child.exit_code
+    code, reports = role.child.exit_code, list(role.reports.readable)
+    if code is not None:  # environment workers end with the process that reported them as alive
+        reports = [msgspec.structs.replace(report, workers=[]) for report in reports]
     state = RoleState.ENDED if code is not None else RoleState.RUNNING
     return RoleStatus(
         name=role.name,
@@ -122,5 +124,5 @@ def role_status(role: RoleProcess, *, phase: Phase) -> RoleStatus:
         node=role.child.spec.node,
         exit=describe_exit(code) if code is not None else "",
         stuck=role.stuck,
-        reports=list(role.reports.readable),
+        reports=reports,
     )

@@ -6,16 +6,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.fake_roles import FakeAttempts, FakeChild, FakeClock, make_log, make_spec
+from support.fake_roles import FakeAttempts, FakeChild, FakeClock, make_log, make_spec, write_report
 from trivet.config.layout import RunLayout
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.launcher.logs import RunLog
+from trivet.launcher.reports import read_reports
 from trivet.launcher.supervision.decisions import Outcome, RecoveryVerdict
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.restarts import RestartLog
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.launcher.supervision.status import StatusFile, StatusReporter
-from trivet.wire.status import RunState, RunStatus
+from trivet.wire.status import RunState, RunStatus, WorkerStatus
 
 STATUS = RunStatus(run_id="r", attempt=1, pid=1, state=RunState.RUNNING, started=0.0, time=1.0)
 
@@ -44,6 +45,8 @@ def test_a_status_that_cannot_be_written_is_said_once_until_it_can_again(
 def test_the_status_is_written_every_two_seconds_and_at_once_after_an_action(tmp_path: Path) -> None:
     layout, clock, (log, _) = RunLayout(tmp_path), FakeClock(), make_log(tmp_path)
     role = RoleProcess(FakeChild(spec=make_spec(layout, "trainer"), pid=7, exit_code=-9), now=0.0)
+    write_report(layout, "trainer", pid=7, step=3, workers=[WorkerStatus(env="x", pid=8)])
+    role.reports = read_reports(role.child.spec.reports)
     status = StatusReporter(
         FakeAttempts(layout=layout),
         roles={"trainer": role},
@@ -60,7 +63,9 @@ def test_the_status_is_written_every_two_seconds_and_at_once_after_an_action(tmp
     clock.sleep(1)
     status.write_when_due()
     assert (written().started, written().time, written().state) == (100, 100, RunState.RUNNING)
-    assert [(role.pid, role.exit) for role in written().roles] == [(7, "killed by SIGKILL")]
+    (ended,) = written().roles
+    assert (ended.pid, ended.exit) == (7, "killed by SIGKILL")
+    assert [(report.step, report.workers) for report in ended.reports] == [(3, [])]  # no worker is alive without it
     status.write_at_once()
     status.write_when_due()
     assert written().time == 101
