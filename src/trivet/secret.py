@@ -19,11 +19,7 @@ _OTHERS = 0o077
 
 
 class RunSecret:
-    """32 random bytes, which nothing prints by accident.
-
-    >>> secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
-    >>> headers = {"Authorization": f"Bearer {secret.token}"}
-    """
+    """32 random bytes, which nothing prints by accident."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

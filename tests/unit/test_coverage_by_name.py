@@ -73,7 +73,6 @@ ELSEWHERE = {
     "schedulers/starts.py": "unit/schedulers/test_job.py",
     "schedulers/submit.py": "unit/schedulers/test_kubernetes.py",
     "shown_text.py": "unit/tools/test_status.py",
-    "telemetry/stats.py": "unit/telemetry/test_metrics.py",
     "telemetry/*.py": "unit/telemetry/test_telemetry.py",
     "tools/check.py": "unit/history/test_check.py",
     "tools/claim_commands.py": "integration/test_wheel.py",  # acts when a wheel is installed

@@ -26,12 +26,7 @@ class Breach:
 
 
 class Ledger:
-    """Collects what the parts of the checker find about the event that is being read.
-
-    >>> ledger = Ledger()
-    >>> ledger.line = 12
-    >>> ledger.require(group in live, Invariant.EXACTLY_ONCE, f"group {group} ended before")
-    """
+    """Collects what the parts of the checker find about the event that is being read."""
 
     def __init__(self) -> None:
         self.line: int | None = None

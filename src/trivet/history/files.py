@@ -143,12 +143,12 @@ class Files:
                 )
 
     def _compare_commits(self, replay: Replay) -> None:
-        said = replay.steps.commits
-        newest = max(said, default=None)
+        recorded = replay.steps.commits
+        newest = max(recorded, default=None)
         self._require_newest(replay, newest)
         for step in self.commits:
             replay.ledger.require(
-                step in said or replay.steps.may_have_committed(step),
+                step in recorded or replay.steps.may_have_committed(step),
                 _COMMIT,
                 f"{self.layout.checkpoint_step(step)} is committed; the history has no commit of step {step}",
             )
@@ -236,21 +236,24 @@ class Files:
                 )
 
     def _compare_owed(self, replay: Replay, step: Step) -> None:
-        said = replay.groups.owed_after(step)
-        if said is None:
+        expected = replay.groups.owed_after(step)
+        if expected is None:
             return
         found = read_owed_groups(self.layout, step)
-        for name, expected, held in (("ready", said.ready, found.ready), ("in flight", said.in_flight, found.in_flight)):
-            difference = sorted(expected ^ held)
+        for name, in_history, in_checkpoint in (
+            ("ready", expected.ready, found.ready),
+            ("in flight", expected.in_flight, found.in_flight),
+        ):
+            difference = sorted(in_history ^ in_checkpoint)
             replay.ledger.require(
                 not difference,
                 _ONCE,
                 f"groups {difference[:8]} are {name} after batch {step} in one of history and checkpoint, not in both",
             )
         replay.ledger.require(
-            said.next_group_id == found.next_group_id,
+            expected.next_group_id == found.next_group_id,
             _ONCE,
-            f"the group after batch {step} is {said.next_group_id} in the history and {found.next_group_id} in the checkpoint",
+            f"the group after batch {step} is {expected.next_group_id} in the history and {found.next_group_id} in the checkpoint",
         )
 
     def _compare_weights(self, replay: Replay) -> None:

@@ -213,11 +213,11 @@ class GroupHistory:
             state.counts.dispatched += 1
         else:
             self._ledger.require(not group.is_finished, _ONCE, f"group {event.group_id} is dispatched again after it finished")
-            known, said = (group.env, group.example_id), (event.env, event.example_id)
+            known, repeated = (group.env, group.example_id), (event.env, event.example_id)
             self._ledger.require(
-                known == said or group.is_owed,  # a data set may have changed before a resume: rows move
+                known == repeated or group.is_owed,  # a data set may have changed before a resume: rows move
                 _ONCE,
-                f"group {event.group_id} is dispatched as example {said} and was example {known}",
+                f"group {event.group_id} is dispatched as example {repeated} and was example {known}",
             )
             state.counts.tried_again += 1
             del state.live[event.group_id]
@@ -327,10 +327,10 @@ class GroupHistory:
             f"max_off_policy_steps {self._max_off_policy_steps} allows {allowed} to {event.step - 1}",
         )
         if groups and all(group.env for group in groups):
-            said = (event.oldest_version, event.newest_version)
+            recorded = (event.oldest_version, event.newest_version)
             known = (min(group.oldest for group in groups), max(group.newest for group in groups))
             self._ledger.require(
-                said == known, _VERSIONS, f"batch {event.step} says policies {said}, its groups finished with {known}"
+                recorded == known, _VERSIONS, f"batch {event.step} says policies {recorded}, its groups finished with {known}"
             )
 
     def _check_age(self, step: Step) -> None:

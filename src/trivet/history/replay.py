@@ -49,14 +49,7 @@ class Outline:
 
 
 class Replay:
-    """Hands each event to the parts of the checker.
-
-    >>> replay = Replay(outline, max_off_policy_steps=8)
-    >>> for line, event in enumerate(events, start=1):
-    ...     replay.read(event, line=line)
-    >>> replay.ledger.breaches
-    []
-    """
+    """Hands each event to the parts of the checker."""
 
     def __init__(
         self,

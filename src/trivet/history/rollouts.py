@@ -128,5 +128,5 @@ def _compare_group(ledger: Ledger, path: Path, rows: Sequence[_Row], group: Live
 
 def _difference(found: Mapping[int, object], expected: Mapping[int, object]) -> str:
     missing, added = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    said = [f"not {missing[:8]}"] * bool(missing) + [f"also {added[:8]}"] * bool(added)
-    return f"other groups ({' but '.join(said)})"
+    parts = [f"not {missing[:8]}"] * bool(missing) + [f"also {added[:8]}"] * bool(added)
+    return f"other groups ({' but '.join(parts)})"

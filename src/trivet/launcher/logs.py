@@ -25,12 +25,7 @@ def is_for_terminal(line: str) -> bool:
 
 
 class LogFollower:
-    """Reads the whole lines that were added to a log since the last look.
-
-    >>> follower = LogFollower(path, offset=0)
-    >>> follower.read_lines()
-    ['12:00:00 SUCCESS Step 1 | ...']
-    """
+    """Reads the whole lines that were added to a log since the last look."""
 
     def __init__(self, path: Path, *, offset: int) -> None:
         self._path = path
@@ -69,13 +64,7 @@ def quote_log(path: Path, *, offset: int) -> str:
 
 
 class RunLog:
-    """Writes what the launcher says: to the terminal as long as there is one, and always to logs/rl.log.
-
-    >>> with path.open("a") as file:
-    ...     log = RunLog(sys.stdout, file)
-    ...     log.say("inference ready")
-    ...     log.close()
-    """
+    """Writes what the launcher says: to the terminal as long as there is one, and always to logs/rl.log."""
 
     def __init__(
         self,

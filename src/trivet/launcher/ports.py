@@ -12,9 +12,6 @@ class ReservedPorts:
 
     A reserved port is bound, not listened on, with SO_REUSEPORT set afterwards: the kernel gives it to no other user and to nobody
     who asks for any port, and a role, which sets the same option, can still listen on it (`trivet.process.listening`).
-
-    >>> with ReservedPorts() as ports:
-    ...     port = ports.reserve("127.0.0.1", preferred=8000)
     """
 
     def __init__(self) -> None:
@@ -57,9 +54,6 @@ def _bind(held: socket.socket, host: str, port: int) -> bool:
     """Return False when the port is reserved by another run, or listened on.
 
     Without SO_REUSEPORT: of two runs that start at one moment, one gets it.
-
-    Raises:
-        OSError: something else is in the way.
     """
     try:
         held.bind((host, port))

@@ -20,13 +20,7 @@ _KILL_TIMEOUT_S = 5.0
 
 
 class Child:
-    """One started process.
-
-    >>> child = host.start(spec)
-    >>> child.exit_code is None
-    True
-    >>> host.stop([child], timeout_s=20.0)
-    """
+    """One started process."""
 
     def __init__(self, spec: ProcessSpec, process: "subprocess.Popen[bytes]", *, log_offset: int) -> None:
         self.spec = spec
@@ -61,11 +55,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalHost:
-    """This machine as the host of a run's processes: the `launcher.host.ProcessHost` of a run of one node.
-
-    >>> host = LocalHost(python=sys.executable, environ=os.environ)
-    >>> child = host.start(spec)
-    """
+    """This machine as the host of a run's processes: the `launcher.host.ProcessHost` of a run of one node."""
 
     python: str
     """The interpreter that ties a process to this one."""

@@ -1,6 +1,7 @@
 """Takes a run from its configuration to its end: checks, takes the output directory, starts the three roles, watches them."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,15 +13,15 @@ from trivet.checkpoints.commit import resolve_resume_step, verify_checkpoint
 from trivet.checkpoints.fork import choose_fork
 from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.layout import RunLayout
+from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.environments.packages.interpreters import describe_interpreter, require_environment
 from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.environments.packages.probe_program import ProbeTarget
 from trivet.environments.settings import run_settings
-from trivet.errors import NodesMissing
+from trivet.errors import ConfigError, NodesMissing
 from trivet.launcher.commands.bench import measure_trainer
-from trivet.launcher.custom_advantage import require_advantage
 from trivet.launcher.gpu_shares import describe_memory, require_shared_gpu, share_gpus
 from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog
@@ -35,6 +36,7 @@ from trivet.launcher.supervision.attempts import Attempts, role_environment
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine, inspect_machine
+from trivet.process.lifetime import module_command, tied_command
 from trivet.process.lock import DEAD_MACHINE_S, LockWait
 from trivet.process.stacks import show_stacks_on_signal
 from trivet.schedulers.node_variables import is_restarted_job
@@ -45,6 +47,9 @@ from trivet.wire.versions import Step
 if TYPE_CHECKING:
     from trivet.launcher.nodes.identity import NodeIdentity
     from trivet.launcher.nodes.lease import HeadLease
+
+_ADVANTAGE_TIMEOUT_S = 120.0
+"""Importing what the user's module imports may take a while."""
 
 
 def check(config: RLConfig) -> None:
@@ -89,6 +94,32 @@ def check_resume(config: RLConfig) -> None:
         choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
     elif ckpt.resume_step is not None:
         verify_checkpoint(layout, resolve_resume_step(layout, ckpt.resume_step))
+
+
+def require_advantage(config: AdvantageConfig) -> None:
+    """Call the function that the user configured with a few rewards, in a process of its own. Built-in ones are not tried.
+
+    Raises:
+        ConfigError: the function cannot be imported, or does not return what can be trained on.
+    """
+    if config.type != "custom":
+        return
+    try:
+        done = subprocess.run(
+            tied_command(module_command("trivet.orchestrator.advantage")),
+            input=config.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=_ADVANTAGE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise ConfigError(
+            f'orchestrator.advantage.import_path "{config.import_path}" was tried and did not end within '
+            f"{_ADVANTAGE_TIMEOUT_S:.0f} s; does its module wait for something?"
+        ) from exc
+    if done.returncode:
+        raise ConfigError(done.stderr.strip())
 
 
 def check_environments(config: RLConfig) -> None:

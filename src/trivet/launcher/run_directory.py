@@ -33,13 +33,7 @@ _SHORT_WAIT = LockWait(timeout_s=0.3)
 
 
 class RunDirectory:
-    """An output directory that belongs to this process until it ends.
-
-    >>> with RunDirectory(RunLayout(path)) as directory:
-    ...     step = directory.choose_start(resume_step=None, does_clean=False)
-    ...     run = directory.identify(is_resumed=step is not None)
-    ...     directory.begin(run, resumed_from=step)
-    """
+    """An output directory that belongs to this process until it ends."""
 
     def __init__(self, layout: RunLayout, *, wait: LockWait = _SHORT_WAIT) -> None:
         self.layout = layout

@@ -26,9 +26,6 @@ class Scratch:
     """A new directory that is removed at the end of the run with all that it holds. For the holder of the output directory.
 
     Its path is noted there: the next run removes what a launcher that was killed left, if no other run is in it.
-
-    >>> with Scratch(layout.scratch_note) as scratch:
-    ...     spec = scratch.redirect(spec)
     """
 
     def __init__(self, note: Path) -> None:

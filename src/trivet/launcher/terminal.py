@@ -9,13 +9,7 @@ if TYPE_CHECKING:
 
 
 class Terminal:
-    """Prints whole lines as they are. Raises OSError when the terminal is gone.
-
-    >>> terminal = Terminal(sys.stdout)
-    >>> terminal.show_progress(step=3, max_steps=100, doing="trainer: batch 4 from orchestrator")
-    >>> terminal.print("trainer SUCCESS Step 3 | …")
-    >>> terminal.close()
-    """
+    """Prints whole lines as they are. Raises OSError when the terminal is gone."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

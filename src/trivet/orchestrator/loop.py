@@ -43,8 +43,8 @@ from trivet.orchestrator.replay import ReplaySource, UnservedPolicy
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.telemetry import process_report
+from trivet.telemetry.metrics import timed
 from trivet.telemetry.telemetry import Telemetry
-from trivet.telemetry.timing import timed
 from trivet.transport.port import BatchSender
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import RolloutsWritten

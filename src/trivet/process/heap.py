@@ -23,13 +23,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Heap:
-    """The heap of this process.
-
-    >>> heap = Heap()
-    >>> for step in steps:
-    ...     train(step)
-    ...     heap.trim_if_grown()
-    """
+    """The heap of this process."""
 
     def __init__(self, *, read_bytes: Callable[[], int] | None = None, trim: Callable[[], None] | None = None) -> None:
         """Begin to measure.

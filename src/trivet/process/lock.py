@@ -61,11 +61,7 @@ def holder_of(path: Path) -> int | None:
 
 
 class FileLock:
-    """A lock that the kernel releases when the process ends in any way; the file stays and blocks nobody.
-
-    >>> with FileLock(path, what="output_dir 'outputs'"):
-    ...     write_into_it()
-    """
+    """A lock that the kernel releases when the process ends in any way; the file stays and blocks nobody."""
 
     def __init__(
         self,

@@ -11,13 +11,7 @@ _MAX_KEPT = 36_000
 
 
 class LoopLag:
-    """A task that sleeps again and again and measures how late it is woken.
-
-    >>> lag = LoopLag()
-    >>> task = asyncio.create_task(lag.run())
-    >>> lag_metrics("event_loop_lag", lag.take(), ("mean", "max"))
-    {'event_loop_lag/mean': 0.0002, 'event_loop_lag/max': 0.001}
-    """
+    """A task that sleeps again and again and measures how late it is woken."""
 
     def __init__(
         self,

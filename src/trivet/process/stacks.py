@@ -48,11 +48,7 @@ def ignore_until_listening() -> None:
 
 
 def _show_stacks(*, does_call_on: bool) -> None:
-    """Register the handler.
-
-    Args:
-        does_call_on: call what listened to the signal before, too.
-    """
+    """Register the handler. With `does_call_on` it also calls the handler before it."""
     if sys.__stderr__ is None:
         return  # it was closed before the start
     faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__, all_threads=True, chain=does_call_on)
@@ -75,7 +71,7 @@ def _awaits(awaited: Any) -> Iterator[tuple[CodeType, int]]:
         kind = _kind_of(awaited)
         if kind is None:
             # A step of an asynchronous generator, or a wrapper, keeps what it drives to itself.
-            awaited = next((each for each in gc.get_referents(awaited) if _kind_of(each) is not None), None)
+            awaited = next((value for value in gc.get_referents(awaited) if _kind_of(value) is not None), None)
             kind = _kind_of(awaited)
         if kind is None:
             return

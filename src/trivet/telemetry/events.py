@@ -42,12 +42,7 @@ class SealedLine:
 
 
 class EventWriter:
-    """Appends events of one role. Several threads may write.
-
-    >>> writer = EventWriter(path, role="trainer", attempt=1)
-    >>> writer.write(Commit(step=6))
-    >>> writer.close()
-    """
+    """Appends events of one role. Several threads may write."""
 
     def __init__(
         self,

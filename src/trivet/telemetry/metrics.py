@@ -1,14 +1,16 @@
-"""Writes and reads metrics/<role>.jsonl: one object per step."""
+"""Writes and reads metrics/<role>.jsonl, one object per step; computes statistics of an array and durations as metrics."""
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from trivet.storage.durable import DECODE_ERRORS, write_atomically
 
@@ -16,12 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one line per step; each is in the file when `write` returns.
-
-    >>> writer = MetricsWriter(path, resume_step=0)
-    >>> writer.write(1, {"loss/mean": 0.5})
-    >>> writer.close()
-    """
+    """Appends one line per step; each is in the file when `write` returns."""
 
     def __init__(
         self,
@@ -91,3 +88,32 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     except DECODE_ERRORS:
         return None
     return row if type(row.get("step")) is int else None
+
+
+def summarize(name: str, values: np.ndarray) -> dict[str, float]:
+    """Return `name`/mean, /median, /std, /min and /max of `values`; nothing when it is empty.
+
+    A NaN in `values` makes all five NaN, which a metrics file leaves out: it is never averaged away.
+
+    Args:
+        values: any shape and numeric dtype; computed in float64.
+    """
+    if values.size == 0:
+        return {}
+    column = np.asarray(values, dtype=np.float64).ravel()
+    return {
+        f"{name}/mean": float(column.mean()),
+        f"{name}/median": float(np.median(column)),
+        f"{name}/std": float(column.std()),
+        f"{name}/min": float(column.min()),
+        f"{name}/max": float(column.max()),
+    }
+
+
+@contextmanager
+def timed(times: dict[str, float], name: str) -> Generator[None, None, None]:
+    """Add the seconds of the block to `times["time/<name>"]`; those of a block that raises are not counted."""
+    started = time.monotonic()
+    yield
+    key = f"time/{name}"
+    times[key] = times.get(key, 0.0) + time.monotonic() - started

@@ -48,12 +48,7 @@ class _LastStep(Collector):
 
 
 class MetricsServer:
-    """Answers with the gauges of the last step.
-
-    >>> server = MetricsServer(MetricsServerConfig(port=8010))
-    >>> server.update(1, {"loss/mean": 0.5})  # GET http://127.0.0.1:8010/metrics answers "trainer_loss 0.5" and more
-    >>> server.close()
-    """
+    """Answers with the gauges of the last step."""
 
     def __init__(self, config: MetricsServerConfig, *, clock: Callable[[], float] = lambda: time.time()) -> None:
         """Listen, and answer in threads from now on.
@@ -104,9 +99,11 @@ class MetricsServer:
         shown = {
             "trainer_step": ("Last finished step", float(step)),
             "trainer_last_step_timestamp_seconds": ("When the last step was finished, Unix seconds", self._clock()),
-            **{name: (said, values[metric]) for metric, (name, said) in GAUGES.items() if metric in values},
+            **{name: (help_text, values[metric]) for metric, (name, help_text) in GAUGES.items() if metric in values},
         }
-        finite = [GaugeMetricFamily(name, said, value) for name, (said, value) in shown.items() if math.isfinite(value)]
+        finite = [
+            GaugeMetricFamily(name, help_text, value) for name, (help_text, value) in shown.items() if math.isfinite(value)
+        ]
         registry = CollectorRegistry()
         registry.register(_LastStep(finite))
         self._text = generate_latest(registry)

@@ -3,12 +3,6 @@
 It works like logging: an entry point calls `start_reports` once, and any module says what it begins. Without `start_reports`
 nothing is written. A thread writes the report each second, and at once when a step is finished. A long step, a loading model or
 a blocked event loop does not stop it. A process that is stopped, or hangs as a whole, stops reporting.
-
->>> start_reports(layout, role="trainer", attempt=1)
->>> with waiting("batch 12", on="orchestrator"):
-...     batch = receiver.receive(12)
->>> begin("training step 12")
->>> set_numbers(step=12)
 """
 
 import logging
@@ -34,13 +28,7 @@ REPORT_INTERVAL_S = 1.0
 
 
 class ProcessReporter:
-    """Holds what this process reports. There is one per process, whose methods are the module's functions.
-
-    >>> reporter = ProcessReporter(clock=time.time)
-    >>> reporter.begin("loading the model")
-    >>> reporter.report(role="trainer").activity
-    'loading the model'
-    """
+    """Holds what this process reports. There is one per process, whose methods are the module's functions."""
 
     def __init__(self, *, clock: Callable[[], float] = lambda: time.time()) -> None:
         self.has_news = threading.Event()
@@ -61,11 +49,11 @@ class ProcessReporter:
         """Report a wait for the block, then the activity before it, unless another has begun since."""
         before = self._now()
         self.begin(activity, waits_for=waits_for)
-        mine = self._now()
+        this_wait = self._now()
         try:
             yield
         finally:
-            if self._now() == mine:
+            if self._now() == this_wait:
                 with self._lock:
                     self._fields |= before
 

@@ -39,13 +39,7 @@ class TelemetryOutputs:
 
 
 class Telemetry:
-    """Hands each step, evaluation and event to the outputs that are configured.
-
-    >>> telemetry = Telemetry("trainer", layout=layout, run=config.run, resume_step=0)
-    >>> telemetry.write_event(Start(run_id=config.run.id, from_step=0))
-    >>> telemetry.write_step(1, {"loss/mean": 0.5, "time/step": 2.0})
-    >>> telemetry.close()
-    """
+    """Hands each step, evaluation and event to the outputs that are configured."""
 
     def __init__(
         self,
@@ -153,10 +147,6 @@ class Heartbeat:
     """Tells a monitoring service after every step that the run is alive, by a GET to a URL of the user's.
 
     A thread calls. While one call is under way, the next calls are left out, so that no step waits.
-
-    >>> heartbeat = Heartbeat("https://uptime.example/heartbeat/abc")
-    >>> heartbeat.send()
-    >>> heartbeat.close()
     """
 
     def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None) -> None:
@@ -202,11 +192,7 @@ def _describe_failure(error: Exception) -> str:
 
 
 class DetectorWatch:
-    """Shows each step's metrics to the detectors that are not off, and reacts as `[detectors]` says.
-
-    >>> watch = DetectorWatch(config)
-    >>> watch.check(7, {"optim/grad_norm": 0.3})
-    """
+    """Shows each step's metrics to the detectors that are not off, and reacts as `[detectors]` says."""
 
     def __init__(self, config: DetectorsConfig) -> None:
         thresholds = Thresholds(

@@ -19,12 +19,7 @@ _COLUMNS: list[str | int] = ["step", "prompt", "completion", "reward", "advantag
 
 
 class WandbSink:
-    """Writes one role's part of the shared W&B run.
-
-    >>> sink = WandbSink(config, role="trainer", run_id="20260101-ab12", output_dir=path)
-    >>> sink.write(1, {"loss/mean": 0.5})
-    >>> sink.close()
-    """
+    """Writes one role's part of the shared W&B run."""
 
     def __init__(self, config: WandbConfig, *, role: str, run_id: str, output_dir: Path) -> None:
         """Start or join the run.

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from trivet.telemetry.stats import summarize
+from trivet.telemetry.metrics import summarize, timed
 from trivet.telemetry.telemetry import Telemetry
-from trivet.telemetry.timing import timed
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.state import TrainerProgress
 from trivet.trainer.measurement.performance import speed_metrics

@@ -4,7 +4,7 @@ import pytest
 
 from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import ConfigError
-from trivet.launcher.custom_advantage import require_advantage
+from trivet.launcher.run import require_advantage
 
 
 def custom(name: str) -> AdvantageConfig:

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from trivet.telemetry.console import orchestrator_line, trainer_line
-from trivet.telemetry.metrics import MetricsWriter, read_metrics
-from trivet.telemetry.stats import summarize
+from trivet.telemetry.metrics import MetricsWriter, read_metrics, summarize
 
 
 def read(path):

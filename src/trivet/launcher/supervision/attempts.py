@@ -36,12 +36,7 @@ _TRAINING_FILES = ("orchestrator.toml", "trainer.toml")
 
 @dataclass(slots=True, kw_only=True)
 class Attempts:
-    """The current attempt of a run, from which the next one is made.
-
-    >>> attempts = Attempts(config=config, directory=directory, run=run, from_step=None, make_plan=make_plan, ...)
-    >>> attempts.begin()
-    >>> attempts.begin_next(log)  # after a failure of trainer or orchestrator
-    """
+    """The current attempt of a run, from which the next one is made."""
 
     config: RLConfig
     """Resolved."""
@@ -222,10 +217,10 @@ def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: 
         stops = [event for event in read_events(layout.events) if isinstance(event, Stop)]
     except msgspec.DecodeError:
         return False
-    mine = [stop for stop in stops if stop.role == role and stop.attempt == run.attempt]
+    own_stops = [stop for stop in stops if stop.role == role and stop.attempt == run.attempt]
     return any(
         stop.reason == "exhausted" or (stop.reason == "done" and max_steps is not None and stop.step >= max_steps)
-        for stop in mine
+        for stop in own_stops
     )
 
 

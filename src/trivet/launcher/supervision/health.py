@@ -37,13 +37,7 @@ class _LastChange:
 
 
 class Watchdog:
-    """Compares the reports of each role with what they were before.
-
-    >>> watchdog = Watchdog(timeout_s=120.0)
-    >>> watchdog.begin("trainer", now=0.0)
-    >>> watchdog.check("trainer", stamps={"trainer": None}, stopped=(), now=1.0)
-    ''
-    """
+    """Compares the reports of each role with what they were before."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -94,11 +88,7 @@ class Watchdog:
 
 
 class StallWatch:
-    """Measures for how long nothing that the roles report has changed.
-
-    >>> watch = StallWatch(after_s=600.0)
-    >>> watch.check(situation_of(reports), now=clock())
-    """
+    """Measures for how long nothing that the roles report has changed."""
 
     def __init__(self, *, after_s: float) -> None:
         self._after_s = after_s
@@ -164,13 +154,7 @@ def _clauses(report: ProcessReport) -> Iterator[str]:
 
 
 class RoleHealthMonitor:
-    """Keeps `reports` and `stuck` of each role up to date.
-
-    >>> monitor = RoleHealthMonitor(config, layout=layout, host=host, restarts=restarts, log=log, clock=Clock())
-    >>> monitor.begin("trainer")
-    >>> monitor.check(roles.values())
-    True
-    """
+    """Keeps `reports` and `stuck` of each role up to date."""
 
     def __init__(
         self, config: RecoveryConfig, *, layout: RunLayout, host: ProcessHost, restarts: RestartLog, log: RunLog, clock: Clock

@@ -11,11 +11,7 @@ _REPEATED_S = 1.0
 
 
 class Interrupts:
-    """Keeps the signals that came since the start; one that was ignored then (nohup) stays ignored.
-
-    >>> with Interrupts(clock=time.monotonic) as interrupts:
-    ...     interrupts.first
-    """
+    """Keeps the signals that came since the start; one that was ignored then (nohup) stays ignored."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock

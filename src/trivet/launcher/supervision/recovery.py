@@ -78,11 +78,7 @@ class _Interruption:
 
 
 class Recovery:
-    """The decisions about one run, and what they depend on: when each unit failed, and how often.
-
-    >>> recovery = Recovery(config.recovery, stop_timeout_s=20.0, patience_s=1800.0)
-    >>> actions = recovery.decide(RunObservation(now=clock(), roles=roles))
-    """
+    """The decisions about one run, and what they depend on: when each unit failed, and how often."""
 
     def __init__(
         self,

@@ -15,13 +15,7 @@ from trivet.wire.versions import Step
 
 
 class RestartLog:
-    """The restarts of a run, the units that have not progressed since theirs, and the newest error.
-
-    >>> restarts = RestartLog(log=log, clock=Clock())
-    >>> restarts.announce(action, role=trainer, last_step=8)
-    >>> record = restarts.begin(TRAINING, from_step=Step(6))
-    >>> restarts.end(TRAINING)
-    """
+    """The restarts of a run, the units that have not progressed since theirs, and the newest error."""
 
     def __init__(self, *, log: RunLog, clock: Clock) -> None:
         self.records: list[RestartRecord] = []

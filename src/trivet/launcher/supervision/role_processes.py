@@ -38,13 +38,7 @@ SYSTEM_CLOCK = Clock()
 
 
 class RoleProcess:
-    """One started role.
-
-    >>> role = RoleProcess(host.start(spec), now=clock.now())
-    >>> lines = role.poll(now=clock.now(), is_complete=has_completed)
-    >>> role.observe(has_progressed=False).exit_code is None
-    True
-    """
+    """One started role."""
 
     def __init__(self, child: HostedProcess, *, now: float) -> None:
         self.child = child
@@ -118,12 +112,7 @@ def _normalize(lines: Sequence[str]) -> str:
 
 
 class ReadyProbe:
-    """Names each server once when it has begun to answer, and once more after `restart`.
-
-    >>> probe = ReadyProbe(["http://127.0.0.1:8000/v1"])
-    >>> probe.poll(now=clock())
-    ['http://127.0.0.1:8000/v1']
-    """
+    """Names each server once when it has begun to answer, and once more after `restart`."""
 
     def __init__(self, base_urls: Sequence[str]) -> None:
         self._waiting = list(base_urls)
@@ -149,13 +138,7 @@ class ReadyProbe:
 
 
 class UnitProgress:
-    """Tells whether a unit has done something since its last start: its servers have answered, or a step was finished.
-
-    >>> progress = UnitProgress(attempts, roles)
-    >>> for unit, url in progress.poll(now=clock()): print(unit, "ready", url)
-    >>> progress.has_progressed(TRAINING)
-    False
-    """
+    """Tells whether a unit has done something since its last start: its servers have answered, or a step was finished."""
 
     def __init__(self, attempts: Attempts, roles: Mapping[str, RoleProcess]) -> None:
         self._attempts = attempts

@@ -24,12 +24,7 @@ _STATES = {Phase.STOPPING: RoleState.STOPPING, Phase.BACKING_OFF: RoleState.BACK
 
 
 class StatusReporter:
-    """Says every two seconds, and after each action of the supervisor, how the run stands.
-
-    >>> status = StatusReporter(attempts, roles=roles, recovery=recovery, restarts=restarts, log=log, clock=Clock())
-    >>> status.write_when_due()
-    >>> status.write(verdict)
-    """
+    """Says every two seconds, and after each action of the supervisor, how the run stands."""
 
     def __init__(
         self,
@@ -88,11 +83,7 @@ class StatusReporter:
 
 
 class StatusFile:
-    """The file status.json. A run does not end because it cannot be written.
-
-    >>> file = StatusFile(layout, log=log)
-    >>> file.write(status)
-    """
+    """The file status.json. A run does not end because it cannot be written."""
 
     def __init__(self, layout: RunLayout, *, log: RunLog) -> None:
         self._layout = layout

@@ -53,14 +53,7 @@ _REPEATED_SIGNAL_S = 1.0
 
 
 class Supervisor:
-    """Runs one run.
-
-    >>> host = LocalHost(python=sys.executable, environ=os.environ)
-    >>> supervisor = Supervisor(
-    ...     attempts, environments=probe, host=host, config=config.recovery, recovery=recovery, log=log, shutdown_timeout_s=20.0
-    ... )
-    >>> exit_code = supervisor.run()
-    """
+    """Runs one run."""
 
     def __init__(
         self,
@@ -155,11 +148,7 @@ class Supervisor:
             self._clock.sleep(_POLL_INTERVAL_S)
 
     def _may_start(self, spec: ProcessSpec) -> bool:
-        """Return whether the servers answer that must have their memory first, and the orchestrator can load the environments.
-
-        Raises:
-            EnvironmentLoadError: an environment cannot be loaded.
-        """
+        """Return whether the servers answer that must have their memory first, and the orchestrator can load the environments."""
         if spec.name == ORCHESTRATOR:
             if not self._environments.is_over:
                 return False  # it would load the same, and report the same error
