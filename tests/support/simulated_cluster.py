@@ -28,7 +28,7 @@ from trivet.launcher.nodes.registry import NodeRegistry
 from trivet.launcher.placement import HEAD, Placement, place
 from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory
-from trivet.launcher.supervision import readiness
+from trivet.launcher.supervision import role_processes
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.recovery import Phase, Recovery
 from trivet.launcher.supervision.role_processes import Clock
@@ -46,7 +46,7 @@ _BUSY_LEAP_S = 1.0
 """The longest sleep while a unit stops, or when something happened within `_BUSY_S`: orders and answers take two messages."""
 _BUSY_S = 3.5
 _PROBE_TIMEOUT_S = 1.0
-"""A server on a lost node does not refuse a connection: who asks it waits for as long as `readiness` allows."""
+"""A server on a lost node does not refuse a connection: who asks it waits for as long as `role_processes` allows."""
 
 
 class HeadLostError(BaseException):
@@ -151,8 +151,8 @@ class SimulatedCluster:
 
     def run(self) -> None:
         """Run until the plan's end, as often as the scheduler has to start the job."""
-        before = readiness.answers, agent_module.ReportReader
-        readiness.answers, agent_module.ReportReader = self._answers, DirectReader  # type: ignore[assignment, misc]
+        before = role_processes.answers, agent_module.ReportReader
+        role_processes.answers, agent_module.ReportReader = self._answers, DirectReader  # type: ignore[assignment, misc]
         try:
             while True:
                 try:
@@ -170,7 +170,7 @@ class SimulatedCluster:
         except TimeIsUpError:
             self.training.finish()
         finally:
-            readiness.answers, agent_module.ReportReader = before  # type: ignore[misc]
+            role_processes.answers, agent_module.ReportReader = before  # type: ignore[misc]
 
     def _lead(self) -> int:
         plan, deployment = self.plan, self.config.deployment
