@@ -28,7 +28,6 @@ MAY_CHANGE = (
     "max_steps",
     "ckpt",
     "log",
-    "events",
     "wandb",
     "heartbeat",
     "metrics_server",

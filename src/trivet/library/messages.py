@@ -14,6 +14,7 @@ from trivet.shown_text import printable
 _ARGS = "trainer.args."
 PYTHON_NAMES = {
     **{key: name.removeprefix(_ARGS) for key, name in RUN_KEYS.items() if name.startswith(_ARGS)},
+    "model.name": "model",
     "inference.gpus": "inference_gpu_ids",
     "trainer.gpus": "trainer_gpu_ids",
     "--trainer.ckpt.resume-step -1": "resume_from_checkpoint=True",

@@ -20,7 +20,7 @@ SOURCE = """
 def my_loss(inputs, *, scale=1.0): ...
 def my_advantage(inputs): ...
 def reward(completion): ...
-def load_environment(n=1): ...
+def load_environment(n=1, m=1): ...
 def load_my_env(): ...
 """
 
@@ -150,14 +150,14 @@ def test_model_and_data_of_fine_tuning_are_keys_of_sft() -> None:
 
 
 def test_objects_that_no_other_process_has_are_refused(functions: ModuleType) -> None:
-    with pytest.raises(ConfigError, match="model must be a Hugging Face name or a directory, got an object of type ModuleType"):
+    with pytest.raises(ConfigError, match="model must be a Hugging Face name or a directory, got an object of type module"):
         plan_run(functions, "reverse-text", RLArguments(), env_args={})
     with pytest.raises(ConfigError, match="env must be the id of an environment or a function"):
         plan_run("models/x", object(), RLArguments(), env_args={})
     with pytest.raises(
-        ConfigError, match="'load_environment' cannot be called with them: got an unexpected keyword argument 'm'"
+        ConfigError, match="'load_environment' cannot be called with them: got an unexpected keyword argument 'k'"
     ):
-        plan_run("models/x", functions.load_environment, RLArguments(), env_args={"m": 1})
+        plan_run("models/x", functions.load_environment, RLArguments(), env_args={"k": 1})
 
 
 def test_a_model_directory_that_is_not_there_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:

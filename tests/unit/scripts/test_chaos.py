@@ -72,7 +72,6 @@ def make_report() -> CheckReport:
         num_loads=1,
         probe_mismatches=[],
         commits=[12],
-        num_signatures=0,
         remarks=[],
         not_examined=[],
     )
