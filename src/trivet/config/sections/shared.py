@@ -123,7 +123,7 @@ class CkptConfig(Section):
 class WeightsConfig(Section):
     """How policies are proven on their way to the servers."""
 
-    probe_tokens: int = Field(default=96, ge=0, le=4096)
+    probe_tokens: int = Field(default=64, ge=0, le=4096)
     """Tokens of the run whose log-probabilities the trainer writes into the manifest of each policy. A server that loads the policy
     must reproduce them before it serves it. 0: nothing is compared."""
 
