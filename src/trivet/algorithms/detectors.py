@@ -41,7 +41,7 @@ class Finding:
     detector: str
     """Its key in `[detectors]`."""
     message: str
-    """What was seen, for how many steps, and what to change."""
+    """The observation, the number of steps for which it held, and the remedy."""
 
 
 Condition = Callable[[Metrics], str | None]

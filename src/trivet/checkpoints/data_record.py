@@ -23,7 +23,7 @@ class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     num_records: int
     digest: str
-    """Of its contents, in their order; empty: not known."""
+    """Digest of its contents in their order; empty: unknown."""
 
 
 def write_data_record(part: Path, records: Mapping[str, DataRecord]) -> None:

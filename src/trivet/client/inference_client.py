@@ -31,7 +31,7 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     version: PolicyVersion
     digest: str
-    """Of the weights directory's manifest; for version 0, of the start model's weight files."""
+    """Digest in the manifest of the weights directory; for version 0, that of the start model's weight files."""
     probe_mismatch: float | None = None
     """Mean difference, in nats, of the server's log-probabilities of the policy's probe; None for a policy without one."""
     probe_limit: float | None = None
@@ -51,7 +51,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[VersionRun]
     """Cover the tokens."""
     prompt_ids: list[int] = []
-    """What the model read, for a completion of messages."""
+    """Tokens that the model read, for a completion of messages."""
 
 
 class _TokenLogprob(msgspec.Struct):

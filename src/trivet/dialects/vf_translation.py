@@ -84,7 +84,7 @@ RUN_NAMES = {
     "--clean": f"--{_ARGS}.overwrite-output-dir true",
     "ckpt.allow_changes": "the variable TRIVET_CKPT__ALLOW_CHANGES",
 }
-"""What messages of the run's processes call a key or a flag of the run."""
+"""Names of keys and flags of the run in the messages of its processes."""
 _VLLM_ARGS = "inference.vllm_args."
 
 

@@ -37,7 +37,7 @@ class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_per_example: int
     sampling: SamplingArguments
     data_digest: str = ""
-    """Of the examples; empty in records of earlier versions, which are not compared by it."""
+    """Digest of the examples; empty in records of earlier versions, which are not compared by it."""
 
     def __post_init__(self) -> None:
         """Hide secrets in the arguments, those of records that earlier versions wrote too."""

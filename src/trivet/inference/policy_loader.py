@@ -141,7 +141,7 @@ class PolicyLoader:
         self._lock = asyncio.Lock()
         self._directory = start_directory
         self._base_directory: Path | None = start_directory
-        """Where the weights below the adapter came from; None after a failed load."""
+        """Source of the weights below the adapter; None after a failed load."""
         self._start: Manifest | None = None
         self._policy: Manifest | None = None
         self.probe_result: ProbeResult | None = None

@@ -22,11 +22,11 @@ PYTHON_NAMES = {
     "ckpt.resume_step = -1": "resume_from_checkpoint=True",
     "--clean": "overwrite_output_dir=True",
 }
-"""What messages call a key or a flag of a run that `RLTrainer` starts. `RLConfig` takes all other keys by their own names."""
+"""Names of keys and flags in the messages of a run that `RLTrainer` starts. `RLConfig` takes all other keys by their own names."""
 _ERRORS: Mapping[int, type[TrivetError]] = {2: ConfigError, 3: Diverged}
-"""What an exit code of a command means; any other than 0 means that a role failed."""
+"""Meanings of a command's exit codes; any other than 0 means that a role failed."""
 _REFUSAL = re.compile(r"^error: ", re.MULTILINE)
-"""What a command prints before the reason for which it started nothing."""
+"""Prefix of a refusal."""
 
 
 def name_in_python(key: str) -> str:

@@ -30,7 +30,7 @@ _POLL_INTERVAL_S = 0.05
 _KILL_TIMEOUT_S = 5.0
 """A killed process is gone within milliseconds, unless the kernel itself is stuck in it."""
 _COMMIT_TIMEOUT_S = 60.0
-"""What the launcher needs after its own deadline: killing what is left, and its last status."""
+"""Time that the launcher needs after its own deadline: killing what is left, and its last status."""
 _NUM_LINES = 30
 
 

@@ -33,7 +33,7 @@ _PROBES = (
     AdvantageInputs(rewards=np.array([1.0, 1.0]), completion_lengths=np.array([5, 5])),
     AdvantageInputs(rewards=np.array([0.0, 0.0]), completion_lengths=np.array([0, 0])),
 )
-"""What a custom function is tried on before anything starts: an ordinary group, one all solved, one all failed and empty."""
+"""Inputs on which a custom function is tried at the start: an ordinary group, one all solved, one all failed and empty."""
 
 
 def make_advantage(config: AdvantageConfig) -> AdvantageFunction:

@@ -84,7 +84,7 @@ class Loop:
     gauges: Callable[[], Mapping[str, float]] = dict
     """Further metrics, read at the end of each step."""
     data: Mapping[str, DataRecord] = field(default_factory=dict[str, DataRecord])
-    """What the environments' data sets are, kept in every checkpoint."""
+    """Record of the environments' data sets, kept in every checkpoint."""
     before_send: Callable[[], Awaitable[None]] | None = None
     """Called when a batch is ready to be sent. The trainer begins its step as soon as it has the batch."""
     preempt_requested: bool = False

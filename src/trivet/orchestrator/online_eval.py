@@ -57,7 +57,7 @@ class Series:
     env: EnvConfig
     info: EnvironmentInfo
     pool_name: str
-    """What the pool calls the environment."""
+    """Name of the environment in the pool."""
     interval: int
     num_examples: int
     rollouts_per_example: int

@@ -78,7 +78,7 @@ class PolicyWatcher:
         self.version = START_VERSION
         """The policy of every server that takes rollouts, or a newer one while a load is under way."""
         self.digest = ""
-        """Of the weights of `version`."""
+        """Digest of the weights of `version`."""
         self.last_load_s = 0.0
 
     def subscribe(self, on_policy_served: Callable[[PolicyVersion], None]) -> None:

@@ -46,7 +46,7 @@ class RowState(msgspec.Struct, kw_only=True):
     position: int = 0
     """Places of the epoch that are behind."""
     fingerprint: str = ""
-    """Of seed and examples: with others the order is another, and a new epoch begins."""
+    """Hash of the seed and the examples. If it changes, a new epoch starts."""
 
 
 class SamplerState(msgspec.Struct, kw_only=True):
@@ -55,7 +55,7 @@ class SamplerState(msgspec.Struct, kw_only=True):
     next_group_id: GroupId = GroupId(0)
     rows: dict[str, RowState] = {}
     credits: dict[str, float] = {}
-    """Of each row's turns."""
+    """Credit of each environment towards its next turn: environments take turns by their ratios."""
     parked: dict[str, list[ParkedExample]] = {}
     """By environment, longest parked first."""
     replayed_run: str = ""

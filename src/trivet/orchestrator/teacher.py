@@ -31,7 +31,7 @@ _MAX_TRIES = 5
 _PAUSE_S = 1.0
 """Before the second try; doubles with each."""
 _IMPOSSIBLE = -9999.0
-"""What vLLM answers for a log-probability of minus infinity."""
+"""Number in vLLM's answer for a log-probability of minus infinity."""
 _PROBES = (
     "The quick brown fox jumps over 1234567890 lazy dogs!",
     "def f(x):\n    return {'a': [x**2 + 0.5]}  # \t<tag/>",

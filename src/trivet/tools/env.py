@@ -30,7 +30,7 @@ _TEMPLATES = Path(__file__).with_name("templates")
 _RELEASES = {"v0": "verifiers>=0.3.1,<0.4", "v1": "verifiers>=0.4,<0.5"}
 _MODULES = {"v0": "environment_module.txt", "v1": "environment_v1_module.txt"}
 _READMES = {"v0": "environment_readme.md", "v1": "environment_v1_readme.md"}
-"""What a new package requires, and its templates, by the generation of the verifiers API."""
+"""Requirements and templates of a new package, by the generation of the verifiers API."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -73,7 +73,7 @@ class RLConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     """Shared by trainer and orchestrator."""
     recovery: RecoveryConfig = RecoveryConfig()
-    """What the launcher does about a role that ends or hangs."""
+    """The launcher's reaction to a role that ends or hangs."""
     bench: BenchConfig | None = None
     """Fills trainer.bench: the trainer alone is measured, on trainer_gpu_ids."""
     trainer: TrainerConfig = TrainerConfig()

@@ -132,7 +132,7 @@ class TransportConfig(Section):
     """ZeroMQ between orchestrator and trainer. The trainer listens, the orchestrator connects."""
 
     host: Host = "127.0.0.1"
-    """Where the trainer listens. Another interface's address lets roles on other machines connect."""
+    """Address on which the trainer listens. Another interface's address lets roles on other machines connect."""
     advertise: Host | None = None
     """The address at which the orchestrator reaches the trainer, where that is another; unset: host."""
     port: int = Field(default=5555, ge=1, le=65535)

@@ -19,7 +19,7 @@ _INFRASTRUCTURE = frozenset(
 _MODEL = "ModelError"
 """verifiers' v0 type for whatever a model request raised. It counts by its cause; without one the server answered nonsense."""
 _ERRNOS = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENETUNREACH, errno.EHOSTUNREACH})
-"""What the machine lacks at the moment. Other errors of the operating system may come from a path that the model chose."""
+"""Errors of a machine that lacks something. Other errors of the operating system may come from a path that the model chose."""
 _PASSING_STATUS = frozenset({408, 409, 425, 429})
 """HTTP statuses below 500 that a later request may not get. Others refuse what was asked, which the policy may have written."""
 _FIRST_SERVER_ERROR = 500

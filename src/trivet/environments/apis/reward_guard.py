@@ -30,7 +30,7 @@ _UNMEASURED = -sys.float_info.max
 
 
 class Scores(StrEnum):
-    """What a reward function returns."""
+    """The form in which a reward function returns its numbers."""
 
     ONE = "one"
     """The number of one rollout."""

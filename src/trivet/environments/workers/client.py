@@ -48,7 +48,7 @@ class WorkerClient:
         """The environment's."""
         self.pulses = pulses
         self.hello: WorkerHello | None = None
-        """What the worker says of itself; None before it does."""
+        """The worker's description of itself; None before it has sent one."""
         self.api = ""
         """Generation of the verifiers API that its environment uses; empty before it is loaded."""
         self.package = ""

@@ -66,7 +66,7 @@ _OOM_SCORE = "500"
 """Added to the badness of the process, from 0 to 1000: when the machine runs out of memory the kernel ends a worker, which is
 restarted, and not the trainer."""
 _DISTRIBUTIONS = ("trivet-worker", "trivet")
-"""What a worker runs from: a virtual environment of an environment has the first alone, trivet's own interpreter the second."""
+"""Distributions with a worker's code: environments' virtual environments have the first, trivet's interpreter the second."""
 
 
 class Worker:

@@ -50,7 +50,7 @@ class Attempts:
     scratch: Scratch
     planned: RunPlan = field(init=False)
     notices: list[str] = field(default_factory=list[str])
-    """What `begin` found that the user should know."""
+    """Findings of `begin` that the user should know."""
 
     def __post_init__(self) -> None:
         self.planned = self._plan()

@@ -101,7 +101,7 @@ class Recovery:
         self._patience_s = patience_s
         self._units: dict[RecoveryUnit, _UnitState] = {}
         self._interruption: _Interruption | None = None
-        """What has asked the run to end."""
+        """Reason why the run is stopping."""
         self._interrupted_at: float | None = None
         self._commit_deadline: float | None = None
 

@@ -44,7 +44,7 @@ class RoleProcess:
         self.child = child
         self.started_at = now
         self.reports = RoleReports()
-        """What its processes reported when the host was asked last."""
+        """Reports of its processes when the host was last asked."""
         self.stuck = ""
         """The reason why the watchdog treats it as stuck; empty when it does not."""
         self.stopped: tuple[int, ...] = ()

@@ -50,7 +50,7 @@ class KeyTokens:
     offsets: torch.Tensor
     """int32 [S + 1]: 0 and the cumulated lengths, prefixes included."""
     lengths: tuple[int, ...]
-    """Of each segment with its prefix."""
+    """Length of each segment with its prefix."""
     longest: int
     """Tokens of the longest of them. In a compiled graph the tuple would be compiled anew for each row, a number is not."""
 

@@ -149,9 +149,8 @@ class CudaStateMover:
             for state in states:
                 for name, value in state.items():
                     if _moves(value) and value.device.type == "cuda":
-                        local_part(value).record_stream(
-                            self._stream
-                        )  # what the first update made was allocated on another stream
+                        # The first update allocated it on another stream.
+                        local_part(value).record_stream(self._stream)
                         state[name] = copy_to_host(value)
             self._given_back[part] = torch.cuda.Event()
             self._given_back[part].record(self._stream)
