@@ -82,6 +82,8 @@ class PolicyHistory:
         self._has_published = True
         if event.num_probe_tokens:
             self._probed.add(event.version)
+        else:  # found damaged and published again, without its probe: the run then compares it with a new one
+            self._probed.discard(event.version)
         self.published[event.version] = event.digest
         self.retired.pop(event.version, None)
         self._newest = max(self._newest, event.version)

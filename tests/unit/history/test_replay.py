@@ -76,6 +76,55 @@ def first(events: History, kind: type[AnyEvent], where: Callable[[AnyEvent], boo
     return min(place for place, event in enumerate(events) if isinstance(event, kind) and where(event))
 
 
+def with_probes(events: History, mismatch: float | None = 1e-6) -> History:
+    """Give each published policy a probe, which every server that loads it reproduces up to `mismatch`."""
+    for event in events:
+        if isinstance(event, Publish):
+            event.num_probe_tokens = 61
+        elif isinstance(event, Load) and event.version:
+            event.probe_mismatch, event.probe_limit = mismatch, 1e-3
+    return events
+
+
+def test_servers_that_reproduce_each_probe_are_consistent() -> None:
+    replay = replay_events(with_probes(unbroken()))
+    assert not replay.ledger.breaches
+    assert len(replay.policies.probe_mismatches) == sum(isinstance(e, Load) and e.version > 0 for e in unbroken())
+
+
+@pytest.mark.parametrize("mismatch", [None, 2e-3])
+def test_a_server_that_serves_a_policy_without_reproducing_its_probe_is_found(mismatch: float | None) -> None:
+    events = with_probes(unbroken())
+    place = last(events, Load)
+    load = events[place]
+    assert isinstance(load, Load)
+    load.probe_mismatch = mismatch
+    (breach,) = replay_events(events).ledger.breaches
+    assert breach.invariant is VERSIONS
+    assert (breach.line, "log-probabilities of its probe" in breach.reason) == (place + 1, True)
+
+
+def test_a_damaged_policy_that_is_published_again_has_the_new_probe_of_the_run() -> None:
+    def resume(num_probe_tokens: int) -> History:
+        events = with_probes(unbroken())
+        commit = next(event for event in events[last(events, Commit) :: -1] if isinstance(event, Commit))
+        place = last(events, Publish, lambda event: isinstance(event, Publish) and event.version == commit.step)
+        again = copy.deepcopy(events[place])
+        start = copy.deepcopy(events[first(events, Start, lambda event: event.role == again.role)])
+        assert isinstance(again, Publish)
+        assert isinstance(start, Start)
+        start.from_step, start.attempt, again.attempt, again.num_probe_tokens = commit.step, 2, 2, num_probe_tokens
+        load = Load(version=again.version, digest=again.digest, server="http://a")
+        load.role, load.attempt = "orchestrator", 1
+        return [*events, start, again, load]
+
+    def breaches(events: History) -> list[str]:
+        return [breach.reason for breach in replay_events(events).ledger.breaches if "of its probe" in breach.reason]
+
+    assert len(breaches(resume(num_probe_tokens=61))) == 1
+    assert not breaches(resume(num_probe_tokens=0))
+
+
 def repeat(kind: type[AnyEvent]) -> Corruption:
     def spoil(events: History) -> int:
         place = last(events, kind)
