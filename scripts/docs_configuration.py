@@ -6,7 +6,7 @@ The pages exist in the site only, one for each command: reference/rl.md and so o
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from trivet.config.loading.reference import reference_pages
+from trivet.config.reference import reference_pages
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

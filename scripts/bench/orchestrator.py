@@ -40,8 +40,8 @@ import trivet.orchestrator.loop as loop_module
 import trivet.transport.zeromq as zeromq_module
 from trivet.algorithms.advantages import mean_baseline
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.shared import CkptConfig, TransportConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.shared import CkptConfig, TransportConfig
 from trivet.environments.apis.requests import request_arguments
 from trivet.environments.apis.trajectories import Turn, to_samples
 from trivet.environments.apis.v0.host import V0Host

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.shared import TransportConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.shared import TransportConfig
 from trivet.process.lifetime import die_with_parent
 from trivet.secret import RunSecret
 from trivet.transport.zeromq import ZmqReceiver

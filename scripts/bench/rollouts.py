@@ -26,13 +26,12 @@ from typing import Any
 from openai import AsyncOpenAI
 from receiving import free_port
 
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import EnvConfig
-from trivet.config.sections.inference import InferenceConfig, InferenceModelConfig, ServerConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig, PolicyModelConfig, SamplingConfig
-from trivet.config.sections.shared import CkptConfig, TransportConfig, WeightsConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ClientConfig, InferenceConfig, InferenceModelConfig, ServerConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig, PolicyModelConfig, SamplingConfig
+from trivet.config.schema.shared import CkptConfig, TransportConfig, WeightsConfig
 from trivet.environments.apis.requests import request_arguments
 from trivet.environments.apis.v0.load import load_environment
 from trivet.environments.apis.v0.model_client import ModelClient

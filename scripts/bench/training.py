@@ -37,11 +37,9 @@ from transformers import AutoModelForCausalLM
 
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.compute_dtype import choose_dtype
-from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.model import ComputeDtype, TrainerModelConfig
-from trivet.config.sections.optimizer import AdamWConfig
-from trivet.config.sections.shared import WeightsConfig
-from trivet.config.sections.trainer import ConstantSchedule
+from trivet.config.schema.model import ComputeDtype, TrainerModelConfig
+from trivet.config.schema.shared import WeightsConfig
+from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, DefaultLossConfig
 from trivet.launcher.plan import rank_environment
 from trivet.machine import inspect_machine
 from trivet.trainer.losses.select import make_policy_loss

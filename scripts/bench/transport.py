@@ -33,7 +33,7 @@ import zmq
 from receiving import SECRET, free_port
 
 from trivet.algorithms.packing import PackItem, pack
-from trivet.config.sections.shared import TransportConfig
+from trivet.config.schema.shared import TransportConfig
 from trivet.process.lifetime import die_with_parent
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch

@@ -15,7 +15,7 @@ import torch
 from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.parts import TRAINER
 from trivet.config.layout import RunLayout
-from trivet.config.sections.sft import SftConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.errors import BatchError
 from trivet.trainer.losses.select import cross_entropy
 from trivet.trainer.model.export import Exporter

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trainer_rank_program import LOSSES, make_learner
 
 from support.scripts import load_module
-from trivet.config.sections.optimizer import AdamWConfig
+from trivet.config.schema.trainer import AdamWConfig
 from trivet.errors import CheckpointError
 from trivet.storage.durable import FileRecord, hash_file, list_files
 from trivet.trainer.checkpoint import part_writer

@@ -17,10 +17,10 @@ from support.fake_inference import FakeInference
 from support.groups import make_request
 from support.http_fake import serve_fake
 from support.processes import assert_all_gone, descendants_of, find_free_port
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.environment import EnvConfig, EnvNodesConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.environment import EnvConfig, EnvNodesConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.nodes.node_pools import open_node_pools
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.process.lifetime import module_command

@@ -17,8 +17,8 @@ from support.fake_inference import FakeInference
 from support.groups import make_request
 from support.http_fake import serve_fake
 from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive, wait_until
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.environments.packages.probe import require_loadable
 from trivet.environments.packages.probe_program import ProbeTarget
 from trivet.environments.settings import host_settings

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.sections.client import ClientConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.errors import EnvironmentLoadError, RolloutFailed, WorkerLost
 from trivet.wire.events import EnvRestart, Event

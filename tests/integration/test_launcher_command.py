@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.shared import RunIdentity
 from trivet.launcher.run_directory import RunDirectory
 from trivet.wire.status import RoleState, RunStatus
 

@@ -17,15 +17,15 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from support.scripts import load_module
-from trivet.config.sections import losses as kinds
-from trivet.config.sections.lora import LoRAConfig
-from trivet.config.sections.model import (
+from trivet.config.schema import trainer as kinds
+from trivet.config.schema.model import (
     ActivationCheckpointConfig,
     ActivationOffloadConfig,
     CompileConfig,
+    LoRAConfig,
     TrainerModelConfig,
 )
-from trivet.config.sections.trainer import AdamWConfig, ConstantSchedule
+from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.select import make_policy_loss

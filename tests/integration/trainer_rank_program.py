@@ -13,10 +13,16 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from support.scripts import load_module
-from trivet.config.sections.lora import LoRAConfig
-from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
-from trivet.config.sections.trainer import ConstantSchedule, TrainerModelConfig
+from trivet.config.schema.model import LoRAConfig
+from trivet.config.schema.trainer import (
+    AdamWConfig,
+    ConstantSchedule,
+    DefaultLossConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+    TrainerModelConfig,
+)
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.export import gather_weights

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, report_files

@@ -15,8 +15,8 @@ from trivet.algorithms.packing import PackItem, pack
 from trivet.algorithms.probe import convert_dtype
 from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import RunLayout
-from trivet.config.sections.lora import LoRAConfig
-from trivet.config.sections.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
+from trivet.config.schema.model import LoRAConfig
+from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
 from trivet.errors import InferenceError, TrivetError
 from trivet.examples.tiny_model import make_tokenizer
 from trivet.trainer.losses.select import cross_entropy

@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from support.big_run import write_run
 from support.histories import RunMaker
 from trivet.config.command import run_command
+from trivet.config.keys import all_keys, dotted
 from trivet.config.layout import RunLayout
-from trivet.config.loading.keys import all_keys, dotted
-from trivet.config.loading.load import COMMANDS
-from trivet.config.sections.base import Section
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.load import COMMANDS
+from trivet.config.schema.base import Section
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.conversations.records import read_conversation
 from trivet.conversations.sources import open_source
 from trivet.errors import ConfigError

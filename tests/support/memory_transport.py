@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from trivet.config.sections.shared import TransportConfig
+from trivet.config.schema.shared import TransportConfig
 from trivet.transport.frames import Buffer, RunKey, is_acknowledged, make_alive, make_message, no_acknowledgement
 from trivet.transport.inbox import Inbox
 from trivet.wire.batches import Batch

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.trainer.loop import run
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.rollouts import GroupId

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from trivet.config.sections.deployment import DeploymentConfig
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import DeploymentConfig, RecoveryConfig
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.decisions import (
     AnnounceRestart,

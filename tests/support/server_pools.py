@@ -9,7 +9,7 @@ from support.simulated_run import SimulatedServer
 from trivet.client.server import TargetPolicy
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
-from trivet.config.sections.client import ClientConfig, ElasticConfig
+from trivet.config.schema.inference import ClientConfig, ElasticConfig
 from trivet.weights.manifest import read_manifest
 from trivet.wire.events import Event
 from trivet.wire.versions import PolicyVersion

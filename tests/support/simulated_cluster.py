@@ -17,8 +17,8 @@ from support.fake_roles import FakeEnvironments
 from support.simulated_nodes import FIRST_PORT, NUM_CPUS, DirectReader, SameScratch, SimulatedHost, SimulatedNode, address_of
 from support.simulated_training import ClusterPlan, Timeline, Training
 from trivet.config.layout import RunLayout
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.launcher.logs import RunLog
 from trivet.launcher.node_plan import Node
 from trivet.launcher.nodes import agent as agent_module

@@ -16,9 +16,9 @@ from trivet.client.inference_client import PolicyStatus
 from trivet.client.load import ServerLoad
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
-from trivet.config.sections.client import ClientConfig, ConcurrencyConfig, ElasticConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.shared import CkptConfig
+from trivet.config.schema.inference import ClientConfig, ConcurrencyConfig, ElasticConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.shared import CkptConfig
 from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, ServerGone, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent

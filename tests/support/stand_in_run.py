@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.shared import RunIdentity
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import RecoveryConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog

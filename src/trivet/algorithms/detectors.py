@@ -24,7 +24,7 @@ _RECENT_STEPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """The limits of the detectors; see `config.sections.detectors` for the reasons."""
+    """The limits of the detectors; see `config.schema.shared` for the reasons."""
 
     failed_share: float
     truncated_share: float

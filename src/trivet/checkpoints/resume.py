@@ -15,11 +15,11 @@ from trivet.checkpoints.settings import (
     require_same_settings,
     values_of,
 )
-from trivet.config.checks.numbers import steps_problem
+from trivet.config.check_roles import steps_problem
 from trivet.config.layout import RunLayout
-from trivet.config.sections.base import Section
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.shared import CkptConfig
+from trivet.config.schema.base import Section
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.shared import CkptConfig
 from trivet.errors import CheckpointError, ConfigError, ResumeError
 from trivet.key_names import key_name
 from trivet.wire.versions import Step

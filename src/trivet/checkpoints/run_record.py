@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import CheckpointError
 from trivet.storage.durable import DECODE_ERRORS, write_json_atomically
 

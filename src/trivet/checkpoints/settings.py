@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from trivet.checkpoints.schedules import POSITION, Values, unset_lengths
-from trivet.config.loading.dump import literal, to_toml
-from trivet.config.loading.keys import find_key
+from trivet.config.dump import literal, to_toml
+from trivet.config.keys import find_key
 from trivet.config.masking import mask_table
-from trivet.config.sections.base import Section
-from trivet.config.sections.shared import CkptConfig
+from trivet.config.schema.base import Section
+from trivet.config.schema.shared import CkptConfig
 from trivet.errors import CheckpointError, ResumeError
 from trivet.key_names import key_name
 from trivet.wire.versions import Step

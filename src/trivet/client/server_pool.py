@@ -33,7 +33,7 @@ from trivet.client.load import ServerLoad
 from trivet.client.server import Server, TargetPolicy
 from trivet.client.server_set import ServerSet
 from trivet.client.sleeping import sleep_all
-from trivet.config.sections.client import ClientConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
 from trivet.wire.events import Event
 from trivet.wire.versions import START_VERSION

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from trivet.config.checks.files import file_problems
+from trivet.config.arguments import Arguments, parse_arguments
+from trivet.config.check_files import file_problems
 from trivet.config.compute_dtype import settle_compute_dtype
-from trivet.config.loading.arguments import Arguments, parse_arguments
-from trivet.config.loading.dump import to_toml
-from trivet.config.loading.findings import Findings
-from trivet.config.loading.load import LoadedConfig, SectionT, load_arguments
-from trivet.config.sections.base import Section
+from trivet.config.dump import to_toml
+from trivet.config.findings import Findings
+from trivet.config.load import LoadedConfig, SectionT, load_arguments
+from trivet.config.schema.base import Section
 from trivet.errors import ConfigError, DiskFull, TrivetError
 from trivet.key_names import from_variable, key_name, use_names
 from trivet.machine import inspect_machine
@@ -86,7 +86,7 @@ def run_translated(
         findings = Findings(name_of=name_of)
         arguments = parse_arguments(kind, words, findings)
         if arguments.wants_help:
-            from trivet.config.loading.reference import help_text  # here: it imports what only help needs
+            from trivet.config.reference import help_text  # here: it imports what only help needs
 
             print(help_text(kind))
             return 0
@@ -122,7 +122,7 @@ def _load(kind: type[SectionT], arguments: Arguments, findings: Findings, *, sho
         return load_arguments(kind, arguments, findings, environ=os.environ)
     except ConfigError:
         if shows_usage:
-            from trivet.config.loading.reference import usage_text  # here: it imports what only help needs
+            from trivet.config.reference import usage_text  # here: it imports what only help needs
 
             print(usage_text(kind), file=sys.stderr)
         raise

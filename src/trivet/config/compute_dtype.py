@@ -12,15 +12,15 @@ from typing import cast
 
 import msgspec
 
+from trivet.config.keys import value_at
 from trivet.config.layout import RunLayout
-from trivet.config.loading.keys import value_at
-from trivet.config.loading.load import LoadedConfig, SectionT
-from trivet.config.sections.base import Section
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.model import Dtype
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
+from trivet.config.load import LoadedConfig, SectionT
+from trivet.config.schema.base import Section
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.model import Dtype
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.machine import Machine
 from trivet.storage.durable import DECODE_ERRORS, write_json_atomically

@@ -1,14 +1,14 @@
-"""Reads the headers of a model's files, without loading a weight. Used by `checks` and by the trainer."""
+"""Reads the files of a model that lie on this machine, without loading a weight: headers, tokens and chat template."""
 
 import json
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from trivet.config.loading.user_paths import usable_path
+from trivet.config.user_input import usable_path
 from trivet.errors import ConfigError
 
 _FORMATS = (
@@ -149,7 +149,7 @@ def _find_files(name: str) -> list[Path] | None:
             directory = _find_downloaded(name)
         files = find_weight_files(directory) if directory is not None else []
     except ConfigError:
-        return None  # `checks.files` says what is wrong
+        return None  # `check_files` says what is wrong
     return [file for file in files if file.suffix == ".safetensors"] or None
 
 
@@ -184,3 +184,83 @@ def read_header(file: Path) -> dict[str, Any]:
     if end != num_bytes:
         raise ValueError(f"{file.name} has {num_bytes} bytes and should have {end}: it is cut short or damaged; copy it again")
     return header
+
+
+def read_chat_template(value: str, *, key: str = "chat_template") -> str:
+    """Return the Jinja template that `value` names as a file, or is itself.
+
+    Args:
+        key: the key of `value`, for the error.
+
+    Raises:
+        ConfigError: there is no such file, and the text cannot be a template.
+    """
+    try:
+        return Path(value).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError, ValueError) as exc:
+        if any(character in value for character in "{}\n"):
+            return value
+        reason = exc.strerror if isinstance(exc, OSError) else str(exc)
+        raise ConfigError(
+            f"{key} ({value}) is neither a template nor a file that can be read ({reason}); give the path of a Jinja"
+            " file, or the template itself"
+        ) from exc
+
+
+OTHER_MEDIA = ("image_token", "audio_token", "video_token")
+"""Keys of a tokenizer's configuration that name the stand-in for a picture or a sound. A model of text alone may lack its row, as
+Gemma 3 1B does, and no chat template writes it."""
+
+
+def read_num_rows(directory: Path) -> int | None:
+    """Return how many tokens the embedding of a model has by its config.json; None where it does not say so."""
+    config = _read(directory / "config.json")
+    num_rows = (config.get("text_config") or config).get("vocab_size")
+    return num_rows if isinstance(num_rows, int) else None
+
+
+def read_tokens(directory: Path) -> dict[str, int]:
+    """Return the number of each token of the tokenizer in `directory`; nothing if it is of a kind that only its code can read."""
+    tokenizer = _read(directory / "tokenizer.json")
+    known: Any = tokenizer.get("model", {}).get("vocab", {})
+    if not isinstance(known, dict):  # a list of tokens with their scores
+        known = {token: number for number, (token, _) in enumerate(known)}
+    tokens = cast("dict[str, int]", known)
+    if not tokens:
+        return {}
+    config = _read(directory / "tokenizer_config.json")
+    decoder: dict[str, Any] = config.get("added_tokens_decoder") or {}
+    tokens |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens", ())}
+    tokens |= {added["content"]: int(number) for number, added in decoder.items()}
+    for key in OTHER_MEDIA:
+        tokens.pop(str(config.get(key)), None)
+    return tokens
+
+
+def require_rows(tokens: Mapping[str, int], num_rows: int, *, model: str, tokenizer: str, key: str = "model.name") -> None:
+    """Refuse a tokenizer that has tokens without a row in the embedding. Rows without a token are common and harmless.
+
+    Args:
+        key: the key of the model's name, for the error.
+
+    Raises:
+        ConfigError: there are such tokens; gives both numbers.
+    """
+    beyond = {number: token for token, number in tokens.items() if number >= num_rows}
+    if not beyond:
+        return
+    first = min(beyond)
+    raise ConfigError(
+        f"{key} ({model}) has an embedding of {num_rows} tokens, and the tokenizer ({tokenizer}) has {max(beyond) + 1}: "
+        f"{len(beyond)} tokens have no row, the first is {beyond[first]!r} ({first}); take the tokenizer that belongs to the "
+        f"model, or enlarge the model once: model.resize_token_embeddings({max(beyond) + 1}), then save_pretrained"
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return a file's JSON; nothing when it is not there or cannot be read, which whoever loads it says."""
+    try:
+        content: Any = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from trivet.config.sections.sft import ConversationsConfig
+from trivet.config.schema.sft import ConversationsConfig
 from trivet.conversations.records import Conversation, read_conversation
 from trivet.conversations.sources import Records, open_source
 from trivet.errors import ConfigError

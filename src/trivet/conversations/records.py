@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trivet.config.loading.user_values import parse_json
+from trivet.config.user_input import parse_json
 from trivet.errors import ConfigError
 
 DatasetRecord = Mapping[str, Any]

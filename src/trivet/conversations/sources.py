@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from trivet.config.checks.sft import looks_local
-from trivet.config.loading.user_paths import usable_path
-from trivet.config.loading.user_values import parse_json
+from trivet.config.check_files import looks_local
 from trivet.config.tables import as_list, as_table
+from trivet.config.user_input import parse_json, usable_path
 from trivet.conversations.records import DatasetRecord
 from trivet.errors import ConfigError
 from trivet.process.proxies import PROXY_ERRORS

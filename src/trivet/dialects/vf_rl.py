@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trivet.config.command import run_translated
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.loading.load import LoadedConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.config.load import LoadedConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.vf_rl import VfRLConfig
 from trivet.dialects.vf_checkpoints import VfCheckpoints
 from trivet.dialects.vf_console import VfConsole, follow
 from trivet.dialects.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux

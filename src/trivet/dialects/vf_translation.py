@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trivet.config.environment_ids import parse_environment_id
-from trivet.config.loading.findings import ROOT, Findings
-from trivet.config.loading.keys import find_key
-from trivet.config.loading.load import LoadedConfig, environment_entries, load_sources
-from trivet.config.loading.sources import Entry
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
-from trivet.config.vllm_keys import VLLM_KEYS
+from trivet.config.findings import ROOT, Findings
+from trivet.config.keys import find_key
+from trivet.config.load import LoadedConfig, environment_entries, load_sources
+from trivet.config.schema.inference import VLLM_KEYS
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.sources import Entry
 
 _ARGS = "trainer.args"
 _CHECKPOINT = re.compile(r"(?:.*/)?checkpoint-(\d+)/?")

@@ -1,6 +1,6 @@
 """Translates the sampling configuration into what a group carries. Pure; `apis.requests` makes a request of that."""
 
-from trivet.config.sections.sampling import RequestSamplingConfig
+from trivet.config.schema.environment import RequestSamplingConfig
 from trivet.wire.groups import SamplingArguments
 
 

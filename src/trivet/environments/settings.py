@@ -10,9 +10,9 @@ import msgspec
 
 from trivet.config.layout import SECRET_FILE
 from trivet.config.masking import names_secret
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import EnvConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ClientConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.packages.interpreters import find_interpreter
 from trivet.wire.workers import HostSettings
 

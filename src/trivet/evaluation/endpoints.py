@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.evaluation import EvalClientConfig
+from trivet.config.schema.evaluation import EvalClientConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.config.tables import as_table
 from trivet.errors import ConfigError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trivet.config.sections.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.placement import RunOnServer
 from trivet.evaluation.results import ResultRecord, ResultsFile, TaskRecord, read_summary

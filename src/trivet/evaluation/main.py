@@ -12,7 +12,7 @@ from functools import partial
 from rich.console import Console
 
 from trivet.config.command import run_command
-from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.schema.evaluation import EvalConfig
 from trivet.environments.settings import host_settings
 from trivet.environments.workers.memory import memory_limit
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool

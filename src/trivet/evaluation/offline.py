@@ -13,8 +13,8 @@ from typing import Protocol
 from rich.console import Console
 
 from trivet.config.layout import STABLE, RunLayout
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.online_eval import EvalEnvConfig
+from trivet.config.schema.environment import EvalEnvConfig
+from trivet.config.schema.evaluation import EvalConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.evaluation.evaluate import evaluate, make_task, retry_failed_groups

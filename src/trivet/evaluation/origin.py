@@ -13,11 +13,11 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from trivet.config.layout import RunLayout
-from trivet.config.loading.load import load_config
-from trivet.config.loading.resolve import LOCAL_HOSTS
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.online_eval import EvalEnvConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.load import load_config
+from trivet.config.resolve import LOCAL_HOSTS
+from trivet.config.schema.environment import EvalEnvConfig
+from trivet.config.schema.inference import ClientConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.tables import as_table
 from trivet.errors import ConfigError
 from trivet.process.lock import holder_of

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.online_eval import EvalEnvConfig
+from trivet.config.schema.environment import EvalEnvConfig
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError, ForeignPolicy, InferenceError, WeightsError
 from trivet.evaluation.endpoints import KEY_VARIABLE, Endpoint, choose_client

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.online_eval import EvalEnvConfig
-from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR
+from trivet.config.schema.environment import EvalEnvConfig
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.shared import DEFAULT_OUTPUT_DIR
 from trivet.errors import ConfigError
 from trivet.evaluation.offline import make_env_task, select_envs
 from trivet.evaluation.results import require_continuable

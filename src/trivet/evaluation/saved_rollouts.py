@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RESULTS_FILE, ROLLOUTS_FILE, RunLayout
-from trivet.config.loading.load import load_config
+from trivet.config.load import load_config
 from trivet.config.masking import HIDDEN, mask_table
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import EnvConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ClientConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.settings import host_settings, run_settings
 from trivet.errors import ConfigError
 from trivet.evaluation.results import TASK_FILE, TaskRecord

@@ -16,8 +16,8 @@ from trivet.client.inference_client import InferenceClient, PolicyStatus
 from trivet.client.server import Server, TargetPolicy
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import SECRET_FILE, RunLayout
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR
+from trivet.config.schema.inference import ClientConfig
+from trivet.config.schema.shared import DEFAULT_OUTPUT_DIR
 from trivet.errors import ConfigError, InferenceError, WeightsError
 from trivet.evaluation.placement import PlacementServers
 from trivet.evaluation.targets import Target, complete_steps

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trivet.config.layout import STABLE
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.online_eval import EvalEnvConfig
+from trivet.config.schema.environment import EvalEnvConfig
+from trivet.config.schema.evaluation import EvalConfig
 from trivet.errors import ConfigError
 from trivet.step_directories import list_steps
 from trivet.wire.versions import START_VERSION

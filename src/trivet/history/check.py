@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trivet.checkpoints.orchestrator_part import OwedGroups, read_owed_groups
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
 from trivet.history.breaches import Breach, Invariant
 from trivet.history.chain import ChainHistory

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.vllm_keys import COMPUTED_VLLM_ARGUMENTS, VLLM_KEYS
+from trivet.config.schema.inference import COMPUTED_VLLM_ARGUMENTS, VLLM_KEYS, InferenceConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.process.server_shard import ServerShard

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from trivet.checkpoints.run_record import read_run
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
 from trivet.inference.arguments import (

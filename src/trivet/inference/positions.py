@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from trivet.config.sections.inference import InferenceConfig
+from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError
 
 

@@ -6,8 +6,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.rl import RLConfig
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trivet.config.checks.numbers import steps_problem
+from trivet.config.check_roles import steps_problem
 from trivet.config.layout import RunLayout
-from trivet.config.loading.resolve import LOCAL_HOSTS
-from trivet.config.sections.base import Section
-from trivet.config.sections.client import ElasticConfig
-from trivet.config.sections.environment import EnvNodesConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import RunIdentity, TransportConfig
+from trivet.config.resolve import LOCAL_HOSTS
+from trivet.config.schema.base import Section
+from trivet.config.schema.environment import EnvNodesConfig
+from trivet.config.schema.inference import ElasticConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity, TransportConfig
 from trivet.errors import ConfigError
 from trivet.launcher.gpu_shares import TRAINER, GpuShares
 from trivet.launcher.placement import ENVIRONMENTS, RENDEZVOUS, TRANSPORT, Placement, ServerPlacement
@@ -70,7 +70,7 @@ def plan_over_nodes(
     """Plan the processes of a run of several nodes and the configuration of each role.
 
     Args:
-        config: resolved (config.loading.resolve).
+        config: resolved (config.resolve).
         nodes: those that are there, by their indices; a server whose node is lost keeps the address that it had.
         python: the interpreter that runs the roles, at one path on all nodes.
         resume_step: a committed step, or None for a fresh run.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trivet.config.sections.rl import RLConfig
+from trivet.config.schema.rl import RLConfig
 
 HEAD = 0
 """The node that leads a run: it supervises every process, and is the first of those that train."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NewType
 
-from trivet.config.checks.numbers import steps_problem
+from trivet.config.check_roles import steps_problem
 from trivet.config.layout import RunLayout
-from trivet.config.sections.base import Section
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.base import Section
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.launcher.gpu_shares import (
@@ -120,7 +120,7 @@ def plan(
     """Plan the processes of a run and the configuration of each role.
 
     Args:
-        config: resolved (config.loading.resolve).
+        config: resolved (config.resolve).
         python: the interpreter that runs the roles.
         ports: free ports; one that differs from the configured port replaces it.
         resume_step: a committed step, or None for a fresh run.

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from trivet.checkpoints.settings import EVERY_KEY
-from trivet.config.checks.numbers import tensor_parallel_problem
-from trivet.config.loading.resolve import LOCAL_HOSTS
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.inference import InferenceConfig, ServerConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import CkptConfig, RunIdentity
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.check_roles import tensor_parallel_problem
+from trivet.config.resolve import LOCAL_HOSTS
+from trivet.config.schema.inference import ClientConfig, InferenceConfig, ServerConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import CkptConfig, RunIdentity
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 
 SERVER_KEY, TEACHER_KEY = "INFERENCE_SERVER_KEY", "TEACHER_SERVER_KEY"

@@ -11,10 +11,10 @@ from types import TracebackType
 from trivet.checkpoints.commit import committed_steps, discard_staging, resolve_resume_step, verify_checkpoint
 from trivet.checkpoints.fork import adopt, choose_fork
 from trivet.checkpoints.run_record import read_run, write_run
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.base import Section
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.base import Section
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import CheckpointError, ConfigError, RunDirectoryBusy
 from trivet.key_names import key_name
 from trivet.process.lock import DEAD_MACHINE_S, FileLock, LockWait, holder_of

@@ -9,22 +9,19 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from trivet.config.loading.findings import Findings
-from trivet.config.loading.load import SectionT, load_sources
-from trivet.config.loading.sources import Entry
-from trivet.config.loading.spellings import use_current_names
-from trivet.config.sections.base import Section
-from trivet.config.sections.curriculum import AdvantageConfig
-from trivet.config.sections.detectors import DetectorsConfig
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.losses import LossConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.shared import CkptConfig, LogConfig, WeightsConfig
-from trivet.config.sections.supervision import RecoveryConfig
-from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.findings import Findings
+from trivet.config.load import SectionT, load_sources
+from trivet.config.schema.base import Section
+from trivet.config.schema.deployment import RecoveryConfig
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.orchestrator import AdvantageConfig, OrchestratorConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.shared import CkptConfig, DetectorsConfig, LogConfig, WeightsConfig
+from trivet.config.schema.trainer import LossConfig, TrainerConfig
+from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.sources import Entry
+from trivet.config.spellings import use_current_names
 from trivet.library.messages import name_in_python
 from trivet.shown_text import printable
 

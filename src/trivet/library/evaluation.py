@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from trivet.config.findings import Findings
 from trivet.config.layout import RunLayout
-from trivet.config.loading.findings import Findings
-from trivet.config.loading.load import load_sources
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.inference import InferenceConfig
+from trivet.config.load import load_sources
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError, RoleFailed
 from trivet.evaluation.origin import read_origin
 from trivet.evaluation.resuming import results_layout

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.base import Section
+from trivet.config.dump import to_toml
+from trivet.config.schema.base import Section
 from trivet.launcher.logs import last_lines
 from trivet.process.lifetime import module_command, tied_command
 from trivet.process.signals import ending_signals

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trivet.config.checks.files import file_problems
-from trivet.config.loading.findings import Findings
-from trivet.config.loading.load import load_sources
-from trivet.config.loading.sources import Entry
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.check_files import file_problems
+from trivet.config.findings import Findings
+from trivet.config.load import load_sources
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.sources import Entry
 from trivet.dialects.vf_translation import load_run
 from trivet.environments.packages.installed import LOADER, require_installed
 from trivet.errors import ConfigError

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.base import Section
+from trivet.config.schema.base import Section
 from trivet.errors import ConfigError
 from trivet.key_names import to_variable
 from trivet.launcher.terminal import describe_activity

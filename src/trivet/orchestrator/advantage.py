@@ -21,7 +21,7 @@ from trivet.algorithms.advantages import (
     raw_rewards,
     standardised,
 )
-from trivet.config.sections.curriculum import AdvantageConfig
+from trivet.config.schema.orchestrator import AdvantageConfig
 from trivet.errors import BatchError, ConfigError
 from trivet.process.imports import import_by_path
 from trivet.wire.rollouts import MAX_REWARD

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer

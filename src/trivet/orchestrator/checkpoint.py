@@ -13,7 +13,7 @@ from trivet.checkpoints.orchestrator_part import SCHEMA, STATE_FILE, read_state
 from trivet.checkpoints.parts import ORCHESTRATOR, begin_part, finish_part
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.faults import reach
 from trivet.key_names import key_name

@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.inference import ClientConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.local_pool import LocalPool
 from trivet.environments.nodes.node_pools import open_node_pools
 from trivet.environments.port import EnvironmentPool

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trivet.algorithms.concurrency import TokenBucket
 from trivet.algorithms.rounding import round_down
 from trivet.algorithms.staleness import may_dispatch
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.wire.versions import PolicyVersion, Step
 
 _BURST_S = 5.0

@@ -8,7 +8,7 @@ import os
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.nodes.pool_server import PoolServer
 from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError

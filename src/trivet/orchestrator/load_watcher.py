@@ -10,7 +10,7 @@ from typing import Protocol
 
 from trivet.algorithms.concurrency import LoadSince, next_limit
 from trivet.client.load import ServerLoad
-from trivet.config.sections.client import ConcurrencyConfig
+from trivet.config.schema.inference import ConcurrencyConfig
 from trivet.orchestrator.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from trivet.algorithms.packing import PackItem, pack
 from trivet.checkpoints.data_record import DataRecord
 from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.packages.interpreters import require_environment
 from trivet.faults import arm
 from trivet.orchestrator.advantage import make_advantage

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Protocol
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.environment import EnvConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.sampling import EvalSamplingConfig
+from trivet.config.schema.environment import EnvConfig, EvalSamplingConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.evaluation.evaluate import evaluate, make_task

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from trivet.algorithms.filters import Gibberish, Repetition, RolloutFilter, RolloutFilters
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.sampling import sampling_arguments
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.groups import SamplingArguments

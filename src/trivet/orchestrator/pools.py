@@ -12,7 +12,7 @@ import msgspec
 
 from trivet.algorithms.difficulty import Difficulty, difficulty_of
 from trivet.algorithms.rounding import round_down
-from trivet.config.sections.curriculum import BufferConfig
+from trivet.config.schema.orchestrator import BufferConfig
 from trivet.wire.versions import Step
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from trivet.algorithms.probe import cut_samples
 from trivet.client.inference_client import InferenceClient
-from trivet.config.sections.sampling import SamplingConfig
+from trivet.config.schema.environment import SamplingConfig
 from trivet.environments.sampling import sampling_arguments
 from trivet.errors import InferenceError
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch

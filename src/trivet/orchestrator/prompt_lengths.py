@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from trivet.algorithms.filters import FilterReason
 from trivet.client.inference_client import InferenceClient
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import BatchError, InferenceError
 from trivet.orchestrator.counters import GroupCounters

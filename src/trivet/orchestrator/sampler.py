@@ -15,7 +15,7 @@ import numpy as np
 
 from trivet.algorithms.difficulty import Difficulty, FairTurns
 from trivet.algorithms.seeds import derive_seed
-from trivet.config.sections.curriculum import BufferConfig
+from trivet.config.schema.orchestrator import BufferConfig
 from trivet.orchestrator.pools import DifficultyPools, ParkedExample
 from trivet.wire.rollouts import Group, GroupId
 from trivet.wire.versions import Step

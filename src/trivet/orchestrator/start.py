@@ -13,7 +13,7 @@ from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.examples import training_problem
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import CheckpointError, EnvironmentLoadError

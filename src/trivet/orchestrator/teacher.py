@@ -18,7 +18,7 @@ import numpy as np
 from trivet.algorithms.packing import truncate
 from trivet.backoff import backoff_s
 from trivet.client.inference_client import InferenceClient
-from trivet.config.sections.teacher import TeacherModelConfig
+from trivet.config.schema.orchestrator import TeacherModelConfig
 from trivet.errors import ConfigError, InferenceError, RolloutFailed
 from trivet.orchestrator.group_runner import RunDrawnGroup
 from trivet.orchestrator.sampler import Draw

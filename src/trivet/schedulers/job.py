@@ -26,16 +26,16 @@ import msgspec
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.run_record import read_run
+from trivet.config.dump import to_toml
 from trivet.config.layout import COMMITTED, OWN_VARIABLES, RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.loading.load import load_config
-from trivet.config.loading.sources import ENVIRONMENT_PREFIX
-from trivet.config.sections.base import Section
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.shared import CkptConfig
-from trivet.config.sections.slurm import SlurmCommand
+from trivet.config.load import load_config
+from trivet.config.schema.base import Section
+from trivet.config.schema.deployment import SlurmCommand
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.shared import CkptConfig
+from trivet.config.sources import ENVIRONMENT_PREFIX
 from trivet.errors import ConfigError, NodesMissing, TrivetError
 from trivet.exits import describe_exit
 from trivet.process.lifetime import module_command, tied_command

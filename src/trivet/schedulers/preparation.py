@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from trivet.config.loading.dump import to_toml
-from trivet.config.loading.load import LoadedConfig
+from trivet.config.dump import to_toml
+from trivet.config.load import LoadedConfig
 from trivet.config.masking import mask_table, names_secret
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.config.tables import as_list, as_table
 from trivet.errors import ConfigError
 from trivet.shown_text import printable

@@ -10,14 +10,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.loading.load import LoadedConfig
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.skypilot import SkyPilotConfig
-from trivet.config.sections.slurm import SlurmCommand
+from trivet.config.load import LoadedConfig
+from trivet.config.schema.deployment import SkyPilotConfig, SlurmCommand
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError, NodesMissing
 from trivet.process.lifetime import module_command
 from trivet.schedulers.documents import merge, to_yaml, without_none

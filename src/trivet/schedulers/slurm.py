@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trivet.config.dump import to_toml
 from trivet.config.layout import COMMITTED, RESULTS_FILE, RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.loading.load import LoadedConfig
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.slurm import SlurmCommand, SlurmConfig
+from trivet.config.load import LoadedConfig
+from trivet.config.schema.deployment import SlurmCommand, SlurmConfig
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError, Diverged, SubmissionFailed
 from trivet.process.lifetime import module_command
 from trivet.schedulers.lost_script import LostScriptAction

@@ -1,7 +1,7 @@
 """Hands a command to the scheduler whose table its configuration has."""
 
-from trivet.config.loading.load import LoadedConfig
-from trivet.config.sections.slurm import SlurmCommand
+from trivet.config.load import LoadedConfig
+from trivet.config.schema.deployment import SlurmCommand
 from trivet.errors import ConfigError
 from trivet.schedulers import slurm
 from trivet.schedulers.preparation import Submittable, show_notices

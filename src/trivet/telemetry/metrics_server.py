@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from trivet.config.sections.shared import MetricsServerConfig
+from trivet.config.schema.shared import MetricsServerConfig
 from trivet.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,8 @@ import httpx
 
 from trivet.algorithms.detectors import Thresholds, make_detectors
 from trivet.config.layout import RunLayout
-from trivet.config.sections.detectors import DetectorsConfig
-from trivet.config.sections.orchestrator import ShownSamplesConfig
-from trivet.config.sections.shared import HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
+from trivet.config.schema.orchestrator import ShownSamplesConfig
+from trivet.config.schema.shared import DetectorsConfig, HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
 from trivet.errors import Diverged
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.telemetry.console import LINES, eval_line, sample_lines

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import wandb
 
-from trivet.config.sections.shared import WandbConfig
+from trivet.config.schema.shared import WandbConfig
 from trivet.errors import ConfigError
 from trivet.telemetry.console import conversation_text
 from trivet.wire.rollouts import Rollout

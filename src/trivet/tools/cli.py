@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from trivet.config.loading.user_paths import usable_path
+from trivet.config.user_input import usable_path
 from trivet.errors import TrivetError
 from trivet.process.closed_output import run_until_output_closes
 from trivet.shown_text import print_error

@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trivet.config.compute_dtype import choose_dtype
-from trivet.config.sections.inference import ServerConfig
-from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR, TransportConfig
+from trivet.config.schema.inference import ServerConfig
+from trivet.config.schema.shared import DEFAULT_OUTPUT_DIR, TransportConfig
 from trivet.dependencies import RESTORE, Violation, find_violations
 from trivet.environments.packages.venvs import find_venv_directory, find_venvs
 from trivet.environments.workers.worker_directory import sweep_directories

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trivet.config.loading.user_values import read_toml_file
+from trivet.config.user_input import read_toml_file
 from trivet.errors import ConfigError
 from trivet.examples.files import example_configs, example_environments
 from trivet.tools.workspace_project import installed_source, missing_entries, pip_find_links, project_file, requires_build

@@ -16,8 +16,8 @@ from itertools import chain, count
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.environment import EnvConfig
-from trivet.config.sections.inference import ServerConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ServerConfig
 from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError, RoleFailed
 from trivet.examples.files import example_configs

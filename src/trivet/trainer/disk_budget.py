@@ -7,8 +7,8 @@ import torch
 
 from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import RunLayout
-from trivet.config.sections.shared import CkptConfig
-from trivet.config.sections.trainer import TrainingConfig
+from trivet.config.schema.shared import CkptConfig
+from trivet.config.schema.trainer import TrainingConfig
 from trivet.key_names import key_name
 from trivet.storage.disk import format_bytes, free_bytes, require_free_space
 from trivet.trainer.model.policy_model import PolicyModel, torch_dtype

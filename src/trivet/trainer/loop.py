@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from trivet.algorithms.probe import convert_dtype
 from trivet.checkpoints.parts import PARTS, TRAINER
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import BatchError, WeightsError
 from trivet.faults import reach
 from trivet.key_names import key_name

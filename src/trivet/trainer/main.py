@@ -8,7 +8,7 @@ import torch
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
-from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
+from trivet.config.schema.trainer import TrainerConfig, TrainingConfig
 from trivet.faults import arm
 from trivet.process.lock import hold_role
 from trivet.secret import find_secret

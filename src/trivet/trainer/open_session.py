@@ -18,9 +18,9 @@ from trivet.checkpoints.parts import TRAINER
 from trivet.checkpoints.resume import choose_start, settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
 from trivet.config.layout import RunLayout
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.shared import RunIdentity
-from trivet.config.sections.trainer import ConstantSchedule, TrainingConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.shared import RunIdentity
+from trivet.config.schema.trainer import ConstantSchedule, TrainingConfig
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.part_writer import PartWriter

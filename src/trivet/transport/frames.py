@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from trivet.config.sections.shared import TransportConfig
+from trivet.config.schema.shared import TransportConfig
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.key_names import key_name
 from trivet.process.encrypted_sockets import in_frames

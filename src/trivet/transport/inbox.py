@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from trivet.config.sections.shared import TransportConfig
+from trivet.config.schema.shared import TransportConfig
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.transport.frames import MAX_REASON_CHARS, Buffer, RunKey, make_reply, read_header, refusal
 from trivet.transport.repeated import RepeatedWarning

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import ROLLOUTS_FILE, RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, ConfigError, MessageRefused
 from trivet.step_directories import list_steps
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode

@@ -20,7 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from trivet.config.layout import SECRET_FILE
-from trivet.config.sections.shared import TransportConfig
+from trivet.config.schema.shared import TransportConfig
 from trivet.errors import ConfigError
 from trivet.faults import reach
 from trivet.process.encrypted_sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES, connect_encrypted, listen_encrypted

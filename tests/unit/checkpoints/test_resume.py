@@ -9,8 +9,8 @@ from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, TRAINER, begin_part, f
 from trivet.checkpoints.resume import choose_resume_step, require_resumable
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import COMMITTED, RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import CheckpointError, ConfigError, ResumeError
 from trivet.wire.versions import Step
 

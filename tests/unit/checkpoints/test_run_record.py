@@ -6,7 +6,7 @@ import pytest
 
 from trivet.checkpoints.run_record import AttemptGuard, read_run, require_newest_attempt, write_run
 from trivet.config.layout import RunLayout
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import CheckpointError
 
 FIRST, SECOND, OTHER = RunIdentity(id="a"), RunIdentity(id="a", attempt=2), RunIdentity(id="b")

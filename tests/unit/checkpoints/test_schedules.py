@@ -11,9 +11,9 @@ from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER
 from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.settings import require_same_settings, write_settings
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ResumeError
 from trivet.wire.versions import Step
 

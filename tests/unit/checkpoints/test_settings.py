@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 
 from trivet.checkpoints.settings import CONFIG_FILE, MAY_CHANGE, changes, flatten, require_same_settings, write_settings
-from trivet.config.loading.keys import find_key
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.shared import CkptConfig
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.keys import find_key
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.shared import CkptConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import CheckpointError, ResumeError
 from trivet.wire.versions import Step
 

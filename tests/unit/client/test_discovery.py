@@ -12,7 +12,7 @@ from trivet.client.discovery import ServerDiscovery
 from trivet.client.health import ServerHealthMonitor
 from trivet.client.server import TargetPolicy
 from trivet.client.server_set import ServerSet
-from trivet.config.sections.client import ElasticConfig
+from trivet.config.schema.inference import ElasticConfig
 from trivet.errors import InferenceError
 from trivet.wire.versions import PolicyVersion
 

@@ -13,13 +13,13 @@ import pytest
 from pydantic import ValidationError
 
 from trivet.config.command import run_command
-from trivet.config.loading.user_values import MAX_DEPTH
-from trivet.config.sections.base import Section
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.base import Section
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig
+from trivet.config.user_input import MAX_DEPTH
 from trivet.conversations.sources import open_source
 from trivet.errors import ConfigError
 

@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 
 from trivet.config.command import run_command
-from trivet.config.loading.load import load_config
-from trivet.config.sections.base import Section
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.config.load import load_config
+from trivet.config.schema.base import Section
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.trainer import TrainerConfig
+from trivet.config.schema.vf_rl import VfRLConfig
 from trivet.errors import ConfigError, Diverged, EnvironmentLoadError
 from trivet.key_names import VARIABLE, key_name
 

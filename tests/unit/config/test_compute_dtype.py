@@ -4,13 +4,13 @@ import pytest
 
 from trivet.config.compute_dtype import ChosenDtype, choose_dtype, read_choice, record_choice, settle_compute_dtype
 from trivet.config.layout import RunLayout
-from trivet.config.loading.load import LoadedConfig, load_config
-from trivet.config.sections.base import Section
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.config.load import LoadedConfig, load_config
+from trivet.config.schema.base import Section
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig
+from trivet.config.schema.vf_rl import VfRLConfig
 from trivet.dialects.vf_translation import load_run
 from trivet.errors import ConfigError
 from trivet.machine import Machine

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.loading.load import load_config
-from trivet.config.sections.base import Section
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.config.load import load_config
+from trivet.config.schema.base import Section
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig
+from trivet.config.schema.vf_rl import VfRLConfig
 from trivet.dialects.vf_translation import load_run
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -8,12 +8,12 @@ import pytest
 
 from trivet.checkpoints.settings import CONFIG_FILE, require_same_settings, write_settings
 from trivet.config.command import run_command
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.loading.load import load_config
+from trivet.config.load import load_config
 from trivet.config.masking import HIDDEN, hide_in_addresses, hide_values, mask, mask_table
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.shared import CkptConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.shared import CkptConfig
 from trivet.evaluation.results import TaskRecord
 from trivet.launcher.run_directory import write_configs
 from trivet.view.configs import read_configs

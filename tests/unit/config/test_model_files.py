@@ -5,12 +5,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trivet.config.checks.files import file_problems
-from trivet.config.loading.findings import ConfigFinding
-from trivet.config.loading.load import load_config
+from trivet.config.check_files import file_problems
+from trivet.config.findings import ConfigFinding
+from trivet.config.load import load_config
 from trivet.config.model_files import LinearModules, find_linear_modules, find_weight_files
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 
 

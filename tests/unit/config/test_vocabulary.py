@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
-from trivet.config.checks.files import file_problems
-from trivet.config.loading.findings import ConfigFinding
-from trivet.config.loading.load import load_config
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vocabulary import read_num_rows, read_tokens, require_rows
+from trivet.config.check_files import file_problems
+from trivet.config.findings import ConfigFinding
+from trivet.config.load import load_config
+from trivet.config.model_files import read_num_rows, read_tokens, require_rows
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 
 SAID = (

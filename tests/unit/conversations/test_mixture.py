@@ -7,7 +7,7 @@ from datasets import Dataset, interleave_datasets
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivet.config.sections.sft import ConversationsConfig
+from trivet.config.schema.sft import ConversationsConfig
 from trivet.conversations.mixture import interleave, open_data, step_indices
 from trivet.errors import ConfigError
 

@@ -2,12 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.loading.dump import to_toml
-from trivet.config.loading.load import load_config
-from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
-from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.dump import to_toml
+from trivet.config.load import load_config
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.trainer import ConstantSchedule, CosineSchedule, DefaultLossConfig, LinearSchedule
+from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.dialects.vf_translation import RUN_NAMES, load_run
 from trivet.errors import ConfigError
 from trivet.key_names import key_name, use_names

@@ -1,8 +1,8 @@
 import pytest
 from pydantic import ValidationError
 
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.environments.settings import host_settings, worker_environment
 from trivet.secret import SECRET_FILE
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.sections.evaluation import EvalClientConfig
+from trivet.config.schema.evaluation import EvalClientConfig
 from trivet.errors import ConfigError
 from trivet.evaluation.endpoints import KEY_VARIABLE, Endpoint, choose_client, read_endpoints
 

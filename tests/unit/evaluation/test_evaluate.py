@@ -6,7 +6,7 @@ import json
 import msgspec
 import pytest
 
-from trivet.config.sections.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig
 from trivet.errors import ConfigError, RolloutFailed
 from trivet.evaluation.evaluate import evaluate, make_task
 from trivet.evaluation.results import ResultsFile, read_summary

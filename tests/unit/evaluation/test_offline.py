@@ -12,8 +12,8 @@ from rich.console import Console
 from support.fake_inference import FakeInference
 from support.http_fake import serve_fake
 from trivet.config.layout import RunLayout
-from trivet.config.sections.evaluation import EvalConfig, EvalRetryConfig
-from trivet.config.sections.online_eval import EvalEnvConfig
+from trivet.config.schema.environment import EvalEnvConfig
+from trivet.config.schema.evaluation import EvalConfig, EvalRetryConfig
 from trivet.errors import ConfigError, RolloutFailed
 from trivet.evaluation.offline import OfflineEval
 from trivet.evaluation.plan import check_servers, make_plan

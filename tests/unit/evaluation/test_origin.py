@@ -2,12 +2,11 @@ import fcntl
 
 import pytest
 
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import EnvConfig
-from trivet.config.sections.online_eval import EvalEnvConfig, OnlineEvalConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.environment import EnvConfig, EvalEnvConfig, OnlineEvalConfig
+from trivet.config.schema.inference import ClientConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
 from trivet.evaluation.origin import PolicyOrigin, read_origin, require_free_servers
 

@@ -8,7 +8,7 @@ from support.fake_inference import START_DIGEST, FakeInference
 from support.http_fake import serve_fake
 from support.processes import find_free_port
 from trivet.config.layout import RunLayout
-from trivet.config.sections.client import ClientConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.errors import ConfigError, InferenceError
 from trivet.evaluation.servers import PLAIN_DIGEST, connect
 from trivet.evaluation.targets import BASE, Target

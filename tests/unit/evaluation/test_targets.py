@@ -3,8 +3,8 @@ import asyncio
 import pytest
 
 from trivet.config.layout import STABLE
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.online_eval import EvalEnvConfig
+from trivet.config.schema.environment import EvalEnvConfig
+from trivet.config.schema.evaluation import EvalConfig
 from trivet.errors import ConfigError
 from trivet.evaluation.targets import BASE, follow_targets, present_targets
 

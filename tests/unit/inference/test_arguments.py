@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trivet.config.sections.inference import InferenceConfig
+from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError
 from trivet.inference.arguments import choose_overrides, cpu_environment, refuse_unknown, vllm_arguments
 from trivet.process.server_shard import ServerShard

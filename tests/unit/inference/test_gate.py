@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from trivet.config.sections.inference import InferenceConfig
+from trivet.config.schema.inference import InferenceConfig
 from trivet.inference.arguments import vllm_arguments
 from trivet.inference.gate import guard
 from trivet.inference.routes import add_routes, make_router

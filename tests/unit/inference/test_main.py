@@ -7,7 +7,7 @@ import pytest
 
 from trivet.checkpoints.run_record import write_run
 from trivet.config.layout import RunLayout
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import ConfigError
 from trivet.inference import vllm_names
 from trivet.inference.main import LOGITS_PROCESSORS, is_foreign_run_active, make_engine_config, warn_of_logits_processors

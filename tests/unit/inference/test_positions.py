@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.sections.inference import InferenceConfig
+from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError
 from trivet.inference.positions import position_overrides
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trivet.client.load import ServerLoad, read_load
-from trivet.config.sections.inference import InferenceConfig
+from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import InferenceError
 from trivet.inference import arguments, vllm_names
 from trivet.inference.vllm_names import MODULE_OF

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.sections.curriculum import AdvantageConfig
+from trivet.config.schema.orchestrator import AdvantageConfig
 from trivet.errors import ConfigError
 from trivet.launcher.run import require_advantage
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trivet.config.sections.rl import RLConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.errors import ConfigError
 from trivet.launcher import run
 from trivet.launcher.gpu_shares import describe_memory, require_shared_gpu, share_gpus

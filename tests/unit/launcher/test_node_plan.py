@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.environment import EnvNodesConfig
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import RunIdentity
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.environment import EnvNodesConfig
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.launcher.node_plan import Node, plan_over_nodes
 from trivet.launcher.placement import Placement, place

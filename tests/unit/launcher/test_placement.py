@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trivet.config.sections.rl import RLConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.launcher.placement import ENVIRONMENTS, HEAD, RENDEZVOUS, TRANSPORT, Placement, describe_placement, place
 
 

@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import RunIdentity
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.dump import to_toml
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.launcher.gpu_shares import share_gpus
 from trivet.launcher.plan import ProcessSpec, RunPlan, plan

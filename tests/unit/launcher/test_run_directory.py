@@ -7,10 +7,10 @@ from trivet.checkpoints.commit import commit, committed_steps
 from trivet.checkpoints.parts import PARTS, begin_part, finish_part
 from trivet.checkpoints.run_record import read_run
 from trivet.config.layout import RunLayout
-from trivet.config.loading.load import load_config
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.load import load_config
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import CheckpointError, ConfigError, ResumeError, RunDirectoryBusy
 from trivet.launcher.run import check_resume
 from trivet.launcher.run_directory import RunDirectory, wait_of_job, write_configs

@@ -4,10 +4,9 @@ import logging
 
 import pytest
 
-from trivet.config.sections.losses import GrpoLossConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.sections.vf_rl import VfTrainerArgs
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.trainer import GrpoLossConfig, TrainerConfig
+from trivet.config.schema.vf_rl import VfTrainerArgs
 from trivet.errors import ConfigError
 from trivet.library.arguments import RUN_KEYS, EvalArguments, RLArguments, SFTArguments, entries_of, written_values
 

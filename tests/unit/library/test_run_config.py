@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from trivet.config.sections.losses import CustomLossConfig, GrpoLossConfig
+from trivet.config.schema.trainer import CustomLossConfig, GrpoLossConfig
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.library.arguments import RLArguments, SFTArguments
 from trivet.library.messages import name_in_python

@@ -12,8 +12,8 @@ import pytest
 
 from support.processes import heed_signals, wait_until
 from support.stand_in_command import COMMITTED, ENDLESS, FAILING, REFUSED
-from trivet.config.loading.load import load_config
-from trivet.config.sections.rl import RLConfig
+from trivet.config.load import load_config
+from trivet.config.schema.rl import RLConfig
 from trivet.errors import ConfigError, RoleFailed
 from trivet.library.messages import PYTHON_NAMES
 from trivet.library.run import RunStep

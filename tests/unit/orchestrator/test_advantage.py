@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from trivet.algorithms.advantages import AdvantageInputs
-from trivet.config.sections.curriculum import AdvantageConfig
+from trivet.config.schema.orchestrator import AdvantageConfig
 from trivet.errors import BatchError, ConfigError
 from trivet.orchestrator.advantage import make_advantage
 

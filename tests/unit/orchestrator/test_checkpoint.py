@@ -8,8 +8,7 @@ from trivet.checkpoints.commit import commit
 from trivet.checkpoints.orchestrator_part import read_owed_groups
 from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
-from trivet.config.sections.curriculum import BufferConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import BufferConfig, OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part, write_part

@@ -9,7 +9,7 @@ from support.fake_servers import FakeServers
 from support.groups import make_examples, make_sample
 from support.virtual_time import run_virtually
 from trivet.algorithms.advantages import mean_baseline
-from trivet.config.sections.curriculum import BufferConfig
+from trivet.config.schema.orchestrator import BufferConfig
 from trivet.errors import WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.dispatch_limits import Limits

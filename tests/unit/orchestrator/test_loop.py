@@ -17,9 +17,8 @@ from trivet.checkpoints.commit import commit
 from trivet.checkpoints.data_record import DATA_FILE, DataRecord
 from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
-from trivet.config.sections.curriculum import BufferConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.shared import CkptConfig, RunIdentity
+from trivet.config.schema.orchestrator import BufferConfig, OrchestratorConfig
+from trivet.config.schema.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent

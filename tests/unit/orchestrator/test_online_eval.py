@@ -9,8 +9,8 @@ import pytest
 
 from support.groups import make_sample
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.scores import Summary
 from trivet.orchestrator.online_eval import OnlineEval, discard_evals_after, is_due, make_series, val_metrics

@@ -1,9 +1,7 @@
 from support.groups import make_draw, make_sample
 from trivet.algorithms.filters import RolloutFilter, mask_rollouts
-from trivet.config.sections.curriculum import FiltersConfig, RepetitionFilterConfig
-from trivet.config.sections.environment import EnvConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.sampling import EnvSamplingConfig, SamplingConfig, TempSchedulerConfig
+from trivet.config.schema.environment import EnvConfig, EnvSamplingConfig, SamplingConfig, TempSchedulerConfig
+from trivet.config.schema.orchestrator import FiltersConfig, OrchestratorConfig, RepetitionFilterConfig
 from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.wire.rollouts import Group, GroupId, Rollout
 

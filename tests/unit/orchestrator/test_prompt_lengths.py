@@ -7,7 +7,7 @@ import pytest
 
 from support.groups import make_draw, make_group
 from trivet.algorithms.filters import FilterReason
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, InferenceError
 from trivet.orchestrator.counters import FinishedGroup, GroupCounters
 from trivet.orchestrator.prompt_lengths import PromptLimits, check_prompts, limits_of, report_overlong

@@ -9,8 +9,8 @@ from support.groups import make_group
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.shared import CkptConfig, RunIdentity
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError, CheckpointError
 from trivet.history.replay import Outline, Replay
 from trivet.orchestrator.assembly import make_replay_loop

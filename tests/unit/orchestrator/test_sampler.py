@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.groups import make_draw, make_examples, make_group
-from trivet.config.sections.curriculum import BufferConfig
+from trivet.config.schema.orchestrator import BufferConfig
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.wire.codec import decode, encode
 from trivet.wire.rollouts import Group, GroupId

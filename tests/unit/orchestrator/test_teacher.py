@@ -11,8 +11,8 @@ import pytest
 
 from support.http_fake import serve
 from trivet.client.inference_client import InferenceClient
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.teacher import TeacherModelConfig, TeacherNameConfig
+from trivet.config.schema.inference import ClientConfig
+from trivet.config.schema.orchestrator import TeacherModelConfig, TeacherNameConfig
 from trivet.errors import ConfigError, InferenceError, RolloutFailed
 from trivet.orchestrator.sampler import Draw
 from trivet.orchestrator.teacher import Teacher, is_taught, taught

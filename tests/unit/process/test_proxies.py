@@ -13,8 +13,8 @@ from openai import AsyncOpenAI
 from support.fake_inference import FakeInference
 from support.http_fake import serve, serve_fake
 from trivet.client.inference_client import InferenceClient
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.environments.apis.v0 import load as v0
 from trivet.environments.settings import host_settings
 from trivet.errors import ConfigError

@@ -7,11 +7,11 @@ import pytest
 
 from trivet.checkpoints.run_record import write_run
 from trivet.config.layout import COMMITTED, RunLayout
-from trivet.config.loading.load import load_config
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.load import load_config
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.schedulers import job
 from trivet.schedulers.job import Progress, decide, go_on, is_complete, read_progress
 

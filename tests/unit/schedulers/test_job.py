@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trivet.config.layout import COMMITTED
-from trivet.config.loading.load import load_config
-from trivet.config.sections.rl import RLConfig
+from trivet.config.load import load_config
+from trivet.config.schema.rl import RLConfig
 from trivet.errors import NodesMissing
 from trivet.schedulers import job
 from trivet.schedulers.job import decide, run_first, run_other

@@ -8,8 +8,8 @@ import yaml
 from kubeflow_trainer_api.models.io_k8s_api_core_v1_config_map import IoK8sApiCoreV1ConfigMap
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from trivet.config.loading.load import load_config
-from trivet.config.sections.rl import RLConfig
+from trivet.config.load import load_config
+from trivet.config.schema.rl import RLConfig
 from trivet.schedulers.documents import to_yaml
 from trivet.schedulers.kubernetes import make_manifest
 from trivet.schedulers.skypilot import make_task

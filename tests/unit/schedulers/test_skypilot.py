@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from trivet.config.loading.load import load_config
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
+from trivet.config.load import load_config
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError
 from trivet.schedulers.skypilot import make_task
 from trivet.schedulers.starts import decided_file, is_first_node

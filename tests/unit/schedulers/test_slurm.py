@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from support.processes import wait_until
-from trivet.config.loading.load import load_config
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.slurm import SlurmCommand, SlurmConfig
+from trivet.config.load import load_config
+from trivet.config.schema.deployment import SlurmCommand, SlurmConfig
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError, SubmissionFailed
 from trivet.launcher.commands import rl
 from trivet.schedulers.preparation import count_gpus

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from support.scripts import load_script
-from trivet.config.loading.load import load_config
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.load import load_config
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.trainer import TrainerConfig
 
 script = load_script("gpu_check")
 parts_script = sys.modules["gpu_parts"]

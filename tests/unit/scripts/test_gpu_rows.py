@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from support.scripts import load_script
-from trivet.config.loading.load import load_config
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.load import load_config
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig
 
 script = load_script("bench/gpu_rows")
 shapes = load_script("make_shape").SHAPES

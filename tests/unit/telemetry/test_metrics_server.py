@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.processes import find_free_port
 from trivet.config.layout import RunLayout
-from trivet.config.sections.shared import MetricsServerConfig, RunIdentity
+from trivet.config.schema.shared import MetricsServerConfig, RunIdentity
 from trivet.errors import ConfigError
 from trivet.telemetry.metrics_server import MetricsServer
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
@@ -79,7 +79,7 @@ def test_the_port_is_free_again_once_telemetry_is_closed(tmp_path):
 
 def test_a_variable_that_is_meant_for_vllm_does_not_end_the_training(tmp_path):
     program = (
-        "from trivet.config.sections.shared import MetricsServerConfig\n"
+        "from trivet.config.schema.shared import MetricsServerConfig\n"
         "from trivet.telemetry.metrics_server import MetricsServer\n"
         "server = MetricsServer(MetricsServerConfig(port=0))\n"
         "server.update(1, {'loss/mean': 0.5})\n"

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import ShownSamplesConfig
-from trivet.config.sections.shared import RunIdentity, WandbConfig
+from trivet.config.schema.orchestrator import ShownSamplesConfig
+from trivet.config.schema.shared import RunIdentity, WandbConfig
 from trivet.errors import CheckpointError
 from trivet.telemetry.console import conversation_text
 from trivet.telemetry.events import EventWriter, chain_value, num_complete_bytes, read_events, take_apart

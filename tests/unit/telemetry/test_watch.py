@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from trivet.config.sections.detectors import DetectorsConfig
+from trivet.config.schema.shared import DetectorsConfig
 from trivet.errors import Diverged
 from trivet.telemetry.telemetry import DetectorWatch
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.packages import write_source
-from trivet.config.sections.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig
 from trivet.dependencies import InstalledPackages
 from trivet.environments.packages.interpreters import describe_interpreter, find_interpreter
 from trivet.environments.packages.venvs import EnvironmentVenv, find_venvs

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from support.documents import ROOT
-from trivet.config.loading.load import load_config
-from trivet.config.sections.evaluation import EvalConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.config.load import load_config
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.vf_rl import VfRLConfig
 from trivet.dialects.vf_translation import load_run
 from trivet.tools.cli import main
 from trivet.tools.init import ENVIRONMENTS, workspace_files, write_workspace

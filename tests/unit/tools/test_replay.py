@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
 from trivet.config.masking import HIDDEN
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.evaluation.results import TaskRecord
 from trivet.tools import cli
 from trivet.wire.groups import SamplingArguments, Split

@@ -13,10 +13,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from trivet.config.sections.losses import DefaultLossConfig, LossConfig
-from trivet.config.sections.model import TrainerModelConfig
-from trivet.config.sections.optimizer import SGDConfig
-from trivet.config.sections.trainer import ConstantSchedule, TrainerConfig
+from trivet.config.schema.model import TrainerModelConfig
+from trivet.config.schema.trainer import ConstantSchedule, DefaultLossConfig, LossConfig, SGDConfig, TrainerConfig
 from trivet.trainer import device_copies
 from trivet.trainer import step as step_module
 from trivet.trainer.attention.packed import HeadDims, register_attention

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.trainer import DefaultLossConfig, TrainerConfig
 from trivet.errors import OutOfMemory
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state

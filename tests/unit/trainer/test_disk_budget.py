@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from trivet.checkpoints.retention import removable_steps
-from trivet.config.sections.shared import CkptConfig, CkptWeightsConfig
+from trivet.config.schema.shared import CkptConfig, CkptWeightsConfig
 from trivet.trainer.disk_budget import Sizes, estimate
 from trivet.wire.versions import Step
 

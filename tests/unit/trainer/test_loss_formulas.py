@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from trivet.config.sections.losses import LossConfig
+from trivet.config.schema.trainer import LossConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention.packed import Segments
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss

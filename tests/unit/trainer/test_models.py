@@ -9,8 +9,7 @@ import transformers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.trainer import TrainerModelConfig
+from trivet.config.schema.trainer import DefaultLossConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention import packed
 from trivet.trainer.model.export import Exporter

@@ -6,7 +6,7 @@ import torch
 
 from support.oracle import Oracle
 from trivet.algorithms.probe import Probe, ProbeSample
-from trivet.config.sections.lora import LoRAConfig
+from trivet.config.schema.model import LoRAConfig
 from trivet.errors import TrivetError, WeightsError
 from trivet.trainer.probe import choose_samples, require_agreement, require_restored, samples_of, score
 

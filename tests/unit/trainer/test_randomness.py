@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trivet.config.loading.load import load_config
-from trivet.config.sections.lora import LoRAConfig
-from trivet.config.sections.model import ActivationCheckpointConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
+from trivet.config.load import load_config
+from trivet.config.schema.model import ActivationCheckpointConfig, LoRAConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.trainer.attention.packed import HeadDims, Segments, register_attention, sdpa_packed
 from trivet.trainer.losses.select import cross_entropy
 from trivet.trainer.model.policy_model import PolicyModel, load_policy, without_dropout

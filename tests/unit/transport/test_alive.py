@@ -7,7 +7,7 @@ import pytest
 
 from support.processes import find_free_port
 from support.transport_ends import SECRET
-from trivet.config.sections.shared import TransportConfig
+from trivet.config.schema.shared import TransportConfig
 from trivet.errors import WaitTimeout
 from trivet.transport.frames import RunKey, make_alive
 from trivet.transport.inbox import Inbox

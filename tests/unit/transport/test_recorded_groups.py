@@ -6,7 +6,7 @@ import pytest
 
 from support.groups import make_group
 from trivet.config.layout import RunLayout
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, ConfigError
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.transport.recorded_groups import GROUPS_FILE, read_groups, recorded_files, require_replayable

@@ -10,7 +10,7 @@ import pytest
 
 from support.processes import find_free_port
 from support.transport_ends import SECRET
-from trivet.config.sections.shared import TransportConfig
+from trivet.config.schema.shared import TransportConfig
 from trivet.errors import ConfigError, WaitTimeout
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch

@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from trivet.config.sections.environment import EnvNodesConfig
+from trivet.config.schema.environment import EnvNodesConfig
 from trivet.environments.nodes.connection import KEY_PURPOSE, open_socket
 from trivet.environments.nodes.node import RemoteNode
 from trivet.environments.workers.answers import find_fault

@@ -11,7 +11,7 @@ import secrets
 import zmq
 import zmq.asyncio
 
-from trivet.config.sections.environment import EnvNodesConfig
+from trivet.config.schema.environment import EnvNodesConfig
 from trivet.environments.nodes.connection import KEY_PURPOSE, open_socket
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.workers.channel import MAX_MESSAGE_BYTES

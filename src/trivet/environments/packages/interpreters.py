@@ -6,7 +6,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from trivet.config.sections.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig
 from trivet.dependencies import InstalledPackages
 from trivet.environments.packages.installed import require_installed
 from trivet.environments.packages.venvs import find_venv_directory, find_venvs, find_venvs_of, package_directories

@@ -6,8 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.rl import RLConfig
+from trivet.config.dump import to_toml
+from trivet.config.schema.rl import RLConfig
 from trivet.launcher.gpu_shares import share_gpus
 from trivet.launcher.plan import trainer_process
 from trivet.machine import inspect_machine

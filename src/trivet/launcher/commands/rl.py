@@ -4,7 +4,7 @@ import os
 from functools import partial
 
 from trivet.config.command import run_command
-from trivet.config.sections.rl import RLConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.schedulers.node_variables import pod_exit_code
 from trivet.schedulers.submit import submit
 

@@ -11,7 +11,7 @@ from trivet.checkpoints.settings import EVERY_KEY
 from trivet.config.command import run_command
 from trivet.config.compute_dtype import record_choice
 from trivet.config.layout import RunLayout
-from trivet.config.sections.sft import FakeDataConfig, SftConfig
+from trivet.config.schema.sft import FakeDataConfig, SftConfig
 from trivet.conversations.mixture import open_data
 from trivet.errors import ConfigError
 from trivet.launcher.commands.ranks import become_ranks

@@ -4,7 +4,7 @@ import sys
 
 from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.launcher.commands.ranks import become_ranks
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trivet.config.sections.deployment import DeploymentConfig
+from trivet.config.schema.deployment import DeploymentConfig
 from trivet.errors import ConfigError
 from trivet.schedulers.node_variables import (
     JOB_HEAD,

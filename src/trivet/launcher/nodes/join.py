@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.rl import RLConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.dependencies import own_version
 from trivet.errors import ConfigError, NodesMissing, TrivetError
 from trivet.launcher.logs import RunLog

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.dependencies import own_version
 from trivet.errors import ConfigError, NodesMissing
 from trivet.launcher.node_plan import Node, plan_over_nodes

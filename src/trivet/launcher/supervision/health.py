@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import RecoveryConfig
 from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog
 from trivet.launcher.reports import ReportStamp

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trivet.backoff import backoff_s
-from trivet.config.sections.deployment import DeploymentConfig
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import DeploymentConfig, RecoveryConfig
 from trivet.errors import NodesMissing
 from trivet.exits import NODE_LOST, describe_exit
 from trivet.launcher.plan import TRAINING, RecoveryUnit

@@ -19,7 +19,7 @@ Unblocked by the clock. The loop ends with the verdict of `Recovery`, and decide
 import signal
 from collections.abc import Iterable
 
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import RecoveryConfig
 from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.errors import EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.key_names import key_name

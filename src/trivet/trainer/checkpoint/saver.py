@@ -16,7 +16,7 @@ from trivet.checkpoints.retention import removable_steps, remove_checkpoint
 from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
-from trivet.config.sections.trainer import TrainingConfig
+from trivet.config.schema.trainer import TrainingConfig
 from trivet.faults import reach
 from trivet.storage.disk import explaining_full_disk, require_free_space
 from trivet.storage.durable import FileRecord

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from trivet.config.sections.shared import CkptConfig
+from trivet.config.schema.shared import CkptConfig
 from trivet.errors import CheckpointError
 from trivet.storage.durable import FileRecord
 from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, ShardPlanner, ShardReader, read_metadata

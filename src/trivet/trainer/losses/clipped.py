@@ -5,7 +5,7 @@ CISPO and AIPO clip detached importance weights instead, and never mask a token.
 
 import torch
 
-from trivet.config.sections.losses import AipoLossConfig, CispoLossConfig, GrpoLossConfig, GspoLossConfig
+from trivet.config.schema.trainer import AipoLossConfig, CispoLossConfig, GrpoLossConfig, GspoLossConfig
 from trivet.trainer.losses.terms import LossUnit, RowLoss, common_values, make_ratios, sum_by_sample
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors

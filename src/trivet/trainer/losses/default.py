@@ -2,7 +2,7 @@
 
 import torch
 
-from trivet.config.sections.losses import DefaultLossConfig
+from trivet.config.schema.trainer import DefaultLossConfig
 from trivet.trainer.losses.terms import (
     LossUnit,
     RowLoss,

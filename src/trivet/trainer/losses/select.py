@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from trivet.config.sections.losses import (
+from trivet.config.schema.trainer import (
     AipoLossConfig,
     CispoLossConfig,
     CustomLossConfig,

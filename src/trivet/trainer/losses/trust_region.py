@@ -2,7 +2,7 @@
 
 import torch
 
-from trivet.config.sections.losses import DppoLossConfig, IpoLossConfig
+from trivet.config.schema.trainer import DppoLossConfig, IpoLossConfig
 from trivet.trainer.losses.terms import LossUnit, Ratios, RowLoss, common_values, make_ratios
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
+from trivet.config.schema.trainer import TrainerConfig, TrainingConfig
 from trivet.dependencies import own_version
 from trivet.errors import ConfigError
 from trivet.storage.durable import replace_file

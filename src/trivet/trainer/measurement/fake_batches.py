@@ -1,6 +1,6 @@
 """Makes up batches for a run of the trainer by itself (`trainer.data.fake`). A `BatchReceiver`."""
 
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.trainer.measurement.fake_data import fake_rows
 from trivet.trainer.model.initial_weights import read_config
 from trivet.trainer.model.policy_model import require_model

@@ -10,7 +10,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from trivet.config.sections.trainer import TrainingConfig
+from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.ranks.world import World
 

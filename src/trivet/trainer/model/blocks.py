@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trivet.config.sections.model import ActivationCheckpointConfig, TrainerModelConfig
+from trivet.config.schema.model import ActivationCheckpointConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention.packed import TRACEABLE, WITHOUT_OPERATOR, packs_rows
 from trivet.trainer.model.activations import ActivationOffload, CudaTransfers

@@ -12,9 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trivet.config.chat_template import read_chat_template
-from trivet.config.sections.trainer import TrainingConfig
-from trivet.config.vocabulary import OTHER_MEDIA, require_rows
+from trivet.config.model_files import OTHER_MEDIA, read_chat_template, require_rows
+from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.model.host_copies import HostCopies
 from trivet.trainer.model.policy_model import PolicyModel, has_adapter

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from trivet.config.sections.model import TrainerModelConfig
+from trivet.config.schema.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.model.dither import dither
 from trivet.trainer.model.weight_files import (

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import PreTrainedModel
 
 from trivet.config.model_files import LinearModules, choose_targets, is_called, last_parts
-from trivet.config.sections.lora import LoRAConfig
+from trivet.config.schema.model import LoRAConfig
 from trivet.errors import ConfigError
 from trivet.weights.adapters import ADAPTER_CONFIG
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from trivet.config.sections.model import ComputeDtype, TrainerModelConfig
+from trivet.config.schema.model import ComputeDtype, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention.packed import HeadDims, packs_rows, register_attention
 from trivet.trainer.kernels.cpu import speed_up_on_cpu

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig
 
-from trivet.config.sections.lora import LoRAConfig
+from trivet.config.schema.model import LoRAConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trivet.config.model_files import find_weight_files, read_header
-from trivet.config.sections.model import TrainerModelConfig
+from trivet.config.schema.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.ranks.world import World, broadcast_bytes
 

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from trivet.algorithms.schedules import cosine_factor, linear_factor
-from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
-from trivet.config.sections.trainer import ConstantSchedule, LinearSchedule, ScheduleConfig
+from trivet.config.schema.trainer import (
+    AdamWConfig,
+    ConstantSchedule,
+    LinearSchedule,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SGDConfig,
+)
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.trainer.device_copies import local_part

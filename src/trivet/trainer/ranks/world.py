@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from trivet.config.checks.numbers import replicas_problem
+from trivet.config.check_roles import replicas_problem
 from trivet.config.layout import SECRET_FILE
 from trivet.errors import ConfigError, UnknownRank
 from trivet.process.listening import listen

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trivet.algorithms.packing import PackItem, pack, stack
 from trivet.checkpoints.data_record import DataRecord
-from trivet.config.sections.sft import ConversationsConfig, FakeDataConfig, LossMaskConfig, SftConfig, SftDataConfig
+from trivet.config.schema.sft import ConversationsConfig, FakeDataConfig, LossMaskConfig, SftConfig, SftDataConfig
 from trivet.conversations.mixture import Mixture, open_data, step_indices
 from trivet.errors import BatchError
 from trivet.trainer.measurement.fake_data import fake_item

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trivet.config.sections.sft import LossMaskConfig
+from trivet.config.schema.sft import LossMaskConfig
 from trivet.conversations.records import ChatMessage, Conversation
 from trivet.errors import ConfigError
 from trivet.wire.rollouts import Sample

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from trivet.checkpoints.parts import TRAINER
 from trivet.config.command import run_command
-from trivet.config.sections.sft import SftConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.errors import BatchError
 from trivet.faults import arm, reach
 from trivet.process.signals import noted_signals

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trivet.algorithms.packing import pack
 from trivet.checkpoints.data_record import DataRecord
-from trivet.config.sections.sft import SftConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError, Diverged
 from trivet.trainer.model.policy_model import PolicyModel, free_gathered, without_dropout
 from trivet.trainer.ranks.world import World, sum_over_ranks

@@ -1,6 +1,6 @@
 """What becomes of a group's sampling parameters in a request."""
 
-from trivet.config.sections.sampling import RequestSamplingConfig
+from trivet.config.schema.environment import RequestSamplingConfig
 from trivet.environments.apis.requests import (
     SAMPLING_DEFAULTS,
     plain_arguments,

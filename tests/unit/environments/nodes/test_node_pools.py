@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from support.groups import make_request, make_sample
 from support.processes import find_free_port
-from trivet.config.sections.environment import EnvNodesConfig
+from trivet.config.schema.environment import EnvNodesConfig
 from trivet.environments.nodes import node as node_module
 from trivet.environments.nodes import pool_server
 from trivet.environments.nodes.node_pools import NodePools, open_node_pools

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from support.packages import write_installed
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.environments.packages.interpreters import find_interpreter, require_environment
 from trivet.environments.settings import host_settings
 from trivet.errors import EnvironmentLoadError

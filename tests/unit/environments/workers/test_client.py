@@ -8,7 +8,7 @@ import pytest
 
 from support.stand_in_process import StandInProcess
 from support.virtual_time import run_virtually
-from trivet.config.sections.client import ClientConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.environments.workers.channel import Channel
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.process import WorkerProcess

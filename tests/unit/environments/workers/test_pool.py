@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.virtual_time import run_virtually
-from trivet.config.sections.client import ClientConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, _Environment, _Slot
 from trivet.environments.workers.pulses import PulseMonitor
 from trivet.environments.workers.restarts import RestartBudget

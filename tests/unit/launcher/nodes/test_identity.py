@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trivet.config.sections.deployment import DeploymentConfig
+from trivet.config.schema.deployment import DeploymentConfig
 from trivet.errors import ConfigError
 from trivet.launcher.nodes.identity import NodeIdentity, identify_node
 

@@ -10,11 +10,11 @@ from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, begin_part, finish_par
 from trivet.checkpoints.run_record import read_run
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
-from trivet.config.loading.load import load_config
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import RunIdentity
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.load import load_config
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import CheckpointError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import RecoveryUnit, plan

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from support.fake_roles import FakeChild, FakeClock, FakeHost, make_log, make_spec, write_report
 from trivet.config.layout import RunLayout
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import RecoveryConfig
 from trivet.launcher.supervision.health import RoleHealthMonitor
 from trivet.launcher.supervision.restarts import RestartLog
 from trivet.launcher.supervision.role_processes import RoleProcess

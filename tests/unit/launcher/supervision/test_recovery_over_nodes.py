@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from support.recovery_history import History
-from trivet.config.sections.deployment import DeploymentConfig
+from trivet.config.schema.deployment import DeploymentConfig
 from trivet.exits import NODE_LOST
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.decisions import (

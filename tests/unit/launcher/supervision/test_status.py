@@ -8,7 +8,7 @@ import pytest
 
 from support.fake_roles import FakeAttempts, FakeChild, FakeClock, make_log, make_spec, write_report
 from trivet.config.layout import RunLayout
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import RecoveryConfig
 from trivet.launcher.logs import RunLog
 from trivet.launcher.reports import read_reports
 from trivet.launcher.supervision.decisions import Outcome, RecoveryVerdict

@@ -11,7 +11,7 @@ import pytest
 
 from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeEnvironments, FakeHost, write_report
 from trivet.config.layout import RunLayout
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import RecoveryConfig
 from trivet.errors import CheckpointError, EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.exits import NODE_LOST
 from trivet.launcher.logs import RunLog

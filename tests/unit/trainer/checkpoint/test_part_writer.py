@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trivet.config.sections.losses import GrpoLossConfig
+from trivet.config.schema.trainer import GrpoLossConfig
 from trivet.errors import CheckpointError
 from trivet.storage.durable import FileRecord, hash_file
 from trivet.trainer.checkpoint import part_writer

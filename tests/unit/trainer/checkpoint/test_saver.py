@@ -8,7 +8,7 @@ import pytest
 from trivet.checkpoints.commit import committed_steps, verify_checkpoint
 from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import CheckpointError, DiskFull, WeightsError
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.saver import CheckpointSaver

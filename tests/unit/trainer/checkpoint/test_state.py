@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.shared import CkptConfig
+from trivet.config.schema.shared import CkptConfig
+from trivet.config.schema.trainer import DefaultLossConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume, state_of, write_state
 from trivet.trainer.optim.host_state import keep_state_on_host

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.model import TrainerModelConfig
+from trivet.config.schema.model import TrainerModelConfig
+from trivet.config.schema.trainer import DefaultLossConfig
 from trivet.trainer.kernels.lanes import Lanes
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.ranks.world import World, gather_tensor

@@ -4,11 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trivet.config.sections.bench import BenchConfig
-from trivet.config.sections.lora import LoRAConfig
-from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.trainer import TrainerConfig, TrainerModelConfig
+from trivet.config.schema.model import LoRAConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import BenchConfig, DefaultLossConfig, TrainerConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.losses.select import cross_entropy, make_policy_loss
 from trivet.trainer.measurement.bench import Measured, Spread, make_report, measure, require_folder, run_bench

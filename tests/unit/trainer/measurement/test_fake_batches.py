@@ -6,7 +6,7 @@ import pytest
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
-from trivet.config.sections.trainer import FakeBatchesConfig, TrainerConfig, TrainerDataConfig, TrainerModelConfig
+from trivet.config.schema.trainer import FakeBatchesConfig, TrainerConfig, TrainerDataConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.loop import check_batch, run
 from trivet.trainer.main import open_receiver

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.trainer.kernels.lanes import Lanes
 from trivet.trainer.measurement.profiling import Profiler

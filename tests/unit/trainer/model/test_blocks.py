@@ -16,7 +16,7 @@ from torch.fx.experimental import _config as symbolic_shapes
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from trivet.config.sections.model import ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
+from trivet.config.schema.model import ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention import packed
 from trivet.trainer.model import blocks

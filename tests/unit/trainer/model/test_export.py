@@ -9,9 +9,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.tiny_models import make_mixture_config
-from trivet.config.sections.lora import LoRAConfig
-from trivet.config.sections.rope import RopeScalingConfig
-from trivet.config.sections.trainer import TokenizerConfig, TrainerModelConfig, TrainingConfig
+from trivet.config.schema.model import LoRAConfig, RopeScalingConfig
+from trivet.config.schema.trainer import TokenizerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.model import export as export_module
 from trivet.trainer.model.export import Exporter, load_tokenizer

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from support.tiny_models import make_mixture_config
-from trivet.config.sections.lora import LoRAConfig
-from trivet.config.sections.model import DebugModelConfig, TrainerModelConfig
+from trivet.config.schema.model import DebugModelConfig, LoRAConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.model.export import gather_weights
 from trivet.trainer.model.initial_weights import original_name

@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from trivet.config.layout import RunLayout
 from trivet.config.model_files import LinearModules, choose_targets
-from trivet.config.sections.lora import LoRAConfig
-from trivet.config.sections.losses import DefaultLossConfig, GrpoLossConfig
-from trivet.config.sections.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
+from trivet.config.schema.model import LoRAConfig
+from trivet.config.schema.trainer import DefaultLossConfig, GrpoLossConfig, TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.disk_budget import measure_sizes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from trivet.config.sections.model import TrainerModelConfig
+from trivet.config.schema.model import TrainerModelConfig
 from trivet.trainer.model.policy_model import PolicyModel, load_policy, set_last_row
 from trivet.trainer.ranks.world import World
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from support.tiny_models import make_mixture_config
-from trivet.config.sections.model import TrainerModelConfig
+from trivet.config.schema.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
 from trivet.trainer.ranks.world import World

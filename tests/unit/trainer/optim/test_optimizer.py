@@ -1,8 +1,15 @@
 import pytest
 import torch
 
-from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
-from trivet.config.sections.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
+from trivet.config.schema.trainer import (
+    AdamWConfig,
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from trivet.errors import ConfigError
 from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, make_optimizer, state_bytes
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from support.template_server import make_tokenizer
-from trivet.config.sections.sft import LossMaskConfig
+from trivet.config.schema.sft import LossMaskConfig
 from trivet.conversations.records import ChatMessage, Conversation, read_conversation
 from trivet.errors import ConfigError
 from trivet.trainer.sft.data import to_sample

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.fork import adopt
 from trivet.config.layout import RunLayout
-from trivet.config.sections.sft import SftConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.errors import BatchError, ConfigError, Diverged, ResumeError
 from trivet.trainer.sft.main import run
 from trivet.trainer.step import Learner, StepResult, train_step

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ClientConfig
 from trivet.environments.apis.load import traceback_tail
 from trivet.environments.apis.v0.load import load_environment
 from trivet.environments.settings import host_settings

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion
 
 from support.scripted_model import ScriptedModel, call_of
 from support.v0_host import ToyHost
-from trivet.config.sections.sampling import EvalSamplingConfig
+from trivet.config.schema.environment import EvalSamplingConfig
 from trivet.environments.apis import attempts, messages
 from trivet.environments.apis.v0.scoring import guard_rewards
 from trivet.environments.sampling import sampling_arguments

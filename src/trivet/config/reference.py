@@ -1,0 +1,195 @@
+"""Reads the strings under the fields of configuration sections from the source. For `--help` and the page of keys alone.
+
+pydantic would read them too (`use_attribute_docstrings`), but whenever a section is imported, which took about a fifth of the time
+that a command needs to start.
+"""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+
+from trivet.config.dump import literal
+from trivet.config.keys import KeyPath, Shape, dotted, key_of, members
+from trivet.config.schema.base import Section
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig
+from trivet.config.schema.vf_rl import VfRLConfig
+
+
+def field_doc(section: type[Section], name: str) -> str:
+    """Return the string under the field `name` of `section` or of the class that it inherits the field from; empty without one."""
+    owner = next(kind for kind in section.__mro__ if name in vars(kind).get("__annotations__", {}))
+    return _docs_of_module(owner.__module__).get((owner.__qualname__, name), "")
+
+
+@cache
+def _docs_of_module(module: str) -> dict[tuple[str, str], str]:
+    """Return the string under each field, by the names of its class and of itself."""
+    docs: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.ClassDef):
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                        docs[node.name, name] = inspect.cleandoc(doc)
+                    case _:
+                        pass  # a method, or a field without a string under it
+    return docs
+
+
+USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run]"
+EXAMPLES: dict[type[Section], tuple[str, str]] = {
+    RLConfig: ("rl", "rl @ config.toml --trainer.optim.lr 1e-5"),
+    TrainerConfig: ("trainer", "trainer @ trainer.toml"),
+    OrchestratorConfig: ("orchestrator", "orchestrator @ orchestrator.toml"),
+    InferenceConfig: ("inference", "inference @ inference.toml"),
+    SftConfig: ("sft", "sft @ sft.toml --data.name data.jsonl"),
+    EvalConfig: (
+        "eval",
+        "eval --client.base-url http://127.0.0.1:8000/v1 --weights-dir outputs/weights --env.id ID --steps 10,50",
+    ),
+    VfRLConfig: ("vf-rl", "vf-rl @ configs/vf-rl/reverse-text.toml --trainer.args.max-steps 20"),
+}
+"""The command that reads each kind, and a line of it that works."""
+
+REMARKS: dict[type[Section], str] = {
+    RLConfig: "`uv run trainer`, `uv run orchestrator` and `uv run inference` start one role alone. They take the keys of its"
+    " sections without the first part: `trainer.optim.lr` is `optim.lr`.",
+    SftConfig: "Shares model, optimizer, schedule and checkpoints with the trainer.",
+    EvalConfig: "Measures the start weights and every published step on a running server.",
+    VfRLConfig: "The dialect of verifiers' trainer, translated to the keys of `rl`: `--dry-run` prints the key of each value.",
+}
+"""The kinds of configuration that have a reference page, each with a remark."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRow:
+    """A key, as text."""
+
+    name: str
+    type: str
+    default: str | None
+    """As TOML; None if the key has to be given."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionRows:
+    """A section with the keys that it holds itself, as text."""
+
+    header: str
+    """The header in TOML, with brackets; empty for the top level."""
+    text: str
+    rows: Sequence[KeyRow]
+
+
+def usage_text(kind: type[Section]) -> str:
+    """Return how the command that reads `kind` is called."""
+    command, example = EXAMPLES[kind]
+    return f"usage: {command} {USAGE}\n e.g.: uv run {example}"
+
+
+def help_text(kind: type[Section]) -> str:
+    """Return the usage and every key of `kind`."""
+    lines = [usage_text(kind)]
+    for section in section_rows(kind):
+        lines += ["", f"{section.header}  {section.text}".strip()]
+        for row in section.rows:
+            text = f". {row.text}" if row.text else ""
+            default = "needed" if row.default is None else f"default {row.default}"
+            lines.append(f"  {row.name:<26} {row.type}, {default}{text}")
+    return "\n".join(lines)
+
+
+def reference_pages() -> dict[str, str]:
+    """Return a page with every key for each command. A role's sections are listed once, under the run that holds them."""
+    return {EXAMPLES[kind][0]: _reference_page(kind) for kind in REMARKS}
+
+
+def _reference_page(kind: type[Section]) -> str:
+    command, example = EXAMPLES[kind]
+    parts = [f"# Keys of `{command}`\n\n```\nuv run {example}\n```\n\n{REMARKS[kind]}\n"]
+    return "\n".join([*parts, *(_table(section) for section in section_rows(kind))])
+
+
+def _table(section: SectionRows) -> str:
+    title = f"## `{section.header}`\n\n" if section.header else "## Top level\n\n"
+    table = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *(_line(row) for row in section.rows)])
+    return f"{title}{section.text + chr(10) * 2 if section.text else ''}{table}\n"
+
+
+def _line(row: KeyRow) -> str:
+    default = "needed" if row.default is None else f"`{_cell(row.default)}`"
+    return f"| `{row.name}` | {_cell(row.type)} | {default} | {_cell(row.text)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def section_rows(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionRows]:
+    """Yield each section of `kind` with the keys that it holds itself, in the order of the models."""
+    fields = [(name, field, key_of(field)) for name, field in kind.model_fields.items()]
+    rows = [_row(kind, name, field) for name, field, key in fields if not key.sections]
+    if rows:
+        yield SectionRows(header=header, text=text, rows=rows)
+    for name, field, key in fields:
+        inner = (*path, name)
+        brackets = f"[[{dotted(inner)}]]" if key.shape is Shape.SECTION_LIST else f"[{dotted(inner)}]"
+        default = field.get_default(call_default_factory=True)
+        remarks = [field_doc(kind, name), "Off unless it is given." if default is None else ""]
+        if default is not None and type(None) in members(field.annotation):
+            remarks.append(f'`{name} = "None"` takes it away.')
+        for section in key.sections:
+            variant = f' type = "{section.model_fields["type"].default}"' if len(key.sections) > 1 else ""
+            description = " ".join(remark for remark in (*remarks, inspect.cleandoc(section.__doc__ or "")) if remark)
+            yield from section_rows(section, inner, brackets + variant, description.strip())
+
+
+def _row(kind: type[Section], name: str, field: FieldInfo) -> KeyRow:
+    default = field.get_default(call_default_factory=True)
+    return KeyRow(
+        name=name,
+        type=f"{_type_name(field.annotation)}{_bounds(field)}",
+        default=None if field.is_required() else "None" if default is None else literal(default),
+        text=field_doc(kind, name).replace("\n", " "),
+    )
+
+
+def _type_name(annotation: Any) -> str:
+    names = [_member_name(member) for member in members(annotation)]
+    return " | ".join(names)
+
+
+def _member_name(member: Any) -> str:
+    if member is type(None):
+        return "None"
+    if get_origin(member) is Literal:
+        return " | ".join(f'"{choice}"' for choice in get_args(member))
+    if get_origin(member) is list:
+        return f"list of {_type_name(get_args(member)[0])}"
+    if get_origin(member) is dict:
+        return "table"
+    return {"str": "text", "Path": "path"}.get(str(member.__name__), str(member.__name__))
+
+
+def _bounds(field: FieldInfo) -> str:
+    signs = {Ge: "≥ {ge}", Gt: "> {gt}", Le: "≤ {le}", Lt: "< {lt}", MinLen: "at least {min_length}"}
+    bounds = [
+        sign.format(**{name: getattr(bound, name) for name in bound.__slots__ or vars(bound)})
+        for bound in field.metadata
+        for kind, sign in signs.items()
+        if isinstance(bound, kind)
+    ]
+    return f", {', '.join(bounds)}" if bounds else ""

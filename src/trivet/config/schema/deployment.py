@@ -1,0 +1,310 @@
+"""Sections of the machines of a run: nodes, restarts, and the schedulers that have other machines carry a command out."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
+
+from trivet.config.masking import names_secret
+from trivet.config.schema.base import MAX_PROCESSES, MAX_WAIT_S, Host, Section
+
+
+class RecoveryConfig(Section):
+    """Inference is restarted alone; trainer and orchestrator go back to the newest checkpoint together."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts of inference, and of trainer with orchestrator, within restart_window_s; one failure more ends the run. 0: none.
+    Over several nodes, one that is lost while its role works does not count."""
+    restart_window_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
+    """Restarts longer ago than this many seconds no longer count."""
+    backoff_s: float = Field(default=1.0, ge=0, le=MAX_WAIT_S)
+    """Wait before the first restart within the window, seconds; it doubles with each further one, up to a minute."""
+    preemption_grace_s: float = Field(default=60.0, ge=0, le=MAX_WAIT_S)
+    """After SIGTERM or SIGHUP the roles have this many seconds to finish the step and commit a checkpoint. 0: stop at once."""
+    watchdog_timeout_s: float = Field(default=120.0, gt=2, le=MAX_WAIT_S)
+    """A process that has not reported for this many seconds is named as stuck. Each reports every second, whatever it does."""
+    stall_warn_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
+    """When no role's report has changed for this many seconds, the run logs which role waits for which, and each process writes its
+    stacks into its log. It repeats this after twice the time. No process is ended for it."""
+    on_stuck: Literal["warn", "restart", "stop"] = "restart"
+    """Reaction to a stuck role: only a warning, a restart as if it had died, or the end of the run."""
+
+
+class DeploymentConfig(Section):
+    """The nodes of a run. Every node runs the same command; the first one's exit code is that of the run."""
+
+    type: Literal["single_node", "multi_node"] = "single_node"
+    """`multi_node`: nodes either train or serve. The first num_train_nodes train, and the first of all leads the run."""
+    num_train_nodes: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Nodes over which the trainer's ranks are spread."""
+    num_infer_nodes: int = Field(default=1, ge=0, le=MAX_PROCESSES)
+    """Nodes of one inference server, which inference.parallel.tp divides among them; 0: the run starts none, and
+    orchestrator.client.base_url names those that run."""
+    num_infer_replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Inference servers. Each is restarted alone, and rollouts go to the least loaded."""
+    servers_per_node: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Servers that share a node and its GPUs."""
+    nodes_per_fsdp_group: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
+    """Nodes over which one copy of the trainer's model is sharded, which sets trainer.model.dp_replicate; unset: all that train."""
+    orchestrator_on_inference: bool = False
+    """Run the orchestrator, and environments without nodes of their own, on the first node that serves instead of the first that
+    trains."""
+    env_worker_nodes: list[int] | None = None
+    """Numbers of the nodes that run environment workers, orchestrator.workers_per_env of each environment on each; unset: the
+    orchestrator's node. A group runs on the node with the fewest pending ones."""
+    gpus_per_node: int = Field(default=8, ge=0, le=MAX_PROCESSES)
+    """GPUs of each node, all of which its role uses. 0: nodes without GPUs, on each of which trainer_cpu_ranks ranks train."""
+    min_train_nodes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
+    """Go on with this many nodes that train when others are lost and do not return; unset: all are needed."""
+    node_rank: int | None = Field(default=None, ge=0, lt=MAX_PROCESSES)
+    """The number of this node, from 0. Unset: SLURM, JobSet, Kubeflow or SkyPilot has told it."""
+    host: Host | None = None
+    """The address at which other nodes reach this one. Unset: that of the interface through which it reaches the first node; on the
+    first node the scheduler's name for it, else the address of the interface with the default route."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the first node to which the others connect; 0: any that is free. output_dir/.control.json tells it to them."""
+    start_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
+    """How long the nodes wait for each other at the start."""
+    lost_after_s: float = Field(default=30.0, ge=10, le=MAX_WAIT_S)
+    """A node that has said nothing for this long counts as lost. It ends its processes sooner, and itself after twice as long."""
+    return_timeout_s: float = Field(default=120.0, ge=0, le=MAX_WAIT_S)
+    """How long a run that cannot go on without a lost node waits for its return. Then it ends with exit code 75, and the scheduler
+    may start it again."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "DeploymentConfig":
+        if self.type == "single_node":
+            if given := sorted(self.model_fields_set - {"type", "gpus_per_node"} - _defaults_of(self)):
+                raise ValueError(f'{", ".join(given)} need type = "multi_node"; set it, or remove them')
+            return self
+        if self.servers_per_node > 1 and self.num_infer_nodes > 1:
+            raise ValueError(
+                f"a server of num_infer_nodes = {self.num_infer_nodes} has its nodes to itself; remove servers_per_node"
+            )
+        if self.gpus_per_node % self.servers_per_node:
+            raise ValueError(
+                f"servers_per_node ({self.servers_per_node}) must divide gpus_per_node ({self.gpus_per_node}): each server of a"
+                " node has as many GPUs as the others"
+            )
+        group = self.nodes_per_fsdp_group
+        if group is not None and self.num_train_nodes % group:
+            raise ValueError(f"nodes_per_fsdp_group ({group}) must divide num_train_nodes ({self.num_train_nodes})")
+        if (self.min_train_nodes or 1) > self.num_train_nodes:
+            raise ValueError(f"min_train_nodes ({self.min_train_nodes}) must be <= num_train_nodes ({self.num_train_nodes})")
+        if self.orchestrator_on_inference and self.num_infer_nodes == 0:
+            raise ValueError("orchestrator_on_inference needs a node that serves; raise num_infer_nodes or remove it")
+        workers = self.env_worker_nodes
+        if workers is not None and not (
+            workers and set(workers) <= set(range(self.num_nodes)) and len(set(workers)) == len(workers)
+        ):
+            raise ValueError(
+                f"env_worker_nodes = {workers} must name nodes of the run, each once: there are nodes 0 to {self.num_nodes - 1}"
+            )
+        return self
+
+    @property
+    def is_multi_node(self) -> bool:
+        """True when a run may have more than one node."""
+        return self.type == "multi_node"
+
+    @property
+    def num_serving_nodes(self) -> int:
+        """The nodes that serve."""
+        return -(-self.num_infer_nodes * self.num_infer_replicas // self.servers_per_node)
+
+    @property
+    def num_nodes(self) -> int:
+        """All nodes of the run."""
+        return self.num_train_nodes + self.num_serving_nodes if self.is_multi_node else 1
+
+
+def _defaults_of(config: DeploymentConfig) -> set[str]:
+    """Return the keys whose values are the default ones: a resolved configuration names them all."""
+    return {name for name, field in DeploymentConfig.model_fields.items() if getattr(config, name) == field.default}
+
+
+Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
+"""A name as DNS has them (RFC 1035): a small letter, then small letters, digits and dashes, 63 characters at most."""
+JobName = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
+"""The same in 40 characters: pods are called `NAME-inference-4095-0-abcde`, and 63 are the most for that."""
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""Name of an environment variable."""
+
+
+def _require_absolute(path: Path) -> Path:
+    if not path.is_absolute() or ".." in path.parts:
+        raise ValueError("must be an absolute path without ..: it is one on the machines of the job")
+    return path
+
+
+RemotePath = Annotated[Path, AfterValidator(_require_absolute)]
+
+
+def require_no_secrets(env: Iterable[str], *, given: Iterable[str], instead: str) -> None:
+    """Refuse variables that may be secret, and those that are given as secrets too.
+
+    Args:
+        env: names of variables whose values are written into a file that others read.
+        given: names of variables whose values are not.
+        instead: what to write for the name `{}`.
+
+    Raises:
+        ValueError: there are such variables.
+    """
+    if both := sorted(set(env) & set(given)):
+        raise ValueError(f"{', '.join(both)}: in env and among the secrets; keep one of each")
+    if secret := sorted(name for name in env if names_secret(name)):
+        raise ValueError(
+            f"{', '.join(secret)} in env may be secret, and the file would show it; write in its place: {instead.format(secret[0])}"
+        )
+
+
+OneLine = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r\x00]*$")]
+"""Text of one line: it stands in a directive of a batch script."""
+SlurmCommand = Literal["rl", "sft", "eval"]
+"""The commands that can be jobs."""
+
+
+class SlurmConfig(Section):
+    """The table that has a command written as a batch script in output_dir/slurm and submitted. The job carries the command out."""
+
+    job_name: OneLine = "trivet"
+    """Name that squeue shows."""
+    project_dir: Path = Path()
+    """Directory in which the job runs, which the node must see too; paths are relative to it."""
+    partition: OneLine | None = None
+    """Unset: the cluster's default, as for every key here that has none."""
+    account: OneLine | None = None
+    """Account that the time is charged to."""
+    qos: OneLine | None = None
+    """Quality of service."""
+    constraint: OneLine | None = None
+    """Features that the node must have."""
+    nodelist: OneLine | None = None
+    """Nodes to choose from."""
+    exclude: OneLine | None = None
+    """Nodes not to choose."""
+    time: OneLine | None = None
+    """Time limit, as sbatch takes it: `4:00:00`, `2-12`."""
+    gpus_per_node: int | None = Field(default=None, ge=0, le=MAX_PROCESSES)
+    """GPUs to ask for; unset: those that the configuration names. 0 for a run on CPUs."""
+    cpus_per_task: int | None = Field(default=None, ge=1)
+    """Cores of the run on each node, all roles together. Unset and not exclusive: one, with most clusters."""
+    mem: OneLine | None = None
+    """Memory of the run on each node, all roles together, as sbatch takes it: `64G`."""
+    exclusive: bool = False
+    """Take whole nodes."""
+    pre_run_command: str | None = None
+    """Shell text that runs on the node before the command, such as `module load cuda`."""
+    requeue: bool = True
+    """Queue the job again when its time is up before the command is done, when a node fails, or when the command fails in a way
+    that may pass. It goes on from the newest commit."""
+    kill_on_node_fail: bool = False
+    """Let SLURM end a job of several nodes when one of them fails, as it does by default. If false, SLURM takes the node out of
+    the job, and the run goes on as `[deployment]` and `[recovery]` allow."""
+    signal_seconds: int = Field(default=300, ge=1, le=65_535)
+    """Seconds before the time limit at which the command is asked to end; SLURM may ask up to a minute earlier."""
+    srun_args: list[OneLine] = []
+    """Words for srun, such as the flags of a container plug-in."""
+    sbatch_args: list[OneLine] = []
+    """Further directives of the script, a line each: `--mail-type=END`."""
+
+
+ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+"""The name of an object that is there already."""
+KeyOfSecret = Annotated[str, StringConstraints(pattern=r"^[-a-z0-9.]+/[-A-Za-z0-9._]+$")]
+Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?([KMGT]i?)?$")]
+"""An amount of memory, as Kubernetes takes it: `64Gi`."""
+
+
+class KubernetesConfig(Section):
+    """The table that has a command written as a JobSet to output_dir/kubernetes. The user starts it with `kubectl apply`."""
+
+    image: str = Field(min_length=1)
+    """Container image with trivet in it, such as one built from scripts/Dockerfile."""
+    volume_claim: ObjectName
+    """Claim of the volume that all pods write to (ReadWriteMany). It must hold output_dir: other files go with their pod."""
+    volume_path: RemotePath = Path("/runs")
+    """Where the pods have the volume."""
+    working_dir: RemotePath | None = None
+    """Directory in which the pods run the command; output_dir and other relative paths are relative to it. Unset: volume_path."""
+    name: JobName = "trivet"
+    """Name of the JobSet, its ConfigMap and the DNS domain of its pods."""
+    namespace: Label = "default"
+    """Namespace of both, and of the claim and the secrets."""
+    python: str = Field(default="python", min_length=1)
+    """The interpreter in the image."""
+    queue: Label | None = None
+    """Queue of Kueue, which holds the JobSet back until all its pods have a place. Unset: none."""
+    service_account: ObjectName | None = None
+    """Service account of the pods; unset: the namespace's default."""
+    node_selector: dict[str, str] = {}
+    """Labels that the machines must have."""
+    tolerations: list[dict[str, Any]] = []
+    """Taints of machines that the pods tolerate, as Kubernetes spells them."""
+    env: dict[Variable, str] = {}
+    """Environment variables of the pods. The manifest shows them, so names that sound like a secret's are refused."""
+    secret_env: dict[Variable, KeyOfSecret] = {}
+    """Environment variables from keys of secrets that are there already: `WANDB_API_KEY = "wandb/key"`."""
+    cpus: int | None = Field(default=None, ge=1)
+    """Cores of each pod; unset: no limit."""
+    memory: Quantity | None = None
+    """Memory of each pod; unset: no limit."""
+    gpus_per_node: int | None = Field(default=None, ge=0, le=MAX_PROCESSES)
+    """GPUs of each pod; unset: those that the configuration names. 0 for a run on CPUs."""
+    gpu_resource: str = Field(default="nvidia.com/gpu", min_length=1)
+    """Name under which the cluster counts GPUs."""
+    shm_size: Quantity = "16Gi"
+    """Most that /dev/shm may hold, which counts as memory of the pod: NCCL and vLLM have their buffers there."""
+    max_restarts: int = Field(default=3, ge=0, le=MAX_PROCESSES)
+    """Restarts of all pods together, after a failure or an eviction; the command goes on from its newest commit. Exit codes 2 and 3
+    (a bad configuration, a loss that is not finite) restart nothing."""
+    max_server_restarts: int = Field(default=100, ge=0, le=MAX_PROCESSES)
+    """New pods for a node that serves, while the others go on; one more loss restarts all."""
+    pod_overrides: dict[str, Any] = {}
+    """Merged last into the specification of every pod, for what has no key here. Tables are merged key by key; containers, volumes
+    and variables by name; other lists are replaced."""
+
+    @model_validator(mode="after")
+    def _variables_fit(self) -> "KubernetesConfig":
+        require_no_secrets(self.env, given=self.secret_env, instead='secret_env = {{ {} = "SECRET/KEY" }}')
+        return self
+
+
+class SkyPilotConfig(Section):
+    """The table that has a command written as a task to output_dir/skypilot. The user starts it with `sky jobs launch`."""
+
+    working_dir: RemotePath
+    """Directory in which the nodes run the command; output_dir and other relative paths are relative to it. It must be on a volume
+    that all nodes share and that outlives them, which task_overrides names."""
+    name: JobName = "trivet"
+    """Name of the task."""
+    accelerator: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
+    """Kind of the GPUs, such as `H100`; needed unless the run is one on CPUs."""
+    gpus_per_node: int | None = Field(default=None, ge=0, le=MAX_PROCESSES)
+    """GPUs of each node; unset: those that the configuration names. 0 for a run on CPUs."""
+    cpus: int | None = Field(default=None, ge=1)
+    """Fewest cores of a node; unset: what SkyPilot chooses."""
+    memory_gb: int | None = Field(default=None, ge=1)
+    """Least memory of a node, in GB; unset: what SkyPilot chooses."""
+    image: str | None = Field(default=None, min_length=1)
+    """Container image with trivet in it, such as one built from scripts/Dockerfile. Unset: setup installs trivet."""
+    setup: str | None = Field(default=None, min_length=1)
+    """Shell text that prepares a node before the command; unset: nothing."""
+    python: str = Field(default="python", min_length=1)
+    """The interpreter on the nodes."""
+    file_mounts: dict[str, Any] = {}
+    """Files and buckets that the nodes get, as SkyPilot spells them."""
+    env: dict[Variable, str] = {}
+    """Environment variables of the nodes. The task shows them, so names that sound like a secret's are refused."""
+    secrets: list[Variable] = []
+    """Environment variables whose values `sky jobs launch --secret NAME` takes from where it is typed."""
+    task_overrides: dict[str, Any] = {}
+    """Merged last into the task, for what has no key here. Tables are merged key by key, and lists of tables that all have
+    a `name` by name; other lists are replaced."""
+
+    @model_validator(mode="after")
+    def _variables_fit(self) -> "SkyPilotConfig":
+        require_no_secrets(self.env, given=self.secrets, instead='secrets = ["{}"]')
+        return self

@@ -1,0 +1,295 @@
+"""Sections of environments: how they run, how tokens are sampled in them, and how a run is evaluated on them."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from packaging.version import Version
+from pydantic import AfterValidator, Field, model_validator
+
+from trivet.algorithms.schedules import cosine_value, linear_value
+from trivet.config.environment_ids import parse_environment_id
+from trivet.config.layout import SECRET_FILE
+from trivet.config.schema.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Host, Section
+from trivet.process.imports import is_in_a_file
+
+
+class TempSchedulerConfig(Section):
+    """Temperature as a function of the step that was being filled when a group started."""
+
+    type: Literal["linear", "cosine"] = "linear"
+    """Straight from start to end, or half a cosine."""
+    start_temperature: float = Field(default=1.0, gt=0)
+    """Temperature at step 1."""
+    end_temperature: float = Field(default=1.0, gt=0)
+    """Temperature at total_steps and after it."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Steps from start to end. Unset: max_steps of the first start; a resume with another max_steps keeps it."""
+
+    def temperature_at(self, step: int, *, max_steps: int | None) -> float:
+        """Return the temperature at `step`.
+
+        Args:
+            max_steps: the run's; needed, and checked before, if `total_steps` is not set.
+        """
+        schedule = {"linear": linear_value, "cosine": cosine_value}[self.type]
+        num_steps = self.total_steps or max_steps or 1
+        return schedule(step, start=self.start_temperature, end=self.end_temperature, num_steps=num_steps)
+
+
+class RequestSamplingConfig(Section):
+    """Sampling apart from the temperature."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Tokens per model turn; unset: up to the context's end."""
+    min_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    """No stop token before this many; above 0 biases the importance ratio."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; below 1 biases the importance ratio, which the trainer computes over the whole vocabulary."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample among the k likeliest; -1 and 0 are off. Biases the importance ratio."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Drop tokens below this share of the likeliest; biases the importance ratio."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """1 is off; biases the importance ratio."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """0 is off; biases the importance ratio."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """0 is off; biases the importance ratio."""
+    seed: int | None = Field(default=None, ge=0)
+    """Seed of each request, combined with its group and index; unset: not reproducible."""
+    extra_body: dict[str, Any] = {}
+    """Further request fields. A knob that has a key above is refused here."""
+
+
+class SamplingConfig(RequestSamplingConfig):
+    """Sampling in training."""
+
+    temperature: float | None = Field(default=None, gt=0)
+    """The trainer divides logits by it too. Unset: 1.0, or what temp_scheduler says."""
+    temp_scheduler: TempSchedulerConfig | None = None
+    """A temperature that changes with the step, instead of `temperature`."""
+
+    @model_validator(mode="after")
+    def _one_temperature(self) -> "SamplingConfig":
+        if self.temperature is not None and self.temp_scheduler is not None:
+            raise ValueError(
+                f"temperature ({self.temperature}) and temp_scheduler (start_temperature "
+                f"{self.temp_scheduler.start_temperature}) exclude each other; remove one"
+            )
+        return self
+
+    def temperature_at(self, step: int, *, max_steps: int | None) -> float:
+        """Return the temperature of groups that start while batch `step` is being filled."""
+        if self.temp_scheduler is not None:
+            return self.temp_scheduler.temperature_at(step, max_steps=max_steps)
+        return 1.0 if self.temperature is None else self.temperature
+
+
+class EvalSamplingConfig(RequestSamplingConfig):
+    """Sampling in evaluations."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 always takes the likeliest token."""
+
+
+RunSamplingT = TypeVar("RunSamplingT", SamplingConfig, EvalSamplingConfig)
+
+
+class EnvSamplingConfig(Section):
+    """Changes to sampling in one environment. A key that is not set has the value of the run's `sampling`."""
+
+    temperature: float | None = Field(default=None, gt=0)
+    """Replaces the run's temperature or its schedule."""
+    temp_scheduler: TempSchedulerConfig | None = None
+    """Replaces the run's temperature or its schedule."""
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Tokens per model turn."""
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    """No stop token before this many."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus sampling."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Sample among the k likeliest; -1 and 0 are off."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Drop tokens below this share of the likeliest."""
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """1 is off."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """0 is off."""
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """0 is off."""
+    seed: int | None = Field(default=None, ge=0)
+    """Seed of each request, combined with its group and index."""
+    extra_body: dict[str, Any] = {}
+    """Further request fields, merged over the run's field by field."""
+
+    @model_validator(mode="after")
+    def _one_temperature(self) -> "EnvSamplingConfig":
+        if self.temperature is not None and self.temp_scheduler is not None:
+            raise ValueError(f"temperature ({self.temperature}) and temp_scheduler exclude each other; remove one")
+        return self
+
+    def over(self, run: RunSamplingT) -> RunSamplingT:
+        """Return `run` with this environment's changes. Sampling of evaluations has no schedule."""
+        changes = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        changes["extra_body"] = {**run.extra_body, **self.extra_body}
+        if isinstance(run, SamplingConfig) and self.temperature is not None:
+            changes["temp_scheduler"] = None
+        elif isinstance(run, SamplingConfig) and self.temp_scheduler is not None:
+            changes["temperature"] = None
+        return run.model_copy(update=changes)
+
+
+_MAX_NAME_CHARS = 128
+"""Longest name. It becomes the name of a directory, which file systems limit to 255 bytes."""
+
+
+def _require_name(name: str) -> str:
+    if not name.isprintable() or len(name) > _MAX_NAME_CHARS or "\\" in name or {"", ".", ".."} & set(name.split("/")):
+        raise ValueError(
+            f"names a directory of results: it must be printable, have at most {_MAX_NAME_CHARS} characters, and be no path "
+            "that starts with / or has .. in it"
+        )
+    return name
+
+
+def _require_id(id_or_function: str) -> str:
+    if is_in_a_file(id_or_function) and id_or_function.isprintable():
+        return id_or_function
+    parse_environment_id(_require_name(id_or_function))
+    return id_or_function
+
+
+def _require_variable(name: str) -> str:
+    if name == SECRET_FILE or not name.isidentifier():
+        raise ValueError(f"names a variable of the environment, and never {SECRET_FILE}, which holds the secret of the run")
+    return name
+
+
+EnvName = Annotated[str, AfterValidator(_require_name)]
+EnvId = Annotated[str, AfterValidator(_require_id)]
+VariableName = Annotated[str, AfterValidator(_require_variable)]
+
+
+class EnvWorkersConfig(Section):
+    """Keys of the processes that run environments. The orchestrator and the command `eval` have them."""
+
+    workers_per_env: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Processes that run each environment. One runs many rollouts at a time; more help where its own Python is slow."""
+    max_env_worker_restarts: int = Field(default=5, ge=-1)
+    """A worker that ended this often in a row, without finishing a group in between, ends the run or the evaluation; -1: never."""
+    max_worker_memory: float | None = Field(default=None, gt=0)
+    """Most memory of one worker with all that it started, GiB. One that takes more is ended, named and started again. Unset: half
+    of the machine's memory, or of its container's."""
+    strict_data: bool = False
+    """Refuse an environment whose data differ from those of the checkpoint resumed from, or from one worker to another, as data do
+    that are drawn without a seed. False: a warning says it."""
+    env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
+    """Longest time for load_environment, downloads of data included, seconds."""
+    env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
+    """A worker whose event loop is blocked for longer, by synchronous code of its environment, is ended and started again,
+    seconds."""
+    rollout_timeout_s: float | None = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
+    """Longest time for the rollouts of one example and their scores, seconds; a group that needs longer fails. None: any."""
+
+
+class EnvNodesConfig(Section):
+    """The nodes that run environment workers. deployment.env_worker_nodes fills it in."""
+
+    nodes: list[int] = Field(min_length=1)
+    """The numbers of these nodes."""
+    own: int = Field(ge=0)
+    """The number of the node of this process."""
+    host: Host
+    """Where the orchestrator listens for the pools of the other nodes."""
+    port: int = Field(ge=1, le=65535)
+    """The port there, which the launcher holds."""
+
+
+class EnvConfig(Section):
+    """An environment: its package, its arguments, and how the policy is sampled in it."""
+
+    id: EnvId = "reverse-text"
+    """Package name of the environment, or `path/to/file.py:load_environment`: a function that returns one. `my-env@0.1.2` and
+    `my-env==0.1.2` ask for a version, which must be the installed one."""
+    name: EnvName | None = None
+    """Name in logs and metrics; defaults to the id without its version, and for a function to the name of its file. Unique."""
+    args: dict[str, Any] = {}
+    """Passed to load_environment."""
+    on_reward_error: Literal["drop", "zero"] = "drop"
+    """A reward function that raises, or returns no reward (text, a list, NaN): `drop` fails the group with that error, so that no
+    bug is trained on; `zero` takes 0 for it, as verifiers does."""
+    venv: str = "auto"
+    """Virtual environment of the environment's workers: the name of one that `trivet env install` made, or the path of another.
+    `auto` takes the one that the environment was installed into, else trivet's own; `trivet` takes trivet's own."""
+    env_vars: list[VariableName] = []
+    """Variables that the workers get although their name is that of a secret (`KEY`, `TOKEN`, `PASSWORD` and the like in it), e.g.
+    `["HF_TOKEN", "JUDGE_API_KEY"]`. They always get every other variable, and the keys that `client.api_key_var` names."""
+    keep_variables: list[VariableName] = []
+    """An older name of `env_vars`. Both count."""
+    sampling: EnvSamplingConfig = EnvSamplingConfig()
+
+    @property
+    def program(self) -> tuple[str, dict[str, Any], str, list[str], str]:
+        """All that a worker is started with. Workers of one environment can run any other with an equal program."""
+        return self.package, self.args, self.on_reward_error, sorted({*self.env_vars, *self.keep_variables}), self.venv
+
+    @property
+    def label(self) -> str:
+        """The environment's name in logs, metrics and file names."""
+        return self.name or (Path(self.id).stem if is_in_a_file(self.id) else self.package)
+
+    @property
+    def package(self) -> str:
+        """The id without its version, by which a worker loads the environment."""
+        return self.id if is_in_a_file(self.id) else parse_environment_id(self.id).package
+
+    @property
+    def version(self) -> Version | None:
+        """The version that must be installed; None for any."""
+        return None if is_in_a_file(self.id) else parse_environment_id(self.id).version
+
+
+class EvalEnvConfig(EnvConfig):
+    """One environment to evaluate on. Its evaluation data set is used."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Instead of eval.interval."""
+    num_examples: int | None = Field(default=None, ge=-1)
+    """Instead of eval.num_examples."""
+    rollouts_per_example: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)
+    """Instead of eval.rollouts_per_example."""
+    skip_first: int = Field(default=0, ge=0)
+    """Leave out this many examples at the start of the data set."""
+
+
+class OnlineEvalConfig(Section):
+    """The newest policy is measured whenever a multiple of `interval` was reached or passed, and after the last step."""
+
+    interval: int = Field(default=100, ge=1)
+    """Policy versions between evaluations."""
+    env: list[EvalEnvConfig] = Field(min_length=1)
+    """What to evaluate on; may name the same environments as training."""
+    num_examples: int = Field(default=-1, ge=-1)
+    """Examples per environment, from the first; -1 is all."""
+    rollouts_per_example: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
+    """Attempts at each example."""
+    max_concurrent: int = Field(default=64, ge=1, le=MAX_ROLLOUTS)
+    """Evaluation rollouts in flight, beside those that are trained on."""
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    """How evaluation rollouts are sampled; training's `sampling` does not apply."""
+    eval_base_model: bool = True
+    """Evaluate the start model before the first step."""
+    skip_eval_on_resume: bool = True
+    """A resumed run does not repeat the evaluation of the step that it resumes from; false: it does."""
+
+
+class ValConfig(Section):
+    """Validation on a few held-out examples of the environments that are trained on, sampled as in training: `val_reward/mean`."""
+
+    num_examples: int = Field(default=16, ge=1)
+    """Examples per environment."""
+    rollouts_per_example: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
+    """Attempts at each example."""
+    interval: int = Field(default=10, ge=1)
+    """Policy versions between validations."""

@@ -1,0 +1,230 @@
+"""Sections, and keys, that more than one role has."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from trivet.config.schema.base import MAX_WAIT_S, Host, Section, WebAddress
+
+Reaction = Literal["warn", "stop", "off"]
+
+
+class DetectorsConfig(Section):
+    """Each detector warns, stops the run with exit code 3, or is off."""
+
+    equal_rewards: Reaction = "warn"
+    """Every rollout of a batch has the same reward."""
+    zero_advantages: Reaction = "warn"
+    """No group of a batch has rollouts of different reward."""
+    failed_rollouts: Reaction = "warn"
+    """At least failed_share of the groups failed."""
+    truncated: Reaction = "warn"
+    """At least truncated_share of the rollouts were cut off."""
+    entropy_collapse: Reaction = "warn"
+    """Entropy fell below entropy_share of its level in the first five steps."""
+    mismatch_drift: Reaction = "warn"
+    """The mismatch KL between trainer and server exceeds mismatch_kl."""
+    gradient_spike: Reaction = "warn"
+    """The gradient norm is gradient_factor times its median of the last 20 steps. Reports at once."""
+    stuck_policy: Reaction = "warn"
+    """The servers held one policy over stuck_policy_steps batches."""
+    no_loss_tokens: Reaction = "warn"
+    """A batch has nothing to train on. Reports at once."""
+    patience: int = Field(default=3, ge=1)
+    """Steps in a row before a detector reports, unless it reports at once: one bad batch may be chance."""
+    failed_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of failed groups at which `failed_rollouts` reports. When half of them fail, the environment is the likely cause."""
+    truncated_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of rollouts that were cut at which `truncated` reports. Such a rollout is rewarded for its beginning alone."""
+    entropy_share: float = Field(default=0.02, gt=0, lt=1)
+    """Share of the first entropy below which `entropy_collapse` reports. Learning lowers it; a fiftieth explores nothing."""
+    mismatch_kl: float = Field(default=0.1, gt=0)
+    """KL divergence above which `mismatch_drift` reports, nats per token. Healthy runs stay below 0.01
+    with full fine-tuning, one or two policies behind."""
+    gradient_factor: float = Field(default=20.0, gt=1)
+    """Multiple of the median at which `gradient_spike` reports. With small batches the norm varies by a factor of a few."""
+    stuck_policy_steps: int = Field(default=10, ge=2)
+    """Batches with one policy at which `stuck_policy` reports: more than any usual max_async_level."""
+
+
+class LogConfig(Section):
+    """Which log lines are written, and in which form."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest severity that is written."""
+    json_logging: bool = False
+    """Write each log line as one JSON object: level, time, role, logger, message and, after a failure, error. What libraries print
+    by themselves stays as it is."""
+
+
+class LogExtrasConfig(Section):
+    """Tables and histograms that the orchestrator logs to W&B in addition to numbers."""
+
+    samples: bool = True
+    """A table of rollouts: prompt, completion, reward, advantage."""
+    distributions: bool = True
+    """Histograms of rewards, advantages and completion lengths."""
+    interval: int = Field(default=10, ge=1)
+    """Steps between them: tables are slow to draw."""
+    max_samples: int = Field(default=8, ge=1)
+    """Rollouts per table."""
+
+
+class WandbConfig(Section):
+    """Logging to Weights & Biases."""
+
+    project: str = "trivet"
+    """W&B project."""
+    name: str | None = None
+    """Run name; W&B makes one up when unset. Both roles log to one shared run."""
+    offline: bool = False
+    """Write to disk only; `wandb sync` uploads it later."""
+    log_extras: LogExtrasConfig | None = LogExtrasConfig()
+    """None: numbers only."""
+
+
+class HeartbeatConfig(Section):
+    """Requests that tell a monitoring service that the run goes on."""
+
+    url: WebAddress
+    """Address that gets a GET request after every step. The service raises an alarm when the requests stop."""
+
+
+class MetricsServerConfig(Section):
+    """Gauges for Prometheus under /metrics, and /health, served by the main rank."""
+
+    port: int = Field(default=8010, ge=0, le=65535)
+    """TCP port; 0 takes a free one, which the log names. Not prime-rl's 8000, which is the inference server's here."""
+    host: Host = "127.0.0.1"
+    """Interface to listen on; `0.0.0.0` lets a Prometheus on another machine ask. Anyone who reaches it may read."""
+
+
+class CkptWeightsConfig(Section):
+    """The policies in weights/: one for each step that the servers need, and those that stay."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Keep weights/step_N of every multiple of this for ever, besides those that checkpoints and servers need."""
+    save_sharded: bool = True
+    """Split the weights into files of at most 5 GB; false: one file, whatever its size."""
+    save_format: Literal["safetensors"] = "safetensors"
+    """The only format: torch's own runs code when it is loaded."""
+
+    @field_validator("save_format", mode="before")
+    @classmethod
+    def _runs_no_code(cls, value: object) -> object:
+        if value == "torch":
+            raise ValueError(
+                'the format "torch" runs code when it is loaded, and servers load nothing of that kind; remove the key. For a'
+                " pytorch_model.bin load weights/step_N in transformers, and torch.save its state_dict()"
+            )
+        return value
+
+
+class CkptConfig(Section):
+    """Checkpoints: when they are written, which are kept, and from which the run resumes."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Commit a checkpoint every this many steps; unset: only after the last step."""
+    resume_step: int | None = Field(default=None, ge=-1)
+    """Start from the checkpoint of this step; -1 takes the newest committed one."""
+    resume_from: Path | None = None
+    """Output directory of another run: start a new run from its checkpoint `resume_step` (unset: its newest) and leave it as it
+    is. Every key may differ from that run's."""
+    allow_changes: list[str] = []
+    """Keys that may differ from those of the checkpoint resumed from, as the role spells them, e.g. ["optim.lr"]; ["*"]: any.
+    What has no part in the results (paths, ports, limits on time, logs, max_steps) may always change."""
+    keep_last: int | None = Field(default=None, ge=1)
+    """Keep this many of the newest checkpoints; unset with keep_interval unset: keep all."""
+    keep_interval: int | None = Field(default=None, ge=1)
+    """Keep the checkpoints of every multiple of this for ever, besides keep_last."""
+    async_write: bool = True
+    """Write policies and checkpoints while the next step runs. For a policy the weights are copied; for a checkpoint a GPU's state,
+    and on a CPU what is not written yet when the parameters change; false: the step waits for the disk."""
+    weights: CkptWeightsConfig = CkptWeightsConfig()
+    skip_progress: bool = False
+    """On resume: totals of tokens, samples and problems start at 0 again. Steps go on."""
+    skip_scheduler: bool = False
+    """On resume: the learning-rate schedule starts anew, as if the first step were the next."""
+    skip_optimizer: bool = False
+    """On resume: the optimizer starts without moments of earlier steps."""
+    skip_dataloader: bool = False
+    """On resume: `sft` reads its data from the beginning. In a run with rollouts, skip_buffer is what starts the data anew."""
+    skip_buffer: bool = False
+    """On resume: finished groups that wait for a batch and groups that were in flight are dropped, with this reason."""
+
+    def is_due(self, step: int, *, max_steps: int | None) -> bool:
+        """Return whether the run commits a checkpoint of `step`."""
+        return step == max_steps or (self.interval is not None and step % self.interval == 0)
+
+
+class WeightsConfig(Section):
+    """How policies are proven on their way to the servers."""
+
+    probe_tokens: int = Field(default=64, ge=0, le=4096)
+    """Tokens of the run whose log-probabilities the trainer writes into the manifest of each policy. A server that loads the policy
+    must reproduce them before it serves it. 0: nothing is compared."""
+
+
+class TransportConfig(Section):
+    """ZeroMQ between orchestrator and trainer. The trainer listens, the orchestrator connects."""
+
+    host: Host = "127.0.0.1"
+    """Address on which the trainer listens. Another interface's address lets roles on other machines connect."""
+    advertise: Host | None = None
+    """The address at which the orchestrator reaches the trainer, where that is another; unset: host."""
+    port: int = Field(default=5555, ge=1, le=65535)
+    """TCP port; the launcher replaces it by a free one if it is taken."""
+    max_message_mib: int = Field(default=512, ge=1)
+    """A larger batch is refused before it is sent."""
+    resend_interval_s: float = Field(default=5.0, gt=0, le=MAX_WAIT_S)
+    """A batch is sent again after this long without an acknowledgement."""
+    timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
+    """Longest wait for the other role (for a batch in the trainer, for an acknowledgement in the orchestrator), seconds."""
+
+    @property
+    def is_between_machines(self) -> bool:
+        """True when trainer and orchestrator may be on different machines: the launcher then gives an address to advertise."""
+        return self.advertise is not None
+
+
+class RunIdentity(Section):
+    """Set by the launcher; roles started by hand on several machines need the same values."""
+
+    id: str = "local"
+    """Messages of another run are refused."""
+    attempt: int = Field(default=1, ge=1)
+    """Counts the starts of this run, resumes included."""
+
+
+class FaultsConfig(Section):
+    """Faults that are injected on purpose, for tests."""
+
+    schedule: Path | None = None
+    """For tests of endurance: JSON file of faults that happen to this run, each once; scripts/chaos.py writes such files."""
+
+
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+DEFAULT_OUTPUT_DIR = Path("outputs")
+
+
+class RoleConfig(Section):
+    """Keys that every role has."""
+
+    run: RunIdentity = RunIdentity()
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """Root of everything the run writes."""
+    faults: FaultsConfig = FaultsConfig()
+    log: LogConfig = LogConfig()
+
+
+class SteppingRoleConfig(RoleConfig):
+    """Keys of the roles that count steps: the trainer, supervised fine-tuning and the orchestrator."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many optimizer steps, each of one batch."""
+    ckpt: CkptConfig = CkptConfig()
+    weights: WeightsConfig = WeightsConfig()
+    wandb: WandbConfig | None = None
+    heartbeat: HeartbeatConfig | None = None
+    detectors: DetectorsConfig = DetectorsConfig()

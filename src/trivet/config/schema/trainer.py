@@ -1,0 +1,353 @@
+"""Sections of the trainer, and what supervised fine-tuning shares with it: optimizer, schedule and measurements.
+
+The formulas of the losses are in `trainer.losses`. There d is a token's log-probability of the trainer minus that of the sampler,
+r = exp(d) the importance ratio, A the advantage.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from trivet.config.schema.base import MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section, type_or
+from trivet.config.schema.model import TrainerModelConfig
+from trivet.config.schema.shared import MetricsServerConfig, SteppingRoleConfig, TransportConfig
+
+
+class BenchConfig(Section):
+    """`--bench`: take a few optimizer steps on made-up rows of model.seq_len tokens and print what they cost.
+
+    There are no orchestrator, servers, data or tokenizer; nothing is published and nothing is kept.
+    """
+
+    output_json: Path | None = None
+    """File that gets the figures, with the configuration, versions and hardware that they belong to."""
+    num_steps: int = Field(default=4, ge=2)
+    """Optimizer steps. The first warms up and does not count."""
+    rows_per_rank: int = Field(default=2, ge=1)
+    """Rows of model.seq_len tokens per rank and step; the published figures of prime-rl have 2."""
+    prompt_len: int = Field(default=0, ge=0)
+    """Tokens of the prompt that each sample begins with. They are not trained on. 0: a sample is an answer alone."""
+    answer_len: int | None = Field(default=None, ge=2)
+    """Tokens of the answer that each sample ends with. A row has as many samples as fit. "None": a sample fills a row."""
+    group_size: int = Field(default=1, ge=1)
+    """Samples that begin with the same prompt, as the rollouts of a group do. With model.share_prefixes it is computed once."""
+
+
+class CommonOptimizerConfig(Section):
+    """Keys that every optimizer has."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Share of a parameter that each step removes, times the learning rate. With `sgd` it is part of the gradient instead."""
+    max_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this; None: do not clip."""
+
+
+class AdamWConfig(CommonOptimizerConfig):
+    """Adam with decoupled weight decay."""
+
+    type: Literal["adamw"] = "adamw"
+    betas1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    betas2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+
+class SGDConfig(CommonOptimizerConfig):
+    """One number of state per parameter, none without momentum. Updates are as large as gradients: it needs a far higher lr."""
+
+    type: Literal["sgd"] = "sgd"
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the momentum; 0: none, an update follows the gradient itself."""
+    nesterov: bool = True
+    """Look one update ahead. Needs momentum."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "SGDConfig":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov looks ahead along the momentum, which is 0: set nesterov = false or momentum above 0")
+        return self
+
+
+class MuonConfig(CommonOptimizerConfig):
+    """Orthogonalized momentum for the matrices of blocks; AdamW for embeddings, head, norms and stacks of experts.
+
+    Updates of both are of like size, so that one lr serves both.
+    """
+
+    type: Literal["muon"] = "muon"
+    mu: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the momentum of matrices."""
+    betas1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+    betas2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
+
+
+OptimizerConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")] | Annotated[SGDConfig, Tag("sgd")] | Annotated[MuonConfig, Tag("muon")],
+    Discriminator(type_or("adamw")),
+]
+
+
+class PolicyLossConfig(Section):
+    """Keys that every policy loss has."""
+
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to a frozen reference policy. Above 0 each step has a second forward."""
+    reference_update_interval: int | None = Field(default=None, ge=1)
+    """Steps after which the reference becomes the current policy; unset: it stays the start model."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus, which keeps the policy from narrowing too soon."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if every batch must have a teacher's log-probabilities."""
+        return False
+
+
+class DefaultLossConfig(PolicyLossConfig):
+    """Masked, detached importance sampling, as prime-rl had it by default from December 2025 to March 2026."""
+
+    type: Literal["default"] = "default"
+    ratio_type: Literal["token", "sequence"] = "token"
+    """Importance ratio of each token, or of its whole sample."""
+    token_mask_low: float = Field(default=0.125, ge=0)
+    """Tokens with a smaller ratio carry no gradient."""
+    token_mask_high: float = Field(default=8.0, gt=0)
+    """Tokens with a larger ratio carry no gradient."""
+    sequence_clip_high: float = Field(default=10.0, gt=0)
+    """Upper clip of the sequence ratio."""
+    geo_mask_low: float = Field(default=0.1, ge=0)
+    """Samples whose geometric mean ratio is smaller carry no gradient."""
+    geo_mask_high: float = Field(default=10.0, gt=0)
+    """Samples whose geometric mean ratio is larger carry no gradient."""
+    sequence_mask_low: float = Field(default=0.0, ge=0)
+    """Samples with any token ratio below this carry no gradient."""
+    sequence_mask_high: float = Field(default=100.0, gt=0)
+    """Samples with any token ratio above this carry no gradient."""
+    adv_tau: float = Field(default=1.0, ge=0)
+    """Weight of the advantage."""
+    teacher_tau: float = Field(default=0.0, ge=0)
+    """Weight of the pull towards a teacher, which orchestrator.teacher_model names: on-policy distillation. With adv_tau = 0 the
+    policy learns from the teacher alone."""
+    kl_tau: float = Field(default=0.0, ge=0)
+    """Weight of the log-ratio penalty against the sampling policy."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if every batch must have a teacher's log-probabilities."""
+        return self.teacher_tau > 0
+
+
+class CispoLossConfig(PolicyLossConfig):
+    """Clipped, detached importance weights: no token loses its gradient."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, ge=0, le=1)
+    """Weights are at least 1 - clip_low; 1 does not bound them from below, as in the paper."""
+    clip_high: float = Field(default=5.0, ge=0)
+    """Weights are at most 1 + clip_high."""
+
+
+class AipoLossConfig(PolicyLossConfig):
+    """Importance weights truncated from above alone."""
+
+    type: Literal["aipo"] = "aipo"
+    clip_ratio: float = Field(default=8.0, gt=0)
+    """Weights are at most this; the paper has 2 to 10."""
+
+
+class GrpoLossConfig(PolicyLossConfig):
+    """PPO's clipped objective on group advantages."""
+
+    type: Literal["grpo"] = "grpo"
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """Below 1 - clip_low the ratio is not decreased further."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """Above 1 + clip_high the ratio is not increased further; DAPO raises it to 0.28."""
+    normalization: Literal["token", "sample", "constant"] = "token"
+    """What the sum over tokens is divided by: all loss tokens (DAPO), each sample's own length and then the samples (GRPO), or
+    samples times normalization_length (Dr. GRPO)."""
+    normalization_length: int = Field(default=1024, ge=1)
+    """Tokens that a sample counts for with normalization "constant", whatever its length."""
+
+
+class GspoLossConfig(PolicyLossConfig):
+    """PPO's clipped objective with one length-normalised ratio per sample."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, ge=0, le=1)
+    """Below 1 - clip_low the ratio is not decreased further. Whole samples stay much closer to 1 than single tokens."""
+    clip_high: float = Field(default=4e-4, ge=0)
+    """Above 1 + clip_high the ratio is not increased further."""
+
+
+class DppoLossConfig(PolicyLossConfig):
+    """Tokens whose probability has moved too far in the direction of their advantage carry no gradient."""
+
+    type: Literal["dppo"] = "dppo"
+    dppo_mask_low: float = Field(default=0.2, ge=0, le=1)
+    """The largest fall of the probability of a token without a positive advantage."""
+    dppo_mask_high: float = Field(default=0.2, ge=0, le=1)
+    """The largest rise of the probability of a token with a positive advantage."""
+    adv_tau: float = Field(default=1.0, ge=0)
+    """Weight of the advantage."""
+    kl_tau: float = Field(default=1e-3, ge=0)
+    """Weight of d squared, on every loss token."""
+
+
+class IpoLossConfig(PolicyLossConfig):
+    """Tokens whose probability has moved too far in either direction carry no gradient."""
+
+    type: Literal["ipo"] = "ipo"
+    ipo_threshold: float = Field(default=0.1, ge=0, le=1)
+    """The largest change of the probability."""
+    adv_tau: float = Field(default=1.0, ge=0)
+    """Weight of the advantage."""
+    kl_tau: float = Field(default=1e-3, ge=0)
+    """Weight of d squared, on every loss token."""
+
+
+class CustomLossConfig(PolicyLossConfig):
+    """A function of yours, called for each sample: see `trainer.losses.custom`."""
+
+    type: Literal["custom"] = "custom"
+    import_path: str = Field(pattern=r"^([\w.]+[.:]|.+\.py:)\w+$")
+    """`package.module.function`, of a package that is installed or of a directory that PYTHONPATH names, or
+    `path/to/file.py:function`. The working directory is not searched: files there would stand in for packages of the same name."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the function."""
+    unit: Literal["token", "sample"] = "token"
+    """What the sum of the samples' losses is divided by: loss tokens or samples, over all rows and ranks."""
+
+
+LossConfig = Annotated[
+    Annotated[DefaultLossConfig, Tag("default")]
+    | Annotated[CispoLossConfig, Tag("cispo")]
+    | Annotated[AipoLossConfig, Tag("aipo")]
+    | Annotated[GrpoLossConfig, Tag("grpo")]
+    | Annotated[GspoLossConfig, Tag("gspo")]
+    | Annotated[DppoLossConfig, Tag("dppo")]
+    | Annotated[IpoLossConfig, Tag("ipo")]
+    | Annotated[CustomLossConfig, Tag("custom")],
+    Discriminator(type_or("default")),
+]
+
+
+class TokenizerConfig(Section):
+    """The tokenizer, which is saved with the weights."""
+
+    name: str | None = None
+    """Defaults to the model's own tokenizer."""
+    chat_template: str | None = None
+    """Jinja template that conversations are written with, or a file that holds it. It is saved with the weights. A run gives its
+    server the same, inference.model.chat_template; unset: the tokenizer's own."""
+
+
+class ConstantSchedule(Section):
+    """The learning rate stays at its peak."""
+
+    type: Literal["constant"] = "constant"
+
+
+class LinearSchedule(Section):
+    """The learning rate rises to its peak and falls at the end, both in straight lines."""
+
+    type: Literal["linear"] = "linear"
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps from 0 to the peak."""
+    decay_steps: int = Field(default=10, ge=0)
+    """Last steps over which the rate falls to min_lr."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Rate at the end."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """The step at which the rate reaches min_lr, and where it stays. Unset: max_steps of the first start; a resume with another
+    max_steps keeps it."""
+
+
+class CosineSchedule(Section):
+    """The learning rate rises to its peak in a straight line, then falls along half a cosine."""
+
+    type: Literal["cosine"] = "cosine"
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps from 0 to the peak."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Rate at the end."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """The step at which the rate reaches min_lr, and where it stays. Unset: max_steps of the first start; a resume with another
+    max_steps keeps it."""
+
+
+ScheduleConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="type")]
+
+
+class TrainingConfig(SteppingRoleConfig):
+    """Keys that the trainer and `sft` share."""
+
+    seed: int = Field(default=42, ge=0)
+    """Seeds data order and initialisation."""
+    model: TrainerModelConfig = TrainerModelConfig()
+    micro_batch_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Tokens of a row that is computed at once: the batch's samples are packed anew into rows of at most so many, a longer sample
+    gets a row of its own. Less needs less memory, and changes no result. Unset: rows as they come, of at most model.seq_len."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    optim: OptimizerConfig = AdamWConfig()
+    scheduler: ScheduleConfig = ConstantSchedule()
+    metrics_server: MetricsServerConfig | None = None
+    memory_profiler_path: Path | None = None
+    """Directory that gets a snapshot of the GPU's memory after every step, a file per rank, for pytorch.org/memory_viz. CUDA
+    only. Costs time and disk: for runs of a few steps."""
+    trace_path: Path | None = None
+    """Directory that gets a trace of the third and fourth step of this start, a file per rank, for chrome://tracing or
+    ui.perfetto.dev. The steps before warm up; at least 4 steps are needed."""
+    bench: BenchConfig | None = None
+    dist_timeout_seconds: int = Field(default=600, ge=1, le=MAX_WAIT_S)
+    """Longest wait in a collective operation before the rank gives up."""
+    deterministic: bool = False
+    """The same bytes from the same batches, on the same machine and number of ranks. The run's own key sets it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA when there is a GPU."""
+    gpu_memory_utilization: float = Field(default=1.0, gt=0, le=1)
+    """Largest share of a GPU's memory that a rank may take. A run lowers it to what the servers on the same GPU leave."""
+    release_gpu_memory: bool = False
+    """Before a step's policy can be read, drop the gradients and give the GPU memory that is no longer needed back to the driver. A
+    run with inference.sleep_while_training sets it."""
+
+
+class FakeBatchesConfig(Section):
+    """Made-up batches: a run of the trainer by itself, with all that it writes and without orchestrator and servers."""
+
+    batch_size: int = Field(default=2, ge=1, le=MAX_ROLLOUTS)
+    """Rows of model.seq_len tokens per step."""
+    generate_samples: bool = False
+    """Cut each row into samples of many lengths; false: one sample fills a row."""
+
+
+class TrainerDataConfig(Section):
+    """Other sources of batches than an orchestrator, and whether batches are kept."""
+
+    record: bool = False
+    """Keep every batch in batches/step_N.msgpack: a few bytes per token and number, in all some MB a step."""
+    replay: Path | None = None
+    """Output directory of a run that recorded its batches: `uv run trainer` trains on them again, without orchestrator and
+    servers. Its own output_dir must be another."""
+    fake: FakeBatchesConfig | None = None
+
+
+class TrainerConfig(TrainingConfig):
+    """`uv run trainer @ trainer.toml`."""
+
+    data: TrainerDataConfig = TrainerDataConfig()
+    loss: LossConfig = DefaultLossConfig()
+    num_iterations: int = Field(default=1, ge=1)
+    """Optimizer updates on each batch. Above 1 the later ones are off-policy, which the loss must bound (grpo, gspo)."""
+    rollout_transport: TransportConfig = TransportConfig()
+    max_async_level: int = Field(default=1, ge=0)
+    """How many policies the servers may lag behind; that many published weights are kept, besides what readers hold."""

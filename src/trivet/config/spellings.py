@@ -1,0 +1,313 @@
+"""Accepts older and newer spellings of keys with one line that says the name here, or refuses them with what replaced them.
+
+Applied to each source before unknown keys are looked for, so a key that exists is never touched. The tables speak of a whole
+run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix. Those of the commands `eval` and
+`vf-rl` begin with `eval.` and `vf.` here alone.
+"""
+
+from collections.abc import Sequence
+
+from trivet.config.dump import literal
+from trivet.config.findings import Findings, Key
+from trivet.config.keys import Shape, find_key
+from trivet.config.schema.base import Section
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.inference import VLLM_KEYS, InferenceConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.trainer import TrainerConfig
+from trivet.config.schema.vf_rl import VfRLConfig
+from trivet.config.sources import Entry, Text
+
+ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
+    TrainerConfig: ("trainer",),
+    SftConfig: ("trainer",),
+    OrchestratorConfig: ("orchestrator",),
+    InferenceConfig: ("inference",),
+    EvalConfig: ("eval",),
+    VfRLConfig: ("vf",),
+}
+
+_TRAINING = ("", "trainer.", "orchestrator.")
+"""Prefixes of sections that a run may write once for trainer and orchestrator: the run's own and each role's."""
+_ROLES = (*_TRAINING, "inference.")
+"""Prefixes of sections that a run may write once for all roles."""
+_EVALS = ("eval.", "orchestrator.eval.")
+"""Prefixes of evaluations: those of the command `eval`, and those during a run."""
+
+
+def _at(prefixes: Sequence[str], names: Sequence[str], text: str) -> dict[str, str]:
+    """Return a table that has `text` for each of `names` behind each of `prefixes`."""
+    return {f"{prefix}{name}": text for prefix in prefixes for name in names}
+
+
+RENAMED = {
+    **dict.fromkeys(("environment", "orchestrator.environment", "orchestrator.train.env"), "orchestrator.env"),
+    "orchestrator.train.sampling": "orchestrator.sampling",
+    "orchestrator.sampling.max_completion_tokens": "orchestrator.sampling.max_tokens",
+    "orchestrator.group_size": "orchestrator.rollouts_per_example",
+    "orchestrator.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
+    "orchestrator.train.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
+    "orchestrator.model.client": "orchestrator.client",
+    "orchestrator.sampling.reasoning_effort": "orchestrator.sampling.extra_body.reasoning_effort",
+    **{f"{evals}sampling.reasoning_effort": f"{evals}sampling.extra_body.reasoning_effort" for evals in _EVALS},
+    "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
+    "rollout_transport": "trainer.rollout_transport",
+    **{f"{role}monitors.wandb": f"{role}wandb" for role in _TRAINING},
+    **{f"{role}resume.step": f"{role}ckpt.resume_step" for role in _TRAINING},
+    "trainer.model.experimental.lora": "trainer.model.lora",
+    "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",
+    "trainer.data.seq_len": "trainer.model.seq_len",
+    "vf.trainer.run_name": "vf.trainer.args.run_name",
+    "vf.trainer.args.num_generations": "vf.trainer.args.rollouts_per_example",
+    "vf.trainer.args.per_device_train_batch_size": "vf.trainer.args.micro_batch_size",
+    **{
+        f"inference.vllm.{argument}": f"inference.{key}"
+        for argument, key in VLLM_KEYS.items()
+        if argument not in ("host", "port")  # refused by config.check_roles, which names the key
+    },
+    "trainer.model.rope_scaling.type": "trainer.model.rope_scaling.rope_type",
+    "inference.model.rope_scaling.type": "inference.model.rope_scaling.rope_type",
+    "inference.vllm.hf_overrides.rope_scaling": "inference.model.rope_scaling",
+    "inference.vllm.hf_overrides.rope_parameters": "inference.model.rope_scaling",
+    "inference.vllm": "inference.vllm_args",
+    "eval.save.disk.path": "eval.output_dir",
+    "eval.eval_base_model": "eval.eval_base",
+    "eval.client.extra_body": "eval.sampling.extra_body",
+}
+"""Old prefix to new; the longest that fits is taken, again and again until none does."""
+
+_AS_FILES = "policies go to the servers as safetensors in weights/, which they load while they run; remove the key"
+
+REFUSED = {
+    **_at(_ROLES, ["weight_broadcast"], _AS_FILES),
+    "trainer.max_concurrent_runs": "a trainer trains one model; start a run for each",
+    "orchestrator.optim": "set trainer.optim",
+    "orchestrator.model.lora": "set trainer.model.lora",
+    "orchestrator.bench": "its benchmark is a script: uv run python scripts/bench/orchestrator.py",
+    "orchestrator.train.source": "environments are [[orchestrator.env]] with id, name and args",
+    "orchestrator.max_inflight_rollouts": "set orchestrator.oversampling_factor (in flight = factor * batch_size)"
+    " or orchestrator.max_concurrent",
+    "orchestrator.token_batch_size": "batches are counted in rollouts: set orchestrator.batch_size",
+    "orchestrator.algo": "set orchestrator.advantage",
+    "orchestrator.mask_env_responses": "what the environment says is always masked: the policy did not sample it, so there is no"
+    " log-probability to weigh it by; remove the key, and to learn such texts too, train on conversations with `uv run sft` and"
+    " data.loss_mask.tool = true or data.loss_mask.user = true",
+    **_at(
+        _TRAINING,
+        ["rollout_transport.type"],
+        "batches go from orchestrator to trainer over ZeroMQ; remove the key. To keep them as files set"
+        " trainer.data.record = true; `uv run trainer` trains on such files again with data.replay",
+    ),
+    "orchestrator.buffer.skip_verification": "set trainer.loss.adv_tau = 0 to learn from a teacher alone; rewards are computed"
+    " and recorded all the same",
+    **_at(
+        _TRAINING,
+        ["events.sign"],
+        "events are not signed: `trivet check` compares them with each other and with the run's files; remove the key",
+    ),
+    "run": "the launcher names the run; set output_dir to choose where it is kept",
+    "orchestrator.ckpt.wait_for_weights_timeout": "set orchestrator.rollout_transport.timeout_s",
+    "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
+    "resume": "set ckpt.resume_step; -1 takes the newest committed checkpoint",
+    "slurm.template_path": "the script is written by the command; set slurm.pre_run_command, slurm.sbatch_args or slurm.srun_args",
+    "slurm.cleanup_grace_period": "set recovery.preemption_grace_s and shutdown_timeout_s",
+    "slurm.shared_fs": "the node must see output_dir and this environment; remove the key",
+    **_at(_EVALS, ["save.hf"], "results stay on this machine: upload evals/ with `hf upload` if others should have them"),
+    **_at(_EVALS, ["save.env_hub"], "results stay on this machine: upload evals/ by other means if others should have them"),
+    **_at(
+        _EVALS,
+        ["per_rollout"],
+        "the rollouts of an example are scored together, as rewards of groups need it; remove the key",
+    ),
+    "trainer.model.ep": "experts are not spread over ranks: FSDP shards them like every other parameter; remove the key,"
+    " and for memory use more ranks, or trainer.model.fsdp_cpu_offload on a GPU",
+    "trainer.model.tp": "FSDP shards parameters, and no matrix product is split over ranks; remove the key, and for memory use"
+    " more ranks, or trainer.model.fsdp_cpu_offload on a GPU",
+    "trainer.model.cp": "a row is not split over ranks: torch's ring attention handles one causal sequence, and would let the"
+    " samples of a packed row see each other; lower trainer.model.seq_len, or set trainer.model.ac to have memory for long rows",
+}
+"""Old prefix to what replaced it."""
+
+IGNORED = {
+    **_at(_ROLES, ["log.file"], "everything is written to files, in logs/"),
+    **_at(_ROLES, ["log.vf_level", "log.env_worker_logs"], "what environments log is in logs/env_workers/"),
+    **_at(_ROLES, ["log.log_data"], "trainer.data.record keeps batches, rollouts/ has the texts"),
+    **_at(_TRAINING, ["wandb.id"], "a run that is resumed goes on as the run that it was"),
+    **_at(["", "trainer."], ["weight_broadcast.save_sharded"], "ckpt.weights.save_sharded decides it for every policy"),
+    **_at(_TRAINING, ["rollout_transport.hwm"], "two batches wait in the trainer at most"),
+    "trainer.model.impl": "models are those of transformers",
+    "trainer.model.moe_use_grouped_mm": "transformers chooses how experts are multiplied",
+    "trainer.tokenizer.trust_remote_code": "model.trust_remote_code counts for the tokenizer too",
+    "orchestrator.prime_monitor": "runs are watched by `trivet view`, wandb and metrics_server",
+    "orchestrator.client.skip_model_check": "servers are asked which policy they hold, not for a list of models",
+    "inference.api_server_count": "one process answers requests",
+    **_at(_EVALS, ["save.disk"], "results are always written, to evals/step_N/<env>/ in output_dir"),
+    **_at(_EVALS, ["save.stream"], "results are always written as examples finish"),
+    "eval.skip_eval_on_resume": "resume_path never repeats what is finished",
+    **_at(
+        _EVALS,
+        ["reasoning_field"],
+        "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with the message",
+    ),
+    "orchestrator.eval.retry": "a rollout that a server fails is tried three times, and on another server when its own was lost",
+    **_at(
+        ["", "trainer."], ["ckpt.weights.save_adapter_separately"], "with LoRA the adapter's own files are what is published"
+    ),
+    "trainer.loss_impl": "head and loss are computed together, in chunks of model.fused_lm_head_chunk_size tokens",
+    "trainer.data.num_workers": "a batch is read and tokenized in the milliseconds before its step",
+    **_at(
+        ["trainer.val.data."],
+        ["batch_size", "micro_batch_size", "pack_function", "shuffle", "num_workers", "seq_len"],
+        "the held-out loss is the mean over the whole set, in any order and packing, at model.seq_len",
+    ),
+    "vf.trainer.args.gradient_accumulation_steps": "batch_size says how many rollouts a step has",
+    "vf.trainer.args.generation_batch_size": "max_concurrent says how many rollouts are in flight",
+    "vf.trainer.args.ds3_gather_for_generation": "a server of its own generates",
+    "vf.trainer.args.use_liger": "logits are never kept whole",
+    "vf.trainer.args.remove_unused_columns": "environments keep what they need",
+    "orchestrator.self_check_rollouts": "every policy is compared: weights.probe_tokens = 0 turns it off",
+    "trainer.max_mismatch_kl": "the limit of the comparison follows from the dtype: weights.probe_tokens = 0 turns it off",
+    "orchestrator.num_train_workers": "packing does not depend on the number of trainer ranks",
+    "orchestrator.model.trust_remote_code": "the orchestrator runs no model code",
+}
+"""Old prefix to why it needs no key here."""
+
+SINGLE_VALUES = {
+    **_at(["", "trainer."], ["weight_broadcast.save_format"], "safetensors"),
+    **_at(["trainer."], ["max_concurrent_runs", "model.ep", "model.tp", "model.cp"], "1"),
+    "trainer.val.data.type": "sft",
+    **_at(_TRAINING, ["events.sign"], "false"),
+    **_at(_TRAINING, ["rollout_transport.type"], "zmq"),
+    **_at(_ROLES, ["weight_broadcast.type"], "filesystem"),
+    "orchestrator.mask_env_responses": "true",
+    **_at(_EVALS, ["per_rollout"], "false"),
+    "orchestrator.buffer.skip_verification": "false",
+}
+"""The one value of a prime-rl key whose other values do not exist here. Setting it is right and changes nothing."""
+
+SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile", "bench", "trainer.bench")
+"""Tables that `true` turns on as they are, and `false` off."""
+
+GPU_COUNTS = {
+    "inference_gpus": "inference",
+    "deployment.num_infer_gpus": "inference",
+    "trainer_gpus": "trainer",
+    "deployment.num_train_gpus": "trainer",
+}
+"""Role by the key that says how many GPUs it has."""
+
+
+def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
+    """Return `entries` of one source in today's spelling. What is refused is left out and reported in `findings`."""
+    kept: list[Entry] = []
+    gpu_counts: dict[str, Entry] = {}
+    renamed: list[tuple[Entry, Entry]] = []
+    for entry in entries:
+        name = _full_name(kind, entry)
+        if kind is RLConfig and name in GPU_COUNTS:
+            gpu_counts[GPU_COUNTS[name]] = entry
+        else:
+            today = _rename(kind, entry, findings)
+            if today is not entry:
+                renamed.append((entry, today))
+            if name == "trainer.model.ac" and entry.value in ("full", "selective"):
+                table, and_mode = ".".join(entry.path), "" if entry.value == "full" else ', mode = "selective"'
+                findings.refuse(
+                    f'{table} is a table, not "{entry.value}": write [{table}] and below it freq = 1{and_mode} ({entry.origin})'
+                )
+            elif find_key(kind, today.path):
+                kept.append(_current_value(kind, today, findings))
+            elif not _dispose(today, name, findings):
+                kept.append(today)
+    if gpu_counts:
+        kept.extend(_gpu_ids(gpu_counts, findings))
+    _refuse_contradictions(entries, renamed, findings)
+    return kept
+
+
+def _refuse_contradictions(entries: Sequence[Entry], renamed: Sequence[tuple[Entry, Entry]], findings: Findings) -> None:
+    """Refuse an older and today's spelling of a key, in one source, with two values."""
+    by_path = {entry.path: entry for entry in entries}
+    for old, today in renamed:
+        other = by_path.get(today.path)
+        if other is not None and other.value != old.value:
+            findings.refuse(
+                f"{Key(*old.path)} ({old.value!r}) and {Key(*today.path)} ({other.value!r}) are two names of one key with two "
+                f"values ({old.origin}); remove the first"
+            )
+
+
+def current_path(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the path of a key by its name here; `path` itself if it exists, or if the tables do not lead to a key."""
+    if find_key(kind, path):
+        return path
+    prefix = ROLE_PREFIXES.get(kind, ())
+    renamed = ".".join((*prefix, *path))
+    while old := _longest_prefix(renamed, RENAMED):
+        renamed = RENAMED[old] + renamed.removeprefix(old)
+    current = tuple(renamed.split("."))
+    if current[: len(prefix)] != prefix or not find_key(kind, current[len(prefix) :]):
+        return path
+    return current[len(prefix) :]
+
+
+def _rename(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
+    path = current_path(kind, entry.path)
+    if path == entry.path:
+        return entry
+    findings.notice(f"{Key(*entry.path)} is called {Key(*path)} here ({entry.origin})")
+    return Entry(path=path, value=entry.value, origin=entry.origin)
+
+
+def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
+    """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
+    named = f"{Key(*entry.path)} ({entry.origin})"
+    if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
+        findings.notice(f"{named}: {SINGLE_VALUES[name]} is the only choice here; remove the key")
+    elif old := _longest_prefix(name, IGNORED):
+        findings.notice(f"{named} has no effect: {IGNORED[old]}")
+    elif old := _longest_prefix(name, REFUSED):
+        findings.refuse(f"{named} does not exist here: {REFUSED[old]}")
+    else:
+        return False
+    return True
+
+
+def _current_value(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
+    name = _full_name(kind, entry)
+    key = find_key(kind, entry.path)
+    if name in SWITCHES and str(entry.value).lower() in ("true", "false"):
+        return Entry(path=entry.path, value={} if str(entry.value).lower() == "true" else None, origin=entry.origin)
+    if name == "orchestrator.advantage" and entry.value in (None, "None"):
+        return Entry(path=(*entry.path, "type"), value="none", origin=entry.origin)
+    if key and key.shape is Shape.LIST and type(entry.value) is str and entry.value != "None":
+        return Entry(path=entry.path, value=Text(entry.value), origin=entry.origin)
+    return entry
+
+
+def _full_name(kind: type[Section], entry: Entry) -> str:
+    return ".".join((*ROLE_PREFIXES.get(kind, ()), *entry.path))
+
+
+def _longest_prefix(name: str, table: Sequence[str] | dict[str, str]) -> str | None:
+    return max((old for old in table if name == old or name.startswith(f"{old}.")), key=len, default=None)
+
+
+def _gpu_ids(counts: dict[str, Entry], findings: Findings) -> list[Entry]:
+    """Return lists of GPU ids for counts of GPUs: inference gets the first ids. A count not given is 1."""
+    numbers: dict[str, int] = {}
+    for role, entry in counts.items():
+        text = str(entry.value)
+        if not text.isdecimal() or int(text) < 1:
+            findings.refuse(f"{'.'.join(entry.path)} must be a number of GPUs >= 1, got {text!r} ({entry.origin})")
+            return []
+        numbers[role] = int(text)
+    num_inference, num_trainer = numbers.get("inference", 1), numbers.get("trainer", 1)
+    origin = ", ".join(dict.fromkeys(entry.origin for entry in counts.values()))
+    ids = list(range(num_inference + num_trainer))
+    return [
+        Entry(path=("inference_gpu_ids",), value=ids[:num_inference], origin=origin),
+        Entry(path=("trainer_gpu_ids",), value=ids[num_inference:], origin=origin),
+    ]
