@@ -9,7 +9,7 @@ import pytest
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
-from trivet.evaluation.origin import read_origin
+from trivet.evaluation.targets import read_origin
 from trivet.weights.manifest import verify
 
 STARTED_WITHIN_S = 600

@@ -35,10 +35,8 @@ ELSEWHERE = {
     "environments/workers/worker_directory.py": "integration/test_hostile_workers.py",
     "environments/workers/worker_log.py": "integration/test_hostile_workers.py",
     "errors.py": "unit/orchestrator/test_start.py",  # declarations, and `first_error`
-    "evaluation/saved_rollouts.py": "unit/tools/test_replay.py",
-    "evaluation/re*.py": "unit/evaluation/test_offline.py",
+    "evaluation/results.py": "unit/evaluation/test_main.py",
     "evaluation/*.py": "unit/evaluation/test_evaluate.py",
-    "evaluation/main.py": "integration/test_eval_command.py",
     "evaluation/plan.py": "integration/test_eval_command.py",
     "examples/*.py": "integration/test_example_environments.py",
     "history/*.py": "unit/history/test_tampering.py",  # each breaks one kind of statement

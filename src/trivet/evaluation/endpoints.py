@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from pydantic import ValidationError
 
 from trivet.config.schema.evaluation import EvalClientConfig
@@ -24,7 +25,6 @@ KEY_VARIABLE = "EVAL_ENDPOINT_KEY"
 
 _READ_TIMEOUT_S = 30.0
 """For a file that should only define a table."""
-_FIELDS = ("model", "url", "base_url", "key", "api_key")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _READ = """
 import json, os, runpy, sys
@@ -107,27 +107,30 @@ def choose_client(
         raise ConfigError(f"endpoint {config.endpoint!r} in {endpoints_path}: url ({endpoint.url}) {reason}") from exc
 
 
+class _Fields(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of an endpoint in the file."""
+
+    model: str | None = None
+    url: str | None = None
+    base_url: str | None = None
+    key: str | None = None
+    api_key: str | msgspec.UnsetType | None = msgspec.UNSET
+
+
 def _endpoint(name: str, value: object, path: Path) -> Endpoint:
-    fields = as_table(value)
-    if fields is None:
-        raise ConfigError(f"endpoint {name!r} in {path} must be a table with `url`, got {value!r}")
-    if unknown := sorted(fields.keys() - set(_FIELDS)):
-        raise ConfigError(f"endpoint {name!r} in {path} has unknown fields {', '.join(unknown)}; known: {', '.join(_FIELDS)}")
-    texts = {field: text for field, text in fields.items() if text is not None}
-    if wrong := [field for field, text in texts.items() if not isinstance(text, str) or not text]:
-        raise ConfigError(f"endpoint {name!r} in {path}: {wrong[0]} must be text")
-    url, key = texts.get("url") or texts.get("base_url"), texts.get("key")
-    if not isinstance(url, str):
+    try:
+        fields = msgspec.convert(value, _Fields)
+    except msgspec.ValidationError as exc:
+        known = ", ".join(_Fields.__struct_fields__)
+        raise ConfigError(f"endpoint {name!r} in {path}: {exc}; it is a table of texts with `url`, known are {known}") from exc
+    url = fields.url or fields.base_url
+    if not url:
         raise ConfigError(f"endpoint {name!r} in {path} has no url (or base_url)")
-    is_variable = isinstance(key, str) and _VARIABLE.fullmatch(key) is not None
+    is_variable = fields.key is not None and _VARIABLE.fullmatch(fields.key) is not None
     return Endpoint(
         url=url,
-        model=_text(texts.get("model")),
-        key_variable=_text(key) if is_variable else None,
-        key=_text(texts.get("api_key")) or (None if is_variable else _text(key)),
-        is_key_missing="api_key" in fields and fields["api_key"] is None and key is None,
+        model=fields.model,
+        key_variable=fields.key if is_variable else None,
+        key=fields.api_key or (None if is_variable else fields.key),
+        is_key_missing=fields.api_key is None and fields.key is None,
     )
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None

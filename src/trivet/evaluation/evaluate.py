@@ -1,171 +1,280 @@
-"""Evaluates one policy on the examples of one environment. Called by `eval`, and by the orchestrator during a run."""
+"""The engine of evaluations: plays the examples of environments on one policy, scores them and writes the results.
+
+Called by the command `eval`, and by the orchestrator during a run. It waits while no server takes rollouts; the pool of servers
+ends that wait with an error when it lasts too long.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from trivet.config.schema.environment import EnvConfig
+from trivet.config.layout import RunLayout
+from trivet.config.schema.environment import EnvConfig, EvalEnvConfig, OnlineEvalConfig
+from trivet.config.schema.evaluation import EvalConfig, EvalRetryConfig
+from trivet.environments.port import EnvironmentPool
+from trivet.environments.sampling import sampling_arguments
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
-from trivet.evaluation.placement import RunOnServer
-from trivet.evaluation.results import ResultRecord, ResultsFile, TaskRecord, read_summary
+from trivet.evaluation.results import EarlierResults, ResultRecord, ResultsFile, TaskRecord, read_summary
 from trivet.evaluation.scores import Summary, mean_over_examples, pass_at
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments, Split
 from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.versions import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
+_POLL_INTERVAL_S = 1.0
+_MAX_SERVER_ATTEMPTS = 3
+"""Attempts at a group whose server or worker is lost each time."""
 
-def make_task(
-    env: EnvConfig,
-    info: EnvironmentInfo,
-    *,
-    step: int,
-    digest: str,
-    num_examples: int,
-    rollouts_per_example: int,
-    sampling: SamplingArguments,
-    skip_first: int = 0,
-) -> TaskRecord:
-    """Return the task that evaluates `env`.
 
-    Args:
-        num_examples: at most; -1 is all. They come from the environment's evaluation data, or from what it trains on where
-            it has none of its own, as in verifiers.
-        digest: the digest of the policy of `step`.
+class PlacementServers(Protocol):
+    """Chooses the server of a group. Adapters: `client.server_pool.ServerPool`, `evaluation.servers.PlainServers`."""
 
-    Raises:
-        ConfigError: nothing is left to evaluate.
-    """
-    split, available = (Split.EVAL, info.num_eval_examples) if info.num_eval_examples else (Split.TRAIN, info.num_examples)
-    left = available - skip_first
-    if left <= 0:
-        raise ConfigError(
-            f"environment {env.label!r} has nothing to evaluate on: {available} examples, skip_first = {skip_first}; "
-            "check its args, lower skip_first, or take it out"
+    def pick(self, *, num_rollouts: int) -> str | None:
+        """Return the server with the fewest rollouts and count these there; None while no server takes rollouts."""
+        ...
+
+    def release(self, root: str, *, num_rollouts: int) -> None:
+        """Stop counting rollouts that `pick` counted."""
+        ...
+
+    async def is_at_fault(self, root: str) -> bool:
+        """Return whether the server, and not the environment, made a group fail."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSeries:
+    """An environment that is evaluated on one policy after another."""
+
+    name: str
+    """Directory inside evals/step_N/, and part of metric names."""
+    env: EnvConfig
+    pool_name: str
+    """Name of the environment in the pool."""
+    interval: int
+    num_examples: int
+    """At most; -1 is all. They come from the environment's evaluation data, or from what it trains on where it has none of its
+    own, as in verifiers."""
+    rollouts_per_example: int
+    sampling: Callable[[int], SamplingArguments]
+    """Returns the sampling for a policy version."""
+    skip_first: int = 0
+
+    def make_task(self, info: EnvironmentInfo, *, step: int, digest: str) -> TaskRecord:
+        """Return the task of evaluating the policy of `step`, whose weights have `digest`.
+
+        Raises:
+            ConfigError: nothing is left to evaluate.
+        """
+        split, available = (Split.EVAL, info.num_eval_examples) if info.num_eval_examples else (Split.TRAIN, info.num_examples)
+        left = available - self.skip_first
+        if left <= 0:
+            raise ConfigError(
+                f"environment {self.env.label!r} has nothing to evaluate on: {available} examples, skip_first = "
+                f"{self.skip_first}; check its args, lower skip_first, or take it out"
+            )
+        return TaskRecord(
+            env=self.env.label,
+            env_id=self.env.package,
+            env_args=self.env.args,
+            split=split,
+            step=step,
+            digest=digest,
+            first_example=self.skip_first,
+            num_examples=left if self.num_examples < 0 else min(self.num_examples, left),
+            rollouts_per_example=self.rollouts_per_example,
+            sampling=self.sampling(step),
+            data_digest=info.eval_digest if split is Split.EVAL else info.train_digest,
         )
-    return TaskRecord(
-        env=env.label,
-        env_id=env.package,
-        env_args=env.args,
-        split=split,
-        step=step,
-        digest=digest,
-        first_example=skip_first,
-        num_examples=left if num_examples < 0 else min(num_examples, left),
-        rollouts_per_example=rollouts_per_example,
-        sampling=sampling,
-        data_digest=info.eval_digest if split is Split.EVAL else info.train_digest,
+
+
+def make_series(env: EvalEnvConfig, config: EvalConfig | OnlineEvalConfig, *, pool_name: str) -> EvalSeries:
+    """Return the series of `env`, with the numbers and sampling of `config` where it has none of its own."""
+    sampling = env.sampling.over(config.sampling)
+    arguments = sampling_arguments(sampling, temperature=sampling.temperature)
+    return EvalSeries(
+        name=env.label,
+        env=env,
+        pool_name=pool_name,
+        interval=env.interval or config.interval,
+        num_examples=config.num_examples if env.num_examples is None else env.num_examples,
+        rollouts_per_example=env.rollouts_per_example or config.rollouts_per_example,
+        sampling=lambda step: arguments,
+        skip_first=env.skip_first,
     )
 
 
-def retry_failed_groups(
-    run_group: RunOnServer,
-    *,
-    max_attempts: int,
-    pause_s: Callable[[int], float],
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> RunOnServer:
-    """Return a `run_group` that retries a failed group.
+class Evaluator:
+    """Evaluates series on the policy that the servers serve."""
 
-    Args:
-        max_attempts: attempts at a group, the first included.
-        pause_s: returns the wait after attempt n, from 1, in seconds.
-    """
+    def __init__(
+        self,
+        *,
+        pool: EnvironmentPool,
+        servers: PlacementServers,
+        layout: RunLayout,
+        max_concurrent: int,
+        retry: EvalRetryConfig | None = None,
+        has_versions: bool = True,
+    ) -> None:
+        """Evaluate in the workers of `pool`.
 
-    async def run(request: GroupRequest) -> list[Rollout]:
-        for attempt in range(1, max_attempts):
+        Args:
+            max_concurrent: rollouts in flight.
+            retry: repeats of an example that failed; None: no repeats.
+            has_versions: the servers say which policy sampled each token.
+        """
+        self.pool = pool
+        self._servers = servers
+        self._layout = layout
+        self._max_concurrent = max_concurrent
+        self._retry = retry or EvalRetryConfig(max_attempts=1)
+        self._has_versions = has_versions
+
+    async def evaluate(
+        self,
+        series: Sequence[EvalSeries],
+        *,
+        step: int,
+        digest: str,
+        earlier: EarlierResults,
+        on_start: Callable[[EvalSeries, int], Callable[[], None]] = lambda series, total: lambda: None,
+    ) -> list[Summary]:
+        """Evaluate the series at the same time and write their results; return the scores in the order of `series`.
+
+        Args:
+            step: version of the policy that the servers serve.
+            digest: digest of its weights.
+            earlier: what happens to results that are there already.
+            on_start: called with each series and its number of examples; returns what is called after each example.
+
+        Raises:
+            ConfigError: nothing is left to evaluate, or the results to continue are of another evaluation.
+            ExceptionGroup: an example failed, and `retry.reraise` is set.
+        """
+        infos = self.pool.infos
+        tasks = [one.make_task(infos[one.pool_name], step=step, digest=digest) for one in series]
+        slots = asyncio.Semaphore(max(self._max_concurrent // max(task.rollouts_per_example for task in tasks), 1))
+        async with asyncio.TaskGroup() as running:
+            evaluations = [
+                running.create_task(
+                    self._evaluate(one, task, slots, earlier, on_start(one, task.num_examples)), name=f"eval-{one.name}"
+                )
+                for one, task in zip(series, tasks, strict=True)
+            ]
+        return [evaluation.result() for evaluation in evaluations]
+
+    async def _evaluate(
+        self,
+        series: EvalSeries,
+        task: TaskRecord,
+        slots: asyncio.Semaphore,
+        earlier: EarlierResults,
+        on_progress: Callable[[], None],
+    ) -> Summary:
+        started = time.monotonic()
+        directory = self._layout.evals_step(task.step, series.name)
+        results = ResultsFile(directory, task, earlier)
+        errors: dict[int, str] = {}
+
+        async def run_example(example_id: int) -> None:
+            async with slots:
+                try:
+                    rollouts = await self._run_with_retries(_request(series, task, example_id), PolicyVersion(task.step))
+                except Exception as exc:  # an environment is the user's code: its error fails this example only
+                    if self._retry.reraise:
+                        raise
+                    errors[example_id] = f"{type(exc).__name__}: {exc}"
+                    logger.warning("example failed env=%s example=%s: %s", task.env, example_id, exc)
+                else:
+                    results.add(example_id, rollouts)
+            on_progress()
+
+        try:
+            if results.is_complete and (summary := read_summary(directory)) is not None and not summary.num_failed:
+                return summary
+            async with asyncio.TaskGroup() as examples:
+                for example_id in range(task.first_example, task.first_example + task.num_examples):
+                    if example_id in results.finished:
+                        on_progress()
+                    else:
+                        examples.create_task(run_example(example_id), name=f"eval-{task.env}-{example_id}")
+            summary = _summarize(task, results.finished, errors=errors, seconds=time.monotonic() - started)
+            await asyncio.to_thread(results.finish, summary)
+            return summary
+        finally:
+            results.close()
+
+    async def _run_with_retries(self, request: GroupRequest, version: PolicyVersion) -> list[Rollout]:
+        for attempt in range(1, self._retry.max_attempts):
             try:
-                return await run_group(request)
+                return await self._run_on_least_loaded(request, version)
             except (RolloutFailed, WorkerLost) as exc:
-                pause = pause_s(attempt)
+                pause = self._retry.pause_s(attempt)
                 logger.warning(
                     "example failed env=%s example=%s attempt=%s of %s, again in %.1f s: %s",
-                    *(request.env, request.example_id, attempt, max_attempts, pause, exc),
+                    *(request.env, request.example_id, attempt, self._retry.max_attempts, pause, exc),
                 )
-                await sleep(pause)
-        return await run_group(request)
+                await asyncio.sleep(pause)
+        return await self._run_on_least_loaded(request, version)
 
-    return run
+    async def _run_on_least_loaded(self, request: GroupRequest, version: PolicyVersion) -> list[Rollout]:
+        """Run on the least loaded server. If that server or its worker is lost, retry on another.
 
-
-async def evaluate(
-    task: TaskRecord,
-    *,
-    env: str,
-    run_group: RunOnServer,
-    slots: asyncio.Semaphore,
-    directory: Path,
-    does_continue: bool,
-    does_reraise: bool = False,
-    on_progress: Callable[[], None] = lambda: None,
-) -> Summary:
-    """Run the task, or what an earlier run of it left to do, and write the results.
-
-    Args:
-        env: the environment's name in requests.
-        run_group: runs a group on a server that serves the policy of `task.step`.
-        slots: limits the groups in flight; shared with other evaluations.
-        directory: evals/step_N/<env>.
-        does_continue: continue from the results in `directory`; examples that failed are run again.
-        does_reraise: the first example that fails ends the evaluation with its error.
-        on_progress: called after each example.
-    """
-    started = time.monotonic()
-    results = ResultsFile(directory, task, does_continue=does_continue)
-    if results.is_complete and (summary := read_summary(directory)) is not None and not summary.num_failed:
-        results.close()
-        return summary
-    errors: dict[int, str] = {}
-
-    async def run_example(example_id: int) -> None:
-        async with slots:
+        Raises:
+            RolloutFailed: the group failed on a server that answers, or its worker was lost too often.
+            WorkerLost: every attempt lost its server or its worker.
+        """
+        last_error: Exception | None = None
+        for _ in range(_MAX_SERVER_ATTEMPTS):
+            server = await self._pick_server(request.num_rollouts)
             try:
-                rollouts = await run_group(_request(task, example_id, env=env))
-            except Exception as exc:  # an environment is the user's code: its error fails this example only
-                if does_reraise:
+                rollouts = await self.pool.run_group(msgspec.structs.replace(request, base_url=server))
+                runs = [run for rollout in rollouts for sample in rollout.samples for run in sample.versions]
+                if not self._has_versions or all(run.version == version for run in runs):
+                    return rollouts
+                last_error = WorkerLost(f"the server {server} answered with another policy than {version}: it was restarted")
+            except WorkerLost as exc:
+                last_error = exc
+            except RolloutFailed as exc:
+                if not await self._servers.is_at_fault(server):
                     raise
-                errors[example_id] = f"{type(exc).__name__}: {exc}"
-                logger.warning("example failed env=%s example=%s: %s", task.env, example_id, exc)
-            else:
-                results.add(example_id, rollouts)
-        on_progress()
+                last_error = exc
+            finally:
+                self._servers.release(server, num_rollouts=request.num_rollouts)
+        assert last_error is not None
+        raise last_error
 
-    try:
-        async with asyncio.TaskGroup() as examples:
-            for example_id in range(task.first_example, task.first_example + task.num_examples):
-                if example_id in results.finished:
-                    on_progress()
-                else:
-                    examples.create_task(run_example(example_id), name=f"eval-{task.env}-{example_id}")
-        summary = _summarize(task, results.finished, errors=errors, seconds=time.monotonic() - started)
-        await asyncio.to_thread(results.finish, summary)
-    finally:
-        results.close()
-    return summary
+    async def _pick_server(self, num_rollouts: int) -> str:
+        while True:
+            if (server := self._servers.pick(num_rollouts=num_rollouts)) is not None:
+                return server
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-def _request(task: TaskRecord, example_id: int, *, env: str) -> GroupRequest:
+def _request(series: EvalSeries, task: TaskRecord, example_id: int) -> GroupRequest:
     return GroupRequest(
         group_id=GroupId(-1 - example_id),  # below 0, so that no group of a run has it: seeds are derived from it
-        env=env,
+        env=series.pool_name,
         split=task.split,
         example_id=example_id,
         num_rollouts=task.rollouts_per_example,
-        base_url="",  # `evaluation.placement` sets it
+        base_url="",  # set when a server is picked
         sampling=task.sampling,
     )
 
 
 def _summarize(
-    task: TaskRecord, finished: Mapping[int, Sequence[ResultRecord]], *, errors: dict[int, str], seconds: float
+    task: TaskRecord, finished: Mapping[int, Sequence[ResultRecord]], *, errors: Mapping[int, str], seconds: float
 ) -> Summary:
-    groups = [
-        finished[example_id] for example_id in sorted(finished)
-    ]  # not in the order they ended in: float sums depend on it
+    groups = [finished[example_id] for example_id in sorted(finished)]  # float sums depend on the order
     records = [record for group in groups for record in group]
     rewards = [[record.reward for record in group] for group in groups]
     average = mean_over_examples([float(np.mean(group)) for group in rewards]) if rewards else None

@@ -1,38 +1,50 @@
-"""Runs the command `eval`: evaluates the start model and published policies on running servers, one after the other."""
+"""Runs the command `eval`: evaluates the start model and published policies on running servers, one after the other.
+
+Consumes targets (evaluation/targets). Produces evals/step_N/<env>/ and W&B points. Waits for groups, each bounded by the pool of
+environments, and for servers, bounded by theirs.
+"""
 
 import asyncio
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from trivet.config.command import run_command
+from trivet.config.layout import STABLE
 from trivet.config.schema.evaluation import EvalConfig
+from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import host_settings
 from trivet.environments.workers.memory import memory_limit
-from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.evaluation.offline import OfflineEval, ScoreSink
-from trivet.evaluation.plan import EvalPlan, check_servers, export_key, make_plan
-from trivet.evaluation.report import make_table
-from trivet.evaluation.scores import Summary
+from trivet.environments.workers.pool import PoolLimits, open_worker_pool
+from trivet.evaluation.endpoints import KEY_VARIABLE
+from trivet.evaluation.evaluate import Evaluator
+from trivet.evaluation.plan import EvalPlan, check_servers, make_plan, require_resumable
+from trivet.evaluation.results import EarlierResults
+from trivet.evaluation.scores import Summary, eval_metrics
 from trivet.evaluation.servers import EvalServers, connect
-from trivet.evaluation.targets import follow_targets
-from trivet.evaluation.weights_reader import WeightsReader
+from trivet.evaluation.targets import WeightsReader, follow_targets
 from trivet.process.proxies import direct_variables, is_direct
 from trivet.process.signals import run_until_signalled
 from trivet.schedulers.submit import submit
 from trivet.telemetry.logs import setup_logging
-from trivet.wire.workers import HostSettings
 
 logger = logging.getLogger(__name__)
 
 _LOG_WIDTH = 120
 """Characters of the table where stdout is not a terminal, which has a width of its own."""
+_REPORT_INTERVAL_S = 10.0
+"""How often the progress is logged where there are no bars."""
+
+WriteScores = Callable[[int, Mapping[str, float]], None]
+"""Takes a policy version and its metrics."""
 
 
 def main() -> int:
@@ -46,115 +58,175 @@ def check(config: EvalConfig) -> None:
 
 
 def start(config: EvalConfig) -> int:
-    """Evaluate; return the exit code."""
+    """Evaluate; return 0 when it is done, 1 when an evaluation has no score at all, 130 or 143 when a signal ended it."""
     setup_logging("eval", level=config.log.level, as_json=config.log.json_logging)
-    return asyncio.run(_run_or_interrupt(make_plan(config, environ=os.environ), _console()))
-
-
-async def _run_or_interrupt(plan: EvalPlan, console: Console) -> int:
-    """Return the exit code: 0 done, 1 when an evaluation has no score at all, 130 or 143 when a signal ended it."""
+    plan = make_plan(config, environ=os.environ)
+    console = Console() if sys.stdout.isatty() else Console(width=_LOG_WIDTH)
     # A second signal must not interrupt the restoring of the servers' policies.
-    exit_code = await run_until_signalled(run(plan, console), is_cleanup_protected=True)
+    exit_code = asyncio.run(run_until_signalled(_run(plan, console), is_cleanup_protected=True))
     if exit_code > 128:
         logger.warning("interrupted; the same command with --resume-path %s continues", plan.layout.root)
     return exit_code
 
 
-async def run(plan: EvalPlan, console: Console) -> int:
-    """Evaluate what is planned; returns the exit code."""
-    export_key(plan.endpoint)
+async def _run(plan: EvalPlan, console: Console) -> int:
+    config = plan.config
+    if plan.endpoint is not None and plan.endpoint.key is not None:
+        os.environ[KEY_VARIABLE] = plan.endpoint.key
     os.environ.update(direct_variables(os.environ, [url for url in plan.client.base_url if is_direct(url, os.environ)]))
-    servers = await connect(plan.client, environ=os.environ, weights_dir=plan.config.weights_dir)
+    servers = await connect(plan.client, environ=os.environ, weights_dir=config.weights_dir)
     try:
-        model_name = await check_servers(plan, servers)
-        settings = _settings(plan, model_name=model_name, is_plain=servers.is_plain)
-        async with open_worker_pool(settings, log_of=plan.layout.eval_worker_log, limits=_limits(plan.config)) as pool:
-            return await _evaluate(plan, servers, pool, console)
+        model_name, base_digest = await check_servers(plan, servers)
+        settings = [
+            host_settings(
+                env,
+                model_name=model_name,
+                client=plan.client,
+                trajectory_strategy=plan.origin.trajectory_strategy,
+                rollout_timeout_s=config.rollout_timeout_s,
+                log_level=config.log.level,
+                is_plain=servers.is_plain,
+            )
+            for env in plan.envs
+        ]
+        limits = PoolLimits(
+            workers_per_env=config.workers_per_env,
+            max_restarts=config.max_env_worker_restarts,
+            blocked_timeout_s=config.env_worker_timeout_s,
+            start_timeout_s=config.env_start_timeout_s,
+            max_memory_bytes=memory_limit(config.max_worker_memory),
+            strict_data=config.strict_data,
+        )
+        async with open_worker_pool(settings, log_of=plan.layout.eval_worker_log, limits=limits) as pool:
+            require_resumable(plan, pool, base_digest=base_digest)
+            with _wandb(plan) as write_scores:
+                return await evaluate_targets(plan, servers, pool, console, write_scores)
     finally:
         await servers.aclose()
 
 
-async def _evaluate(plan: EvalPlan, servers: EvalServers, pool: WorkerPool, console: Console) -> int:
+async def evaluate_targets(
+    plan: EvalPlan, servers: EvalServers, pool: EnvironmentPool, console: Console, write_scores: WriteScores
+) -> int:
+    """Evaluate every policy, watch the servers and workers meanwhile, and print the scores; return the exit code.
+
+    Raises:
+        ConfigError: the results to continue are of another evaluation.
+        InferenceError: no server can serve a policy.
+    """
     config, reader = plan.config, WeightsReader(plan.config.weights_dir)
-    with _sink(plan) as sink:
-        evaluation = OfflineEval(
-            config,
-            envs=plan.envs,
-            servers=servers,
-            pool=pool,
-            layout=plan.layout,
-            reader=reader,
-            console=console,
-            sink=sink,
-        )
-        targets = follow_targets(config, plan.targets, envs=plan.envs, max_steps=plan.origin.max_steps)
-        reader.need(min(target.step for target in plan.targets) if plan.targets else 0)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                loops = {"workers": pool.run, "servers": servers.run, "weights-reader": reader.run}
-                background_tasks = [tasks.create_task(run(), name=name) for name, run in loops.items()]
-                await evaluation.run(targets)
-                for task in background_tasks:
-                    task.cancel()
-        finally:
-            reader.close()
-            if evaluation.summaries:
-                console.print(make_table(evaluation.summaries))
-                console.print(f"results: {plan.layout.evals}")
-    return 1 if evaluation.num_removed or not evaluation.summaries or any(map(_has_no_score, evaluation.summaries)) else 0
-
-
-def _has_no_score(summary: Summary) -> bool:
-    return summary.num_failed == summary.num_examples
-
-
-def _settings(plan: EvalPlan, *, model_name: str, is_plain: bool) -> list[HostSettings]:
-    return [
-        host_settings(
-            env,
-            model_name=model_name,
-            client=plan.client,
-            trajectory_strategy=plan.origin.trajectory_strategy,
-            rollout_timeout_s=plan.config.rollout_timeout_s,
-            log_level=plan.config.log.level,
-            is_plain=is_plain,
-        )
-        for env in plan.envs
-    ]
-
-
-def _limits(config: EvalConfig) -> PoolLimits:
-    return PoolLimits(
-        workers_per_env=config.workers_per_env,
-        max_restarts=config.max_env_worker_restarts,
-        blocked_timeout_s=config.env_worker_timeout_s,
-        start_timeout_s=config.env_start_timeout_s,
-        max_memory_bytes=memory_limit(config.max_worker_memory),
-        strict_data=config.strict_data,
+    evaluator = Evaluator(
+        pool=pool,
+        servers=servers.placement,
+        layout=plan.layout,
+        max_concurrent=config.max_concurrent,
+        retry=config.retry,
+        has_versions=not servers.is_plain,
     )
+    earlier = EarlierResults.REPLACE if config.resume_path is None else EarlierResults.REQUIRE_SAME
+    all_summaries: list[Summary] = []
+    num_removed = 0
+    reader.need(min((target.step for target in plan.targets), default=0))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            loops = {"workers": pool.run, "servers": servers.run, "weights-reader": reader.run}
+            background_tasks = [tasks.create_task(run(), name=name) for name, run in loops.items()]
+            async for target in follow_targets(config, plan.targets, envs=plan.envs, max_steps=plan.origin.max_steps):
+                reader.need(target.step)
+                if target.directory is not None and not (target.directory / STABLE).exists():
+                    num_removed += 1
+                    logger.warning("%s was removed before it could be evaluated", target.directory)
+                    continue
+                digest = await servers.ensure_policy(target)
+                with _show_progress(console, has_bars=config.use_tqdm and console.is_terminal) as begin:
+                    summaries = await evaluator.evaluate(
+                        plan.series_of(target),
+                        step=target.step,
+                        digest=digest,
+                        earlier=earlier,
+                        on_start=lambda series, total, begin=begin, policy=target.name: begin(f"{policy} {series.name}", total),
+                    )
+                all_summaries += summaries
+                write_scores(target.step, eval_metrics({summary.env: summary for summary in summaries}))
+                for summary in summaries:
+                    logger.info(
+                        "evaluated step=%s env=%s avg=%s failed=%s", target.name, summary.env, summary.avg, summary.num_failed
+                    )
+            for task in background_tasks:
+                task.cancel()
+    finally:
+        reader.close()
+        if all_summaries:
+            console.print(_make_table(all_summaries))
+            console.print(f"results: {plan.layout.evals}")
+    is_without_score = any(summary.num_failed == summary.num_examples for summary in all_summaries)
+    return 1 if num_removed or not all_summaries or is_without_score else 0
 
 
 @contextmanager
-def _sink(plan: EvalPlan) -> Iterator[ScoreSink | None]:
-    wandb = plan.config.wandb
-    if wandb is None:
-        yield None
+def _wandb(plan: EvalPlan) -> Iterator[WriteScores]:
+    """Yield what writes the scores to W&B, if that is configured."""
+    if plan.config.wandb is None:
+        yield lambda version, values: None
         return
     # Importing W&B costs a second that an evaluation without it need not pay.
     from trivet.telemetry.wandb_sink import WandbSink
 
     plan.layout.root.mkdir(parents=True, exist_ok=True)
     run_id = f"eval-{time.time():.0f}-{os.getpid()}"
-    sink = WandbSink(wandb, role="eval", run_id=run_id, output_dir=plan.layout.root)
+    sink = WandbSink(plan.config.wandb, role="eval", run_id=run_id, output_dir=plan.layout.root)
     try:
-        yield sink
+        yield sink.write_eval
     finally:
         sink.close()
 
 
-def _console() -> Console:
-    """Return a console as wide as the table where stdout is not a terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=_LOG_WIDTH)
+@contextmanager
+def _show_progress(console: Console, *, has_bars: bool) -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Yield a function that shows an evaluation's progress: bars on a terminal, elsewhere a log line from time to time.
+
+    It takes a label and the number of examples, and returns the function to call after each example.
+    """
+    if has_bars:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as bars:
+            yield lambda label, total: partial(bars.advance, bars.add_task(label, total=total))
+        return
+
+    def begin(label: str, total: int) -> Callable[[], None]:
+        done, reported_at = 0, time.monotonic()
+
+        def advance() -> None:
+            nonlocal done, reported_at
+            done += 1
+            if done == total or time.monotonic() - reported_at >= _REPORT_INTERVAL_S:
+                reported_at = time.monotonic()
+                logger.info("evaluating %s: %s of %s examples", label, done, total)
+
+        return advance
+
+    yield begin
+
+
+def _make_table(summaries: Sequence[Summary]) -> Table:
+    table = Table(title="evaluation")
+    for column in ("step", "environment", "avg@k", "95 %", "pass@k", "k", "examples", "failed", "truncated", "tokens", "time"):
+        table.add_column(column, justify="left" if column == "environment" else "right")
+    for summary in summaries:
+        table.add_row(
+            "base" if summary.step == 0 else str(summary.step),
+            summary.env,
+            "" if summary.avg is None else f"{summary.avg:.4f}",
+            "" if summary.ci95 is None else f"± {summary.ci95:.4f}",
+            "" if summary.pass_at_k is None else f"{summary.pass_at_k:.4f}",
+            str(summary.rollouts_per_example),
+            str(summary.num_examples),
+            str(summary.num_failed),
+            "" if summary.truncated is None else f"{summary.truncated:.1%}",
+            str(summary.completion_tokens),
+            f"{summary.seconds:.1f}s",
+        )
+    return table
 
 
 if __name__ == "__main__":

@@ -1,20 +1,22 @@
 """Plans an evaluation from its configuration, files and the names of the servers, before anything is written."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EvalEnvConfig
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import ClientConfig
+from trivet.config.schema.shared import DEFAULT_OUTPUT_DIR
 from trivet.environments.packages.interpreters import require_environment
+from trivet.environments.port import EnvironmentPool
 from trivet.errors import ConfigError, ForeignPolicy, InferenceError, WeightsError
-from trivet.evaluation.endpoints import KEY_VARIABLE, Endpoint, choose_client
-from trivet.evaluation.origin import PolicyOrigin, read_origin, require_free_servers
-from trivet.evaluation.resuming import require_resumable, results_layout
-from trivet.evaluation.servers import EvalServers
-from trivet.evaluation.targets import BASE, Target, present_targets
+from trivet.evaluation.endpoints import Endpoint, choose_client
+from trivet.evaluation.evaluate import EvalSeries, make_series
+from trivet.evaluation.results import TASK_FILE, explain_difference
+from trivet.evaluation.servers import EvalServers, require_free_servers
+from trivet.evaluation.targets import BASE, PolicyOrigin, Target, is_due, present_targets, read_origin
 from trivet.weights.adapters import base_of, is_adapter, is_same_model
 from trivet.weights.manifest import read_manifest
 
@@ -32,6 +34,12 @@ class EvalPlan:
     endpoint: Endpoint | None
     layout: RunLayout
     """The directory of the results."""
+
+    def series_of(self, target: Target) -> list[EvalSeries]:
+        """Return the series that are due on a policy."""
+        config, is_base = self.config, target.directory is None
+        envs = [env for env in self.envs if is_base or is_due(config, target.step, env)]
+        return [make_series(env, config, pool_name=env.label) for env in envs]
 
 
 def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> EvalPlan:
@@ -55,24 +63,50 @@ def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> EvalPlan:
     return EvalPlan(config=config, origin=origin, envs=envs, targets=targets, client=client, endpoint=endpoint, layout=layout)
 
 
-def export_key(endpoint: Endpoint | None) -> None:
-    """Put a key that the endpoints file itself contains into the environment of this process and those that it starts."""
-    if endpoint is not None and endpoint.key is not None:
-        os.environ[KEY_VARIABLE] = endpoint.key
+def results_layout(config: EvalConfig) -> RunLayout:
+    """Return the layout of the output directory of `eval`.
+
+    Raises:
+        ConfigError: `resume_path` holds no evaluation.
+    """
+    if (path := config.resume_path) is None:
+        near = config.weights_dir.absolute().parent if config.weights_dir is not None else DEFAULT_OUTPUT_DIR
+        return RunLayout(config.output_dir or near)
+    directory = path.parent if path.is_file() else path
+    if (directory / TASK_FILE).is_file() or (directory.name == "evals" and directory.is_dir()):
+        evals = next((place for place in (directory.absolute(), *directory.absolute().parents) if place.name == "evals"), None)
+        if evals is not None:
+            return RunLayout(evals.parent)
+    if (directory / "evals").is_dir():
+        return RunLayout(directory)
+    raise ConfigError(
+        f"resume_path ({path}) holds no evaluation: give the output_dir of one, which has evals/ in it, or its evals/step_N/<env>"
+    )
 
 
-async def check_servers(plan: EvalPlan, servers: EvalServers) -> str:
-    """Check that the servers can do what is planned; return the model name that requests give.
+async def check_servers(plan: EvalPlan, servers: EvalServers) -> tuple[str, str]:
+    """Check that the servers can do what is planned; return the model name that requests give and the start model's digest.
 
     The first weights are loaded once, then the start model: so a directory that a server cannot read, or adapters of another base
-    model, are found before the first result.
+    model, are found before the first result. The digest is empty where the start model is not evaluated.
 
     Raises:
         ConfigError: they cannot.
     """
     try:
-        name = await _model_name(plan, servers)
-        _require_adapters_of(name, plan.targets)
+        asked = plan.config.model.name or (plan.endpoint.model if plan.endpoint else None)
+        if servers.is_plain and asked is not None:
+            name = asked  # such a server may serve more than it lists, or list nothing
+        else:
+            name = _choose_model_name(plan, await servers.model_names(), asked=asked, is_plain=servers.is_plain)
+        for target in plan.targets:
+            if target.directory is None or not is_adapter(target.directory):
+                continue
+            if not is_same_model(base := base_of(target.directory), name):
+                raise ConfigError(
+                    f"{target.directory} is an adapter for {base}, and the server serves {name}: start one with "
+                    f"`uv run inference --model.name {base} --enable-lora`"
+                )
         first = next((target for target in plan.targets if target.directory is not None), None)
         if first is not None:
             await servers.ensure_policy(first)
@@ -81,29 +115,11 @@ async def check_servers(plan: EvalPlan, servers: EvalServers) -> str:
         raise
     except (InferenceError, WeightsError) as exc:
         raise ConfigError(str(exc)) from exc
-    if plan.config.resume_path is not None:
-        digests = [(target, _digest_of(target, base_digest)) for target in plan.targets]
-        require_resumable(plan.config, digests, envs=plan.envs)
-    return name
+    return name, base_digest
 
 
-async def _model_name(plan: EvalPlan, servers: EvalServers) -> str:
-    asked = plan.config.model.name or (plan.endpoint.model if plan.endpoint else None)
-    if servers.is_plain and asked is not None:
-        return asked  # such a server may serve more than it lists, or list nothing
-    return choose_model_name(plan, await servers.model_names(), asked=asked, is_plain=servers.is_plain)
-
-
-def choose_model_name(plan: EvalPlan, served: Sequence[str], *, asked: str | None, is_plain: bool) -> str:
-    """Return the model name that requests give.
-
-    Args:
-        served: the names that the servers list; a trivet server lists that of its model first.
-        asked: the name that the user asks for.
-
-    Raises:
-        ConfigError: what is asked for is not served.
-    """
+def _choose_model_name(plan: EvalPlan, served: Sequence[str], *, asked: str | None, is_plain: bool) -> str:
+    """Return the name to ask for among those that the servers list; a trivet server lists that of its model first."""
     wanted = asked or plan.origin.model_name
     if not served and wanted is None:
         raise ConfigError("the servers do not tell what they serve: set model.name")
@@ -121,16 +137,30 @@ def choose_model_name(plan: EvalPlan, served: Sequence[str], *, asked: str | Non
     )
 
 
-def _require_adapters_of(name: str, targets: Sequence[Target]) -> None:
-    for target in targets:
-        if target.directory is None or not is_adapter(target.directory):
-            continue
-        if not is_same_model(base := base_of(target.directory), name):
-            raise ConfigError(
-                f"{target.directory} is an adapter for {base}, and the server serves {name}: start one with "
-                f"`uv run inference --model.name {base} --enable-lora`"
-            )
+def require_resumable(plan: EvalPlan, pool: EnvironmentPool, *, base_digest: str) -> None:
+    """Check that `resume_path`, if set, has results of what is planned, and no results of something else in their place.
 
-
-def _digest_of(target: Target, base_digest: str) -> str:
-    return base_digest if target.directory is None else read_manifest(target.directory).digest
+    Raises:
+        ConfigError: it has not.
+    """
+    if (resume_path := plan.config.resume_path) is None:
+        return
+    found: list[Path] = []
+    for target in plan.targets:
+        digest = base_digest if target.directory is None else read_manifest(target.directory).digest
+        for series in plan.series_of(target):
+            task = series.make_task(pool.infos[series.pool_name], step=target.step, digest=digest)
+            directory = plan.layout.evals_step(target.step, series.name)
+            if difference := explain_difference(directory, task):
+                raise ConfigError(difference)
+            if difference is not None:
+                found.append(directory.resolve())
+    named = resume_path.parent if resume_path.is_file() else resume_path
+    if not found or ((named / TASK_FILE).is_file() and named.resolve() not in found):
+        there = sorted(
+            str(path.parent.relative_to(plan.layout.root)) for path in plan.layout.evals.glob(f"step_*/**/{TASK_FILE}")
+        )
+        raise ConfigError(
+            f"resume_path ({resume_path}) is none of the evaluations asked for; in {plan.layout.root} there are: "
+            f"{', '.join(there) or 'none'}"
+        )

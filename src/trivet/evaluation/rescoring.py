@@ -1,22 +1,35 @@
 """Scores saved rollouts with today's reward functions, and compares the scores with the saved ones. Used by `trivet replay`.
 
-`rescore` asks the workers of the environments; everything else is pure.
+The rollouts are those that a run trained on, or that an evaluation sampled. Nothing in their directory is changed.
 """
 
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from trivet.config.layout import RESULTS_FILE, ROLLOUTS_FILE, RunLayout
+from trivet.config.load import load_config
+from trivet.config.masking import HIDDEN, mask_table
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.inference import ClientConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.apis.rescoring import EXAMPLE_GONE, PROMPT_DIFFERS
 from trivet.environments.port import EnvironmentPool
-from trivet.errors import RolloutFailed, WorkerLost
-from trivet.evaluation.saved_rollouts import SavedFile, SavedRollout
+from trivet.environments.settings import host_settings, run_settings
+from trivet.errors import ConfigError, RolloutFailed, WorkerLost
+from trivet.evaluation.results import TASK_FILE, TaskRecord
+from trivet.step_directories import list_steps
+from trivet.storage.durable import DECODE_ERRORS
 from trivet.telemetry.console import conversation_text
-from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments, Split
+from trivet.wire.rollouts import GroupId
+from trivet.wire.workers import HostSettings
 
 REWARD = "reward"
 """Name under which the reward itself is listed with the reward functions."""
@@ -26,6 +39,49 @@ _TOLERANCE = 1e-6
 _MAX_CONCURRENT_GROUPS = 64
 """Groups that are scored at the same time: enough for judges that wait for a service, and few enough for their limits."""
 _PREVIEW_CHARS = 200
+
+
+class SavedRollout(msgspec.Struct, kw_only=True):
+    """The fields of a line of rollouts.jsonl or results.jsonl that scoring needs or is compared with."""
+
+    env: str = ""
+    group_id: int = -1
+    example_id: int
+    index: int
+    reward: float
+    scores: dict[str, float] = {}
+    is_truncated: bool = False
+    prompt: list[dict[str, Any]]
+    completion: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """One file of saved rollouts."""
+
+    path: Path
+    step: int
+    """The training step, or the version of the evaluated policy."""
+    task: TaskRecord | None = None
+    """The evaluation; None for rollouts that were trained on."""
+
+    def groups(self) -> list[tuple[str, list[SavedRollout]]]:
+        """Return the environment's name and the rollouts of each group, in the order of the file.
+
+        Raises:
+            ConfigError: a line cannot be read.
+        """
+        groups: dict[tuple[str, int], list[SavedRollout]] = {}
+        decoder = msgspec.json.Decoder(SavedRollout)
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    rollout = decoder.decode(line)
+                except DECODE_ERRORS as exc:
+                    raise ConfigError(f"{self.path}:{number} is no rollout: {exc}") from exc
+                key = (rollout.env, rollout.group_id) if self.task is None else (self.task.env, rollout.example_id)
+                groups.setdefault(key, []).append(rollout)
+        return [(env, sorted(rollouts, key=lambda rollout: rollout.index)) for (env, _), rollouts in groups.items()]
 
 
 class RescoredRollout(msgspec.Struct, kw_only=True):
@@ -48,6 +104,13 @@ class RescoredRollout(msgspec.Struct, kw_only=True):
     """Why scoring failed; empty when it did not."""
     completion: str
     """The beginning of what the model said."""
+
+    def pairs(self) -> Iterator[tuple[str, float, float]]:
+        """Yield name, value then and value today of the reward and of each function that scored both times."""
+        if self.reward_after is not None:
+            yield REWARD, self.reward_before, self.reward_after
+        for name in self.scores_before.keys() & self.scores_after.keys():
+            yield name, self.scores_before[name], self.scores_after[name]
 
 
 class FunctionChange(msgspec.Struct, kw_only=True):
@@ -76,6 +139,66 @@ class EnvironmentChange(msgspec.Struct, kw_only=True):
     first_error: str = ""
 
 
+def find_trained(layout: RunLayout, steps: range | None) -> list[SavedFile]:
+    """Return the files of the rollouts that were trained, by step; `steps` None: all."""
+    found = list_steps(layout.rollouts, marker=ROLLOUTS_FILE)
+    return [SavedFile(path=path / ROLLOUTS_FILE, step=step) for step, path in found.items() if steps is None or step in steps]
+
+
+def find_evaluated(layout: RunLayout, steps: range | None) -> list[SavedFile]:
+    """Return the files of the rollouts that evaluations sampled, by the version of the policy; `steps` None: all.
+
+    Raises:
+        ConfigError: the task of an evaluation cannot be read.
+    """
+    files: list[SavedFile] = []
+    for step, directory in list_steps(layout.evals).items():
+        for path in sorted(directory.rglob(RESULTS_FILE)) if steps is None or step in steps else ():
+            try:
+                task = msgspec.json.decode((path.parent / TASK_FILE).read_bytes(), type=TaskRecord)
+            except (OSError, *DECODE_ERRORS) as exc:
+                raise ConfigError(f"{path.parent / TASK_FILE} cannot be read, and says what was evaluated: {exc}") from exc
+            files.append(SavedFile(path=path, step=step, task=task))
+    return files
+
+
+def read_run_config(layout: RunLayout) -> OrchestratorConfig | None:
+    """Return the resolved configuration of the run's orchestrator; None where no run wrote one, as after `uv run eval`.
+
+    Raises:
+        ConfigError: it is of another version.
+    """
+    path = layout.configs / "orchestrator.toml"
+    if not path.is_file():
+        return None
+    config = load_config(OrchestratorConfig, ["@", str(path)], environ={}).config
+    return config.model_copy(update={"replay": None})  # a replay loads no environment, and names those of its record
+
+
+def settings_for(config: OrchestratorConfig | None, files: Sequence[SavedFile]) -> Mapping[str, HostSettings]:
+    """Return the settings of each environment that the files may name, by its name in them.
+
+    Raises:
+        ConfigError: they are unknown.
+        EnvironmentLoadError: a virtual environment is not there.
+    """
+    settings = {} if config is None else dict(run_settings(config))
+    envs = [] if config is None else list(config.environments.values())
+    for task in (file.task for file in files if file.task is not None):
+        # The task has the environment's arguments without their secrets.
+        env = next((env for env in envs if (env.package, mask_table(env.args)) == (task.env_id, task.env_args)), None)
+        if env is None and HIDDEN in str(task.env_args):
+            raise ConfigError(
+                f"the arguments of environment {task.env_id!r} hold a secret that {TASK_FILE} does not keep, and no configs/"
+                "orchestrator.toml has it: its rollouts cannot be scored again"
+            )
+        made = host_settings(
+            env or EnvConfig(id=task.env_id, args=task.env_args), model_name="", client=ClientConfig(), is_plain=True
+        )
+        settings[task.env] = msgspec.structs.replace(made, name=task.env)
+    return settings
+
+
 async def rescore(
     pool: EnvironmentPool, file: SavedFile, *, envs: Iterable[str], zeroes_truncated: bool
 ) -> list[RescoredRollout]:
@@ -87,140 +210,112 @@ async def rescore(
     """
     slots, wanted = asyncio.Semaphore(_MAX_CONCURRENT_GROUPS), set(envs)
 
-    async def score(number: int, env: str, rows: list[SavedRollout]) -> list[RescoredRollout]:
-        request = _make_request(file, number, env, rows)
-        async with slots:
-            try:
-                rollouts = await _run(pool, request)
-            except RolloutFailed as exc:
-                return [_failed(file, env, row, exc) for row in rows]
-        return [
-            _rescored(file, env, row, rollout, is_zeroed=zeroes_truncated and row.is_truncated)
-            for row, rollout in zip(rows, rollouts, strict=True)
+    async def score(number: int, env: str, saved: list[SavedRollout]) -> list[RescoredRollout]:
+        rescored = [
+            RescoredRollout(
+                step=file.step,
+                env=env,
+                group_id=rollout.group_id,
+                example_id=rollout.example_id,
+                index=rollout.index,
+                reward_before=rollout.reward,
+                scores_before=rollout.scores,
+                completion=conversation_text(rollout.completion, max_chars=_PREVIEW_CHARS),
+            )
+            for rollout in saved
         ]
+        request = GroupRequest(
+            group_id=GroupId(number),
+            env=env,
+            split=Split.TRAIN if file.task is None else file.task.split,
+            example_id=saved[0].example_id,
+            num_rollouts=len(saved),
+            base_url="http://127.0.0.1:9/v1",  # the discard port: nothing is asked
+            sampling=SamplingArguments(temperature=None),
+            recorded=[
+                RecordedConversation(prompt=rollout.prompt, completion=rollout.completion, is_truncated=rollout.is_truncated)
+                for rollout in saved
+            ],
+        )
+        async with slots:
+            while True:
+                try:
+                    scored = await pool.run_group(request)
+                    break
+                except WorkerLost:  # until the pool treats the group as the cause
+                    continue
+                except RolloutFailed as exc:
+                    for rollout in rescored:
+                        rollout.not_comparable = _NOT_COMPARABLE.get(exc.kind, "")
+                        rollout.error = "" if rollout.not_comparable else str(exc)
+                    return rescored
+        for rollout, before, after in zip(rescored, saved, scored, strict=True):
+            rollout.reward_after = 0.0 if zeroes_truncated and before.is_truncated else after.reward
+            rollout.scores_after = after.scores
+        return rescored
 
     async with asyncio.TaskGroup() as tasks:
         scored = [
-            tasks.create_task(score(number, env, rows), name=f"score-{number}")
-            for number, (env, rows) in enumerate(file.groups())
+            tasks.create_task(score(number, env, saved), name=f"score-{number}")
+            for number, (env, saved) in enumerate(file.groups())
             if env in wanted
         ]
-    return [one for task in scored for one in task.result()]
+    return [rollout for task in scored for rollout in task.result()]
 
 
 def compare(rescored: Sequence[RescoredRollout]) -> list[EnvironmentChange]:
     """Return the differences by environment, in the order of their names."""
-    return [_compare_one(env, [one for one in rescored if one.env == env]) for env in sorted({one.env for one in rescored})]
+    by_env: dict[str, list[RescoredRollout]] = {}
+    for rollout in rescored:
+        by_env.setdefault(rollout.env, []).append(rollout)
+    return [_compare_one(env, by_env[env]) for env in sorted(by_env)]
 
 
 def most_changed(rescored: Iterable[RescoredRollout], *, limit: int) -> list[RescoredRollout]:
     """Return the rollouts whose reward, and then whose reward functions, changed most; none that did not change."""
-    ranked = [(_size(one), one) for one in rescored if one.reward_after is not None]
-    changed = [(size, one) for size, one in ranked if size > (0.0, 0.0)]
-    return [one for _, one in sorted(changed, key=lambda pair: pair[0], reverse=True)[:limit]]
 
+    def size(rollout: RescoredRollout) -> tuple[float, float]:
+        sizes = {name: abs(before - after) for name, before, after in rollout.pairs() if not _is_equal(before, after)}
+        return sizes.get(REWARD, 0.0), max(sizes.values(), default=0.0)
 
-def _size(one: RescoredRollout) -> tuple[float, float]:
-    sizes = {name: abs(before - after) for name, before, after in _pairs(one) if not _is_equal(before, after)}
-    return sizes.get(REWARD, 0.0), max(sizes.values(), default=0.0)
+    changed = [rollout for rollout in rescored if rollout.reward_after is not None and size(rollout) > (0.0, 0.0)]
+    return sorted(changed, key=size, reverse=True)[:limit]
 
 
 def _compare_one(env: str, rescored: Sequence[RescoredRollout]) -> EnvironmentChange:
-    scored = [one for one in rescored if one.reward_after is not None]
-    failed = [one for one in rescored if one.error]
-    values: dict[str, list[tuple[float, float]]] = {REWARD: []}
-    for one in scored:
-        for name, before, after in _pairs(one):
-            values.setdefault(name, []).append((before, after))
-    for name in sorted({name for one in scored for name in one.scores_before.keys() ^ one.scores_after.keys()}):
-        values.setdefault(name, [])
-    names = [REWARD, *sorted(values.keys() - {REWARD})]
-    functions = [_change_of(name, values[name], scored) for name in names]
+    scored = [rollout for rollout in rescored if rollout.reward_after is not None]
+    failed = [rollout for rollout in rescored if rollout.error]
+    names = {name for rollout in scored for name in rollout.scores_before.keys() | rollout.scores_after.keys()} - {REWARD}
+    functions: list[FunctionChange] = []
+    for name in (REWARD, *sorted(names)):
+        pairs = [(before, after) for rollout in scored for found, before, after in rollout.pairs() if found == name]
+        # Where it scored no rollout both times, the mean of the time when it did.
+        before = [pair[0] for pair in pairs] or [
+            rollout.scores_before[name] for rollout in scored if name in rollout.scores_before
+        ]
+        after = [pair[1] for pair in pairs] or [
+            rollout.scores_after[name] for rollout in scored if name in rollout.scores_after
+        ]
+        functions.append(
+            FunctionChange(
+                name=name,
+                mean_before=math.fsum(before) / len(before) if before else None,
+                mean_after=math.fsum(after) / len(after) if after else None,
+                num_rollouts=len(pairs),
+                num_changed=sum(not _is_equal(*pair) for pair in pairs),
+            )
+        )
     return EnvironmentChange(
         env=env,
         num_rollouts=len(rescored),
         num_scored=len(scored),
         num_changed=functions[0].num_changed,
         functions=functions,
-        not_comparable=dict(Counter(one.not_comparable for one in rescored if one.not_comparable)),
+        not_comparable=dict(Counter(rollout.not_comparable for rollout in rescored if rollout.not_comparable)),
         num_failed=len(failed),
         first_error=failed[0].error if failed else "",
     )
 
 
-def _change_of(name: str, pairs: Sequence[tuple[float, float]], scored: Sequence[RescoredRollout]) -> FunctionChange:
-    """Return the change of one function; where it scored no rollout both times, the mean of the time when it did."""
-    before = [pair[0] for pair in pairs] or [one.scores_before[name] for one in scored if name in one.scores_before]
-    after = [pair[1] for pair in pairs] or [one.scores_after[name] for one in scored if name in one.scores_after]
-    return FunctionChange(
-        name=name,
-        mean_before=_mean(before),
-        mean_after=_mean(after),
-        num_rollouts=len(pairs),
-        num_changed=sum(not _is_equal(*pair) for pair in pairs),
-    )
-
-
-def _pairs(one: RescoredRollout) -> Iterator[tuple[str, float, float]]:
-    if one.reward_after is not None:
-        yield REWARD, one.reward_before, one.reward_after
-    for name in one.scores_before.keys() & one.scores_after.keys():
-        yield name, one.scores_before[name], one.scores_after[name]
-
-
 def _is_equal(before: float, after: float) -> bool:
     return math.isclose(before, after, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
-
-
-async def _run(pool: EnvironmentPool, request: GroupRequest) -> list[Rollout]:
-    """Score a group; one that is lost with its worker is tried again, until the pool treats it as the cause."""
-    while True:
-        try:
-            return await pool.run_group(request)
-        except WorkerLost:
-            continue
-
-
-def _make_request(file: SavedFile, number: int, env: str, rows: Sequence[SavedRollout]) -> GroupRequest:
-    return GroupRequest(
-        group_id=GroupId(number),
-        env=env,
-        split=file.split,
-        example_id=rows[0].example_id,
-        num_rollouts=len(rows),
-        base_url="http://127.0.0.1:9/v1",  # the discard port: nothing is asked
-        sampling=SamplingArguments(temperature=None),
-        recorded=[
-            RecordedConversation(prompt=row.prompt, completion=row.completion, is_truncated=row.is_truncated) for row in rows
-        ],
-    )
-
-
-def _rescored(file: SavedFile, env: str, row: SavedRollout, rollout: Rollout, *, is_zeroed: bool) -> RescoredRollout:
-    made = _record(file, env, row)
-    made.reward_after, made.scores_after = 0.0 if is_zeroed else rollout.reward, rollout.scores
-    return made
-
-
-def _failed(file: SavedFile, env: str, row: SavedRollout, error: RolloutFailed) -> RescoredRollout:
-    made = _record(file, env, row)
-    made.not_comparable = _NOT_COMPARABLE.get(error.kind, "")
-    made.error = "" if made.not_comparable else str(error)
-    return made
-
-
-def _record(file: SavedFile, env: str, row: SavedRollout) -> RescoredRollout:
-    return RescoredRollout(
-        step=file.step,
-        env=env,
-        group_id=row.group_id,
-        example_id=row.example_id,
-        index=row.index,
-        reward_before=row.reward,
-        scores_before=row.scores,
-        completion=conversation_text(row.completion, max_chars=_PREVIEW_CHARS),
-    )

@@ -4,7 +4,9 @@ Results are appended as examples finish, so an interrupted evaluation continues 
 its presence means that the evaluation is complete.
 """
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,19 @@ from trivet.telemetry.events import drop_torn_line
 from trivet.wire.groups import SamplingArguments, Split
 from trivet.wire.rollouts import Rollout
 
-TASK_FILE, _SUMMARY = "task.json", "summary.json"
+logger = logging.getLogger(__name__)
+
+TASK_FILE, SUMMARY_FILE = "task.json", "summary.json"
+
+
+class EarlierResults(StrEnum):
+    """What an evaluation does with results that its directory holds already."""
+
+    REPLACE = "replace"
+    CONTINUE = "continue"
+    """Continue results of the same task, replace others."""
+    REQUIRE_SAME = "require_same"
+    """Continue results of the same task, refuse others."""
 
 
 class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,26 +75,27 @@ class ResultRecord(msgspec.Struct, kw_only=True):
 class ResultsFile:
     """The results of one task while it runs."""
 
-    def __init__(self, directory: Path, task: TaskRecord, *, does_continue: bool) -> None:
+    def __init__(self, directory: Path, task: TaskRecord, earlier: EarlierResults) -> None:
         """Open the results in `directory`.
 
-        Args:
-            does_continue: keep the examples that an earlier run of the same task finished; otherwise start with none.
-
         Raises:
-            ConfigError: the results to continue are of another task.
+            ConfigError: `earlier` requires results of the same task, and they are of another.
         """
         self._directory = directory
         self._path = directory / RESULTS_FILE
         self.finished: dict[int, list[ResultRecord]] = {}
         """The rollouts of each finished example, by its id."""
+        difference = explain_difference(directory, task)
+        if difference and earlier is EarlierResults.REQUIRE_SAME:
+            raise ConfigError(difference)
         directory.mkdir(parents=True, exist_ok=True)
-        if does_continue and (directory / TASK_FILE).exists():
-            _require_same(directory / TASK_FILE, task)
+        if difference == "" and earlier is not EarlierResults.REPLACE:
             drop_torn_line(self._path)
             self.finished = _read_finished(self._path, rollouts_per_example=task.rollouts_per_example)
         else:
-            for name in (_SUMMARY, RESULTS_FILE):
+            if difference:
+                logger.warning("results of another evaluation in %s are replaced", directory)
+            for name in (SUMMARY_FILE, RESULTS_FILE):
                 (directory / name).unlink(missing_ok=True)
             write_json_atomically(directory / TASK_FILE, task)
         self._file = self._path.open("ab", buffering=0)
@@ -88,11 +103,24 @@ class ResultsFile:
     @property
     def is_complete(self) -> bool:
         """A summary has been written."""
-        return (self._directory / _SUMMARY).exists()
+        return (self._directory / SUMMARY_FILE).exists()
 
     def add(self, example_id: int, rollouts: Sequence[Rollout]) -> None:
         """Append the rollouts of a finished example to the file."""
-        records = [_record(example_id, rollout) for rollout in rollouts]
+        records = [
+            ResultRecord(
+                example_id=example_id,
+                index=rollout.index,
+                reward=rollout.reward,
+                scores=rollout.scores,
+                num_turns=rollout.num_turns,
+                is_truncated=rollout.is_truncated,
+                completion_tokens=rollout.num_completion_tokens,
+                prompt=rollout.prompt,
+                completion=rollout.completion,
+            )
+            for rollout in rollouts
+        ]
         self._file.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
         self.finished[example_id] = records
 
@@ -101,37 +129,32 @@ class ResultsFile:
         self._file.close()
         lines = [msgspec.json.encode(record) + b"\n" for _, records in sorted(self.finished.items()) for record in records]
         write_atomically(self._path, b"".join(lines))
-        write_json_atomically(self._directory / _SUMMARY, summary)
+        write_json_atomically(self._directory / SUMMARY_FILE, summary)
 
     def close(self) -> None:
         """Close the file. May be called again."""
         self._file.close()
 
 
-def holds_task(directory: Path, task: TaskRecord) -> bool:
-    """Return whether the results in `directory` are of this very task and can be continued."""
+def explain_difference(directory: Path, task: TaskRecord) -> str | None:
+    """Explain why the results in `directory` are not of this very task: "" when they are, None when there are none."""
+    path = directory / TASK_FILE
+    if not path.exists():
+        results = directory / RESULTS_FILE
+        is_foreign = results.exists()
+        return f"{results} was not written by `uv run eval`: there is no {TASK_FILE} next to it" if is_foreign else None
     try:
-        _require_same(directory / TASK_FILE, task)
-    except (ConfigError, FileNotFoundError):
-        return False
-    return True
-
-
-def require_continuable(directory: Path, task: TaskRecord, *, unknown: Collection[str] = ()) -> bool:
-    """Return whether `directory` has results that `task` can continue. Changes nothing.
-
-    Args:
-        unknown: fields of `task` that are not known yet, and not compared.
-
-    Raises:
-        ConfigError: the results are of another task.
-    """
-    if (directory / TASK_FILE).exists():
-        _require_same(directory / TASK_FILE, task, unknown=unknown)
-        return True
-    if (directory / RESULTS_FILE).exists():
-        raise ConfigError(f"{directory / RESULTS_FILE} was not written by `uv run eval`: there is no {TASK_FILE} next to it")
-    return False
+        earlier = msgspec.json.decode(path.read_bytes(), type=TaskRecord)
+    except DECODE_ERRORS as exc:
+        return f"{path} cannot be read: {exc}; move the directory away to evaluate anew"
+    for name in task.__struct_fields__:
+        before, now = getattr(earlier, name), getattr(task, name)
+        if before != now and not (name == "data_digest" and not (before and now)):
+            return (
+                f"{directory} holds results of another evaluation: {name} was {_short(before)} and is {_short(now)} now; "
+                "set it back to continue them, or choose another output_dir"
+            )
+    return ""
 
 
 def read_summary(directory: Path) -> Summary | None:
@@ -140,26 +163,13 @@ def read_summary(directory: Path) -> Summary | None:
     Raises:
         ConfigError: it cannot be read.
     """
+    path = directory / SUMMARY_FILE
     try:
-        return msgspec.json.decode((directory / _SUMMARY).read_bytes(), type=Summary)
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
     except FileNotFoundError:
         return None
     except DECODE_ERRORS as exc:
-        raise ConfigError(f"{directory / _SUMMARY} cannot be read: {exc}; move the directory away to evaluate anew") from exc
-
-
-def _require_same(path: Path, task: TaskRecord, *, unknown: Collection[str] = ()) -> None:
-    try:
-        earlier = msgspec.json.decode(path.read_bytes(), type=TaskRecord)
-    except DECODE_ERRORS as exc:
         raise ConfigError(f"{path} cannot be read: {exc}; move the directory away to evaluate anew") from exc
-    for name in (name for name in task.__struct_fields__ if name not in unknown):
-        before, now = getattr(earlier, name), getattr(task, name)
-        if before != now and not (name == "data_digest" and not (before and now)):
-            raise ConfigError(
-                f"{path.parent} holds results of another evaluation: {name} was {_short(before)} and is {_short(now)} now; "
-                "set it back to continue them, or choose another output_dir"
-            )
 
 
 def _short(value: object) -> str:
@@ -174,17 +184,3 @@ def _read_finished(path: Path, *, rollouts_per_example: int) -> dict[int, list[R
         for record in map(decoder.decode, path.read_bytes().splitlines()):
             by_example.setdefault(record.example_id, []).append(record)
     return {example_id: records for example_id, records in by_example.items() if len(records) == rollouts_per_example}
-
-
-def _record(example_id: int, rollout: Rollout) -> ResultRecord:
-    return ResultRecord(
-        example_id=example_id,
-        index=rollout.index,
-        reward=rollout.reward,
-        scores=rollout.scores,
-        num_turns=rollout.num_turns,
-        is_truncated=rollout.is_truncated,
-        completion_tokens=rollout.num_completion_tokens,
-        prompt=rollout.prompt,
-        completion=rollout.completion,
-    )

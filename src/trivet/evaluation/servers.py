@@ -8,22 +8,24 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from urllib.parse import urlsplit
 
 from trivet.client.inference_client import InferenceClient, PolicyStatus
 from trivet.client.server import Server, TargetPolicy
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import SECRET_FILE, RunLayout
+from trivet.config.resolve import LOCAL_HOSTS
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.shared import DEFAULT_OUTPUT_DIR
 from trivet.errors import ConfigError, InferenceError, WeightsError
-from trivet.evaluation.placement import PlacementServers
-from trivet.evaluation.targets import Target, complete_steps
+from trivet.evaluation.targets import PolicyOrigin, Target, complete_steps
+from trivet.process.lock import holder_of
 from trivet.process.proxies import is_direct
 from trivet.secret import find_secret
 from trivet.weights.manifest import read_manifest
+from trivet.wire.servers import server_root
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -36,47 +38,12 @@ PLAIN_DIGEST = "unknown"
 """The digest recorded for the weights of a server that does not report one."""
 
 
-class EvalServers(PlacementServers, Protocol):
-    """The servers of one evaluation."""
-
-    @property
-    def is_plain(self) -> bool:
-        """They are not trivet servers: they answer text alone and load nothing."""
-        ...
-
-    async def model_names(self) -> list[str]:
-        """Return the names that requests may give as their model."""
-        ...
-
-    async def ensure_policy(self, target: Target) -> str:
-        """Have every server serve `target`; return the digest of its weights.
-
-        Raises:
-            InferenceError: none can.
-        """
-        ...
-
-    async def run(self) -> None:
-        """Watch the servers, until cancelled.
-
-        Raises:
-            InferenceError: none was left for too long.
-        """
-        ...
-
-    async def aclose(self) -> None:
-        """Restore the policy that each server served before. May be called again."""
-        ...
-
-
 async def connect(
     config: ClientConfig,
     *,
     environ: Mapping[str, str],
     weights_dir: Path | None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> EvalServers:
+) -> "EvalServers":
     """Reach the servers of `config`, all of which must answer.
 
     Args:
@@ -104,16 +71,18 @@ async def connect(
         return await TrivetServers.open(config, make_client=make_client, clients=[], weights_dir=weights_dir)
     clients = [make_client(url) for url in config.base_url]
     try:
-        deadline = clock() + config.wait_for_ready_timeout
-        kinds = {
-            client: await _is_trivet_server(client, config, deadline=deadline, clock=clock, sleep=sleep) for client in clients
-        }
+        deadline = time.monotonic() + config.wait_for_ready_timeout
+        kinds = {client: await _is_trivet_server(client, config, deadline=deadline) for client in clients}
         if all(kinds.values()):
             return await TrivetServers.open(config, make_client=make_client, clients=clients, weights_dir=weights_dir)
         if any(kinds.values()):
+            ours, others = (
+                ", ".join(client.base_url for client, is_trivet in kinds.items() if is_trivet is wanted)
+                for wanted in (True, False)
+            )
             raise ConfigError(
-                f"client.base_url names trivet servers ({_roots(kinds, are_trivet=True)}) and others "
-                f"({_roots(kinds, are_trivet=False)}), which cannot serve the same policy; name one kind"
+                f"client.base_url names trivet servers ({ours}) and others ({others}), which cannot serve the same policy; "
+                "name one kind"
             )
         return PlainServers(clients)
     except BaseException:
@@ -126,6 +95,7 @@ class TrivetServers:
     """Trivet servers: those started with `uv run inference`."""
 
     is_plain = False
+    """They report the policy of each token, and load policies."""
 
     def __init__(self, pool: ServerPool, *, before: Mapping[InferenceClient, TargetPolicy]) -> None:
         """Take over a started pool.
@@ -133,7 +103,8 @@ class TrivetServers:
         Args:
             before: the policy that each server served, to restore at the end.
         """
-        self._pool = pool
+        self.placement = pool
+        """Chooses the server of a group."""
         self._before = dict(before)
         self._served: TargetPolicy | None = None
 
@@ -167,40 +138,36 @@ class TrivetServers:
             raise
 
     async def model_names(self) -> list[str]:
-        """See `EvalServers`; servers that are found by name list nothing."""
+        """Return the names that requests may give as their model; none for servers that are found by name."""
         client = next(iter(self._before), None)
         return await client.model_names() if client is not None else []
 
     async def ensure_policy(self, target: Target) -> str:
-        """See `EvalServers`."""
+        """Have every server serve `target`; return the digest of its weights.
+
+        Raises:
+            InferenceError: none can.
+        """
         policy = _START if target.directory is None else _published(target.directory)
         served = self._served
         if served is None or policy.directory is None:  # all must load it; a server that fails a later one is marked unhealthy
-            self._served = await self._pool.ensure_policy_on_all(policy)
+            self._served = await self.placement.ensure_policy_on_all(policy)
         elif (served.version, served.digest) != (policy.version, policy.digest):
-            await self._pool.ensure_policy(policy)
+            await self.placement.ensure_policy(policy)
             self._served = policy
         assert self._served is not None
-        mismatch = self._pool.probe_metrics().get("probe/mismatch")
+        mismatch = self.placement.probe_metrics().get("probe/mismatch")
         compared = "has no probe to reproduce" if mismatch is None else f"is reproduced: probe mismatch {mismatch:.3g} nats"
         logger.info("policy %s %s", policy.version, compared)
         return self._served.digest or ""
 
     async def run(self) -> None:
-        """Watch the servers, until cancelled."""
-        await self._pool.run()
+        """Watch the servers, until cancelled.
 
-    def pick(self, *, num_rollouts: int) -> str | None:
-        """See `PlacementServers`."""
-        return self._pool.pick(num_rollouts=num_rollouts)
-
-    def release(self, root: str, *, num_rollouts: int) -> None:
-        """See `PlacementServers`."""
-        self._pool.release(root, num_rollouts=num_rollouts)
-
-    async def is_at_fault(self, root: str) -> bool:
-        """See `PlacementServers`."""
-        return await self._pool.is_at_fault(root)
+        Raises:
+            InferenceError: none was left for too long.
+        """
+        await self.placement.run()
 
     async def aclose(self) -> None:
         """Restore the policy that each server served before. May be called again."""
@@ -211,18 +178,20 @@ class TrivetServers:
             except InferenceError as exc:
                 logger.warning("policy %s of %s could not be restored: %s", policy.version, client.base_url, exc)
             await client.aclose()
-        if not before and self._pool.roots:  # servers found by name start with the start weights
-            await self._pool.ensure_policy_on_all(_START)
-        await self._pool.aclose()
+        if not before and self.placement.roots:  # servers found by name start with the start weights
+            await self.placement.ensure_policy_on_all(_START)
+        await self.placement.aclose()
 
 
 class PlainServers:
     """Any OpenAI-compatible servers, each with the model that it serves."""
 
     is_plain = True
+    """They answer text alone and load nothing."""
 
     def __init__(self, clients: list[InferenceClient]) -> None:
         self._clients = clients
+        self.placement = self
         self._in_flight: Counter[str] = Counter()
 
     async def model_names(self) -> list[str]:
@@ -267,30 +236,53 @@ class PlainServers:
             await client.aclose()
 
 
+EvalServers = TrivetServers | PlainServers
+
+
+def require_free_servers(client: ClientConfig, origin: PolicyOrigin, weights_dir: Path | None) -> None:
+    """Check that no live run generates with a server of `client`.
+
+    Raises:
+        ConfigError: a live run generates with one of the servers, which must not lose its policy.
+    """
+    if weights_dir is None or holder_of(RunLayout(weights_dir.absolute().parent).lock) is None:
+        return
+
+    def place_of(url: str) -> tuple[str | None, int | None]:
+        """Return host and port. All names of this machine are equal."""
+        parts = urlsplit(server_root(url))
+        return "localhost" if parts.hostname in LOCAL_HOSTS else parts.hostname, parts.port
+
+    for url in client.base_url:
+        if place_of(url) in map(place_of, origin.server_roots):
+            raise ConfigError(
+                f"the run in {weights_dir.parent} is going on and generates with {url}: loading other weights there would end it; "
+                "evaluate on a server of your own (client.base_url), or let the run evaluate itself ([orchestrator.eval])"
+            )
+
+
 async def _is_trivet_server(
     client: InferenceClient,
     config: ClientConfig,
     *,
     deadline: float,
-    clock: Callable[[], float],
-    sleep: Callable[[float], Awaitable[None]],
 ) -> bool:
     """Wait until the server answers; return whether it is a trivet server."""
     reported_at = float("-inf")
     while True:
         try:
-            return await client.serves_policies(timeout_s=max(deadline - clock(), _POLL_INTERVAL_S))
+            return await client.serves_policies(timeout_s=max(deadline - time.monotonic(), _POLL_INTERVAL_S))
         except InferenceError as exc:
-            if clock() >= deadline:
+            if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"no server answers at {client.base_url} after {config.wait_for_ready_timeout:g} s "
                     f"(client.wait_for_ready_timeout): {exc}; start one with `uv run inference @ inference.toml`, or set "
                     "client.base_url to where it is"
                 ) from exc
-            if clock() - reported_at >= _REPORT_INTERVAL_S:
-                reported_at = clock()
-                logger.info("waiting for %s, at most %.0f s: %s", client.base_url, max(deadline - clock(), 0), exc)
-        await sleep(_POLL_INTERVAL_S)
+            if time.monotonic() - reported_at >= _REPORT_INTERVAL_S:
+                reported_at = time.monotonic()
+                logger.info("waiting for %s, at most %.0f s: %s", client.base_url, max(deadline - time.monotonic(), 0), exc)
+        await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 def _restorable_policy(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> TargetPolicy:
@@ -315,7 +307,3 @@ def _published(directory: Path) -> TargetPolicy:
     except WeightsError as exc:
         raise ConfigError(str(exc)) from exc
     return TargetPolicy(version=PolicyVersion(manifest.version), digest=manifest.digest, directory=directory)
-
-
-def _roots(kinds: Mapping[InferenceClient, bool], *, are_trivet: bool) -> str:
-    return ", ".join(client.base_url for client, kind in kinds.items() if kind is are_trivet)

@@ -1,24 +1,41 @@
-"""Lists the policies that `eval` evaluates: the start model, the published steps, and those that are published later."""
+"""Finds the policies that `eval` evaluates, reads the configuration of their run, and has the run keep them meanwhile.
+
+The policies are the start model, the published steps, and those that are published later. In the run's directory only the readers'
+acknowledgements are written.
+"""
 
 import asyncio
 import logging
+import os
+import socket
 import time
+import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from trivet.config.layout import STABLE
+from trivet.config.layout import STABLE, RunLayout
+from trivet.config.load import load_config
 from trivet.config.schema.environment import EvalEnvConfig
 from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.tables import as_table
 from trivet.errors import ConfigError
 from trivet.step_directories import list_steps
-from trivet.wire.versions import START_VERSION
+from trivet.storage.durable import is_listed
+from trivet.weights.retention import acknowledge, forget_reader
+from trivet.wire.servers import server_root
+from trivet.wire.versions import START_VERSION, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 1.0
 _MAX_LISTED = 40
 """The most steps that a message lists."""
+_LIFETIME_S = 600.0
+"""After this time a reader's acknowledgement expires. A renewal may fail nine times before."""
+_RENEW_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +61,15 @@ def present_targets(config: EvalConfig, envs: Sequence[EvalEnvConfig]) -> list[T
         ConfigError: there is nothing to evaluate, or a named step is missing and `watcher` does not wait for it.
     """
     if config.weights_dir is None:
-        _require_base_alone(config)
+        for key, is_given in {"steps": config.steps is not None, "watcher": config.watcher}.items():
+            if is_given:
+                raise ConfigError(
+                    f"{key} is about directories inside weights_dir, which is not set: add --weights-dir outputs/weights"
+                )
+        if not config.eval_base:
+            raise ConfigError(
+                "nothing to evaluate: eval_base is false and weights_dir is not set; add --weights-dir outputs/weights"
+            )
         return [BASE]
     complete = complete_steps(config.weights_dir)
     if not config.watcher:
@@ -102,7 +127,8 @@ async def follow_targets(
         return
     seen = {target.step for target in present}
     last = max(config.steps) if config.steps else max_steps
-    logger.info("watching %s: %s", config.weights_dir, _end_rule(config, last))
+    until = f"until step {last}" if last is not None else "until Ctrl-C"
+    logger.info("watching %s: %s, or nothing new for %.0f s", config.weights_dir, until, config.watcher_timeout)
     newest, changed_at = max(seen, default=0), clock()
     while True:
         for step, directory in sorted(complete_steps(config.weights_dir).items()):
@@ -125,25 +151,90 @@ async def follow_targets(
         await sleep(_POLL_INTERVAL_S)
 
 
-def _end_rule(config: EvalConfig, last: int | None) -> str:
-    until = f"until step {last}" if last is not None else "until Ctrl-C"
-    return f"{until}, or nothing new for {config.watcher_timeout:.0f} s"
-
-
-def _require_base_alone(config: EvalConfig) -> None:
-    for key, is_given in {"steps": config.steps is not None, "watcher": config.watcher}.items():
-        if is_given:
-            raise ConfigError(
-                f"{key} is about directories inside weights_dir, which is not set: add --weights-dir outputs/weights"
-            )
-    if not config.eval_base:
-        raise ConfigError(
-            "nothing to evaluate: eval_base is false and weights_dir is not set; add --weights-dir outputs/weights"
-        )
-
-
 def _listed(steps: Sequence[int]) -> str:
     if not steps:
         return "none"
     shown = ", ".join(map(str, steps[-_MAX_LISTED:]))
     return shown if len(steps) <= _MAX_LISTED else f"…, {shown}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOrigin:
+    """The run that wrote the policies. Without a run, every field keeps its default."""
+
+    model_name: str | None = None
+    """The model that the run started from."""
+    trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
+    max_steps: int | None = None
+    envs: Sequence[EvalEnvConfig] = ()
+    """The environments that it evaluates on, or else those that it trains on."""
+    server_roots: Sequence[str] = ()
+    """The servers that it generates with."""
+
+
+def read_origin(weights_dir: Path | None) -> PolicyOrigin:
+    """Return what is known of the run whose output directory has `weights_dir`."""
+    if weights_dir is None:
+        return PolicyOrigin()
+    configs = RunLayout(weights_dir.absolute().parent).configs
+    try:
+        if (path := configs / "orchestrator.toml").is_file():
+            config = load_config(OrchestratorConfig, ["@", str(path)], environ={}).config
+            envs = config.eval.env if config.eval is not None else [EvalEnvConfig(**env.model_dump()) for env in config.env]
+            return PolicyOrigin(
+                model_name=config.model.name,
+                trajectory_strategy=config.trajectory_strategy,
+                max_steps=config.max_steps,
+                envs=tuple(envs),
+                server_roots=tuple(server_root(url) for url in config.client.base_url),
+            )
+        for path in (configs / "trainer.toml", configs / "sft.toml"):
+            if path.is_file():
+                table = tomllib.loads(path.read_text(encoding="utf-8"))
+                name, max_steps = (as_table(table.get("model")) or {}).get("name"), table.get("max_steps")
+                return PolicyOrigin(
+                    model_name=name if isinstance(name, str) else None,
+                    max_steps=max_steps if isinstance(max_steps, int) else None,
+                )
+    except (ConfigError, tomllib.TOMLDecodeError) as exc:
+        logger.warning("the configuration in %s is of another version and is not used: %s", configs, exc)
+    return PolicyOrigin()
+
+
+class WeightsReader:
+    """Has the trainer of a live run keep the policies that this evaluation still needs.
+
+    An acknowledgement expires after some minutes and is renewed until then: a killed evaluation does not keep policies for ever.
+    """
+
+    def __init__(self, weights_dir: Path | None) -> None:
+        layout = None if weights_dir is None else RunLayout(weights_dir.absolute().parent)
+        self._layout = layout if weights_dir is not None and weights_dir.name == "weights" else None
+        self._name = f"eval-{socket.gethostname()}-{os.getpid()}"
+        self._needed: int | None = None
+
+    def need(self, step: int) -> None:
+        """Have the policy of `step` and all newer ones kept, and release older ones."""
+        self._needed = step
+        if self._layout is None or not is_listed(self._layout.readers):
+            return
+        try:
+            acknowledge(self._layout, self._name, PolicyVersion(step), lifetime_s=_LIFETIME_S)
+        except OSError as exc:
+            logger.warning(
+                "%s cannot be written: policies may be removed before they are evaluated: %s", self._layout.readers, exc
+            )
+            self._layout = None
+
+    async def run(self) -> None:
+        """Renew the acknowledgement, until cancelled."""
+        while True:
+            await asyncio.sleep(_RENEW_INTERVAL_S)
+            if self._needed is not None:
+                self.need(self._needed)
+
+    def close(self) -> None:
+        """Release every policy. May be called again."""
+        if self._layout is not None:
+            forget_reader(self._layout, self._name)
+        self._layout = None

@@ -16,10 +16,9 @@ from trivet.config.load import load_sources
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError, RoleFailed
-from trivet.evaluation.origin import read_origin
-from trivet.evaluation.resuming import results_layout
+from trivet.evaluation.plan import results_layout
 from trivet.evaluation.scores import Summary
-from trivet.evaluation.targets import complete_steps
+from trivet.evaluation.targets import complete_steps, read_origin
 from trivet.launcher.ports import ReservedPorts
 from trivet.library.arguments import EvalArguments, entries_of, written_values
 from trivet.library.functions import FunctionFiles, split_partial

@@ -10,6 +10,7 @@ from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
+from trivet.evaluation.evaluate import Evaluator
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
@@ -19,7 +20,7 @@ from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.group_runner import group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
-from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, make_series
+from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, schedule_series
 from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.prompt_lengths import limits_of
@@ -202,14 +203,17 @@ def _make_evals(context: RunContext, watcher: PolicyWatcher) -> OnlineEval | Non
     if config.eval is None and config.val is None:
         return None
     resumed_from = PolicyVersion(context.part.progress.step)
+    evaluator = Evaluator(
+        pool=context.environments,
+        servers=context.servers,
+        layout=context.layout,
+        max_concurrent=config.eval.max_concurrent if config.eval is not None else DEFAULT_MAX_CONCURRENT,
+    )
     return OnlineEval(
-        make_series(config, context.environments, layout=context.layout, resumed_from=resumed_from),
+        schedule_series(config, context.environments, layout=context.layout, resumed_from=resumed_from),
+        evaluator=evaluator,
         policy=watcher,
         digest=lambda: watcher.digest,
-        run_group=context.environments.run_group,
-        servers=context.servers,
-        max_concurrent=config.eval.max_concurrent if config.eval is not None else DEFAULT_MAX_CONCURRENT,
-        layout=context.layout,
         telemetry=context.telemetry,
     )
 

@@ -16,8 +16,18 @@ from rich.text import Text
 from trivet.config.layout import RunLayout
 from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.errors import ConfigError
-from trivet.evaluation.rescoring import EnvironmentChange, RescoredRollout, compare, most_changed, rescore
-from trivet.evaluation.saved_rollouts import SavedFile, find_evaluated, find_trained, read_run_config, settings_for
+from trivet.evaluation.rescoring import (
+    EnvironmentChange,
+    RescoredRollout,
+    SavedFile,
+    compare,
+    find_evaluated,
+    find_trained,
+    most_changed,
+    read_run_config,
+    rescore,
+    settings_for,
+)
 from trivet.process.signals import run_until_signalled
 from trivet.shown_text import printable
 from trivet.storage.durable import write_atomically

@@ -65,10 +65,13 @@ def test_what_the_file_prints_is_no_part_of_its_table(tmp_path):
         ("import sys; sys.exit(0)", "failed: it exited with 0"),
         ("ENDPOINTS = [1]", "defines no table ENDPOINTS"),
         ("other = {}", "defines no table ENDPOINTS"),
-        ('ENDPOINTS = {"a": "http://a"}', "endpoint 'a' in .* must be a table with `url`, got 'http://a'"),
+        (
+            'ENDPOINTS = {"a": "http://a"}',
+            "endpoint 'a' in .*: Expected `object`, got `str`; it is a table of texts with `url`",
+        ),
         ('ENDPOINTS = {"a": {"model": "m"}}', "endpoint 'a' in .* has no url"),
-        ('ENDPOINTS = {"a": {"url": "http://a", "modle": "m"}}', "has unknown fields modle; known: model, url"),
-        ('ENDPOINTS = {"a": {"url": 5}}', "url must be text"),
+        ('ENDPOINTS = {"a": {"url": "http://a", "modle": "m"}}', "unknown field `modle`; .* known are model, url"),
+        ('ENDPOINTS = {"a": {"url": 5}}', "Expected `str . null`, got `int` - at `..url`"),
         ("ENDPOINTS = {(", "failed: SyntaxError"),
     ],
 )

@@ -6,32 +6,52 @@ import json
 import msgspec
 import pytest
 
+from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig
 from trivet.errors import ConfigError, RolloutFailed
-from trivet.evaluation.evaluate import evaluate, make_task
-from trivet.evaluation.results import ResultsFile, read_summary
+from trivet.evaluation.evaluate import EvalSeries, Evaluator
+from trivet.evaluation.results import EarlierResults, ResultsFile, read_summary
 from trivet.wire.groups import EnvironmentInfo, SamplingArguments, Split
 from trivet.wire.rollouts import Rollout
 
 SAMPLING = SamplingArguments(temperature=1.0)
+ENV = EnvConfig(id="letters")
 LARGE = EnvironmentInfo(num_examples=100, num_eval_examples=100)
 INFO = EnvironmentInfo(num_examples=100, num_eval_examples=6)
 
 
-def task(**changes):
-    arguments = {"step": 3, "digest": "d3", "num_examples": 4, "rollouts_per_example": 2, "sampling": SAMPLING} | changes
-    return make_task(EnvConfig(id="letters"), arguments.pop("info", INFO), **arguments)
+def series(**changes):
+    fields = {"num_examples": 4, "rollouts_per_example": 2, "interval": 1, "sampling": lambda step: SAMPLING} | changes
+    return EvalSeries(name="letters", env=ENV, pool_name="letters", **fields)
+
+
+def task(*, info=INFO, digest="d3", **changes):
+    return series(**changes).make_task(info, step=3, digest=digest)
+
+
+class OneServer:
+    """A server that is always free and never at fault."""
+
+    def pick(self, *, num_rollouts):
+        return "http://a"
+
+    def release(self, root, *, num_rollouts):
+        pass
+
+    async def is_at_fault(self, root):
+        return False
 
 
 class Script:
     """Rewards are 1 and 0 for even examples, 0 and 0 for odd ones. Examples in `fails` raise, `stops_at` ends the
     evaluation."""
 
-    def __init__(self, *, fails=(), stops_at=None, scale=1.0, delays=None):
+    def __init__(self, *, fails=(), stops_at=None, scale=1.0, delays=None, info=INFO):
+        self.infos = {"letters": info}
         self.fails, self.stops_at, self.asked = fails, stops_at, []
         self.scale, self.delays = scale, delays or {}
 
-    async def __call__(self, request):
+    async def run_group(self, request):
         self.asked.append(request.example_id)
         await asyncio.sleep(self.delays.get(request.example_id, 0))
         if request.example_id == self.stops_at:
@@ -43,23 +63,21 @@ class Script:
         return [Rollout(index=i, reward=reward, scores={"letters": reward}) for i, reward in enumerate(rewards)]
 
 
-def run(tmp_path, script, *, does_continue=False, slots=1, **changes):
+def run(tmp_path, script, *, earlier=EarlierResults.REPLACE, slots=1, digest="d3", **changes):
     async def go():
         script.main = asyncio.current_task()
-        return await evaluate(
-            task(**changes),
-            env="letters",
-            run_group=script,
-            slots=asyncio.Semaphore(slots),
-            directory=tmp_path,
-            does_continue=does_continue,
-        )
+        engine = Evaluator(pool=script, servers=OneServer(), layout=RunLayout(tmp_path), max_concurrent=2 * slots)
+        return (await engine.evaluate([series(**changes)], step=3, digest=digest, earlier=earlier))[0]
 
     return asyncio.run(go())
 
 
+def results_in(tmp_path):
+    return RunLayout(tmp_path).evals_step(3, "letters")
+
+
 def lines(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (results_in(tmp_path) / "results.jsonl").read_text().splitlines()]
 
 
 def test_scores_and_results_are_written_in_the_order_of_the_examples(tmp_path):
@@ -67,14 +85,16 @@ def test_scores_and_results_are_written_in_the_order_of_the_examples(tmp_path):
     assert (summary.avg, summary.pass_at_k, summary.num_failed) == (0.25, 0.5, 0)
     assert summary.scores == {"letters": 0.25}
     assert [(line["example_id"], line["index"]) for line in lines(tmp_path)] == [(e, i) for e in range(4) for i in range(2)]
-    assert read_summary(tmp_path) == summary
+    assert read_summary(results_in(tmp_path)) == summary
 
 
 def test_scores_do_not_depend_on_which_example_ends_first(tmp_path):
     last_first = {example: 0.002 * (30 - example) for example in range(30)}
     for name, delays in (("first", {}), ("last", last_first)):
-        run(tmp_path / name, Script(scale=0.7, delays=delays), slots=30, num_examples=30, info=LARGE)
-    first, last = (msgspec.structs.replace(read_summary(tmp_path / name), seconds=0.0) for name in ("first", "last"))
+        run(tmp_path / name, Script(scale=0.7, delays=delays, info=LARGE), slots=30, num_examples=30)
+    first, last = (
+        msgspec.structs.replace(read_summary(results_in(tmp_path / name)), seconds=0.0) for name in ("first", "last")
+    )
     assert first == last
 
 
@@ -91,23 +111,23 @@ def test_when_all_fail_there_is_no_score(tmp_path):
 def test_an_evaluation_cut_short_goes_on_with_what_is_left(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         run(tmp_path, Script(stops_at=2))
-    assert read_summary(tmp_path) is None
-    with (tmp_path / "results.jsonl").open("a") as file:
+    assert read_summary(results_in(tmp_path)) is None
+    with (results_in(tmp_path) / "results.jsonl").open("a") as file:
         file.write('{"example_id": 2, "ind')
     script = Script()
-    summary = run(tmp_path, script, does_continue=True)
+    summary = run(tmp_path, script, earlier=EarlierResults.REQUIRE_SAME)
     assert script.asked == [2, 3]
     assert summary.avg == 0.25
-    assert run(tmp_path, script, does_continue=True) == summary
+    assert run(tmp_path, script, earlier=EarlierResults.REQUIRE_SAME) == summary
     assert script.asked == [2, 3], "a complete evaluation is not run again"
 
 
 def test_results_of_another_evaluation_are_not_continued(tmp_path):
     run(tmp_path, Script())
-    with pytest.raises(ConfigError, match="digest was d3 and is d4 now"):
-        run(tmp_path, Script(), does_continue=True, digest="d4")
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="digest was d3 and is d4 now")):
+        run(tmp_path, Script(), earlier=EarlierResults.REQUIRE_SAME, digest="d4")
     run(tmp_path, Script(), digest="d4")
-    assert json.loads((tmp_path / "task.json").read_text())["digest"] == "d4"
+    assert json.loads((results_in(tmp_path) / "task.json").read_text())["digest"] == "d4"
 
 
 def test_examples_come_from_the_evaluation_data_or_else_from_the_training_data():
@@ -134,7 +154,7 @@ def test_a_summary_that_cannot_be_read_is_refused(content, tmp_path):
 
 def test_results_of_other_examples_are_not_continued(tmp_path):
     first, other = (msgspec.structs.replace(INFO, eval_digest=digest) for digest in ("one", "two"))
-    ResultsFile(tmp_path, task(info=first), does_continue=False).close()
+    ResultsFile(tmp_path, task(info=first), EarlierResults.REPLACE).close()
     with pytest.raises(ConfigError, match="holds results of another evaluation: data_digest was one and is two now"):
-        ResultsFile(tmp_path, task(info=other), does_continue=True)
-    ResultsFile(tmp_path, task(info=INFO), does_continue=True).close()
+        ResultsFile(tmp_path, task(info=other), EarlierResults.REQUIRE_SAME)
+    ResultsFile(tmp_path, task(info=INFO), EarlierResults.REQUIRE_SAME).close()

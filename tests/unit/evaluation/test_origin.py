@@ -8,7 +8,8 @@ from trivet.config.schema.environment import EnvConfig, EvalEnvConfig, OnlineEva
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
-from trivet.evaluation.origin import PolicyOrigin, read_origin, require_free_servers
+from trivet.evaluation.servers import require_free_servers
+from trivet.evaluation.targets import PolicyOrigin, read_origin
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 
 from trivet.environments.apis.rescoring import EXAMPLE_GONE
 from trivet.errors import RolloutFailed, WorkerLost
-from trivet.evaluation.rescoring import RescoredRollout, compare, most_changed, rescore
-from trivet.evaluation.saved_rollouts import SavedFile, SavedRollout
+from trivet.evaluation.rescoring import RescoredRollout, SavedFile, SavedRollout, compare, most_changed, rescore
 from trivet.wire.groups import GroupRequest
 from trivet.wire.rollouts import Rollout
 

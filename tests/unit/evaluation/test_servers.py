@@ -63,7 +63,12 @@ def test_every_server_holds_what_is_evaluated_and_gets_back_what_it_held(layout)
         held = []
         for one in (target(layout, 2), BASE, target(layout, 2), target(layout, 2)):
             held.append((await servers.ensure_policy(one), first.version, second.version))
-        return held, servers.pick(num_rollouts=2), servers.pick(num_rollouts=1), servers.pick(num_rollouts=1)
+        return (
+            held,
+            servers.placement.pick(num_rollouts=2),
+            servers.placement.pick(num_rollouts=1),
+            servers.placement.pick(num_rollouts=1),
+        )
 
     with serve_fake(first) as a, serve_fake(second) as b:
         held, *picked = use([a, b], question, weights_dir=layout.weights)
@@ -95,11 +100,16 @@ def test_a_plain_server_is_asked_as_it_is(layout):
     fake = Plain(model="other/model")
 
     async def question(servers):
-        root = servers.pick(num_rollouts=1)
-        servers.release(root, num_rollouts=1)
+        root = servers.placement.pick(num_rollouts=1)
+        servers.placement.release(root, num_rollouts=1)
         with pytest.raises(ConfigError, match=r"is not `uv run inference` and loads no weights: it can be evaluated as it is"):
             await servers.ensure_policy(target(layout, 1))
-        return servers.is_plain, await servers.model_names(), await servers.ensure_policy(BASE), await servers.is_at_fault(root)
+        return (
+            servers.is_plain,
+            await servers.model_names(),
+            await servers.ensure_policy(BASE),
+            await servers.placement.is_at_fault(root),
+        )
 
     with serve_fake(fake) as url:
         assert use([url], question) == (True, ["other/model"], PLAIN_DIGEST, False)

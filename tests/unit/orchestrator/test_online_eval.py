@@ -12,8 +12,9 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
+from trivet.evaluation.evaluate import Evaluator
 from trivet.evaluation.scores import Summary
-from trivet.orchestrator.online_eval import OnlineEval, discard_evals_after, is_due, make_series, val_metrics
+from trivet.orchestrator.online_eval import OnlineEval, discard_evals_after, is_due, schedule_series, val_metrics
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
@@ -89,16 +90,13 @@ class Bench:
         self.policy = Policy(resumed_from)
         self.pool = Pool(self.policy)
         self.servers = Servers()
-        series = make_series(self.config, self.pool, layout=self.layout, resumed_from=resumed_from)
+        series = schedule_series(self.config, self.pool, layout=self.layout, resumed_from=resumed_from)
         self.telemetry = Telemetry("orchestrator", layout=self.layout, run=RunIdentity(), resume_step=resumed_from)
         self.evals = OnlineEval(
             series,
+            evaluator=Evaluator(pool=self.pool, servers=self.servers, layout=self.layout, max_concurrent=4),
             policy=self.policy,
             digest=lambda: f"{weights}-{self.policy.version}",
-            run_group=self.pool.run_group,
-            servers=self.servers,
-            max_concurrent=4,
-            layout=self.layout,
             telemetry=self.telemetry,
         )
 
@@ -209,7 +207,7 @@ def test_a_group_whose_server_or_worker_was_lost_runs_again_elsewhere(tmp_path):
         assert request.base_url == "http://b"
         return await run_group(request)
 
-    bench.evals._run_group = lossy
+    bench.pool.run_group = lossy
     bench.run()
     summary = json.loads((bench.layout.evals_step(0, "letters") / "summary.json").read_text())
     assert (summary["num_failed"], bench.servers.in_flight) == (0, {"http://a": 0, "http://b": 0})
@@ -225,7 +223,7 @@ def test_tokens_of_another_policy_than_the_one_measured_do_not_count(tmp_path):
         sample.versions = versions
         return [Rollout(index=0, reward=float(versions == [VersionRun(PolicyVersion(10), 3)]), samples=[sample])]
 
-    bench.evals._run_group = restarted_twice
+    bench.pool.run_group = restarted_twice
     bench.run()
     summary = json.loads((bench.layout.evals_step(10, "letters") / "summary.json").read_text())
     assert (summary["num_failed"], summary["avg"], sampled) == (0, 1.0, [])
@@ -240,7 +238,7 @@ def test_all_environments_together_keep_to_the_limit_of_rollouts_in_flight(tmp_p
         most = max(most, sum(bench.servers.in_flight.values()))
         return await run_group(request)
 
-    bench.evals._run_group = watched
+    bench.pool.run_group = watched
     bench.run()
     assert 2 <= most <= 4
 
@@ -266,7 +264,7 @@ def test_a_rollout_that_fails_by_itself_costs_its_example(tmp_path):
     async def failing(request):
         raise RolloutFailed("the environment raised")
 
-    bench.evals._run_group = failing
+    bench.pool.run_group = failing
     bench.run()
     summary = json.loads((bench.layout.evals_step(0, "letters") / "summary.json").read_text())
     assert (summary["num_failed"], summary["first_error"]) == (3, "RolloutFailed: the environment raised")

@@ -5,6 +5,7 @@ import json
 import shutil
 from contextlib import contextmanager
 from io import StringIO
+from typing import NamedTuple
 
 import pytest
 from rich.console import Console
@@ -15,12 +16,11 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EvalEnvConfig
 from trivet.config.schema.evaluation import EvalConfig, EvalRetryConfig
 from trivet.errors import ConfigError, RolloutFailed
-from trivet.evaluation.offline import OfflineEval
-from trivet.evaluation.plan import check_servers, make_plan
-from trivet.evaluation.report import make_table
+from trivet.evaluation.main import evaluate_targets
+from trivet.evaluation.plan import check_servers, make_plan, require_resumable
+from trivet.evaluation.results import read_summary
+from trivet.evaluation.scores import Summary
 from trivet.evaluation.servers import connect
-from trivet.evaluation.targets import follow_targets
-from trivet.evaluation.weights_reader import WeightsReader
 from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
 from trivet.weights.retention import reader_versions
@@ -58,6 +58,9 @@ class Pool:
         self.fake, self.fails, self.on_group, self.asked = fake, dict(fails or {}), on_group, []
         self.infos = {name: EnvironmentInfo(num_examples=3, num_eval_examples=6) for name in ("a", "b")}
 
+    async def run(self):
+        await asyncio.Event().wait()
+
     async def run_group(self, request):
         self.asked.append((self.fake.version, request.env, request.example_id))
         self.on_group(request)
@@ -66,14 +69,6 @@ class Pool:
             self.fails[request.example_id] -= 1
             raise RolloutFailed("boom")
         return [Rollout(index=i, reward=self.fake.version / 2, counted_tokens=7) for i in range(request.num_rollouts)]
-
-
-class Sink:
-    def __init__(self):
-        self.written = {}
-
-    def write_eval(self, version, values):
-        self.written[version] = values
 
 
 @contextmanager
@@ -90,28 +85,30 @@ def config_for(url, layout, **changes):
     return EvalConfig.model_validate(fields | changes)
 
 
-def evaluate(config, pool, *, sink=None):
+class Evaluation(NamedTuple):
+    exit_code: int
+    summaries: list[Summary]
+    """By policy and environment."""
+    scores: dict[int, dict[str, float]]
+    """The metrics of each policy."""
+    model_name: str
+    shown: str
+
+
+def evaluate(config, pool):
+    scores, out = {}, StringIO()
+
     async def scenario():
         plan = make_plan(config, environ={})
         servers = await connect(plan.client, environ={}, weights_dir=config.weights_dir)
-        reader = WeightsReader(config.weights_dir)
         try:
-            name = await check_servers(plan, servers)
-            evaluation = OfflineEval(
-                config,
-                envs=plan.envs,
-                servers=servers,
-                pool=pool,
-                layout=plan.layout,
-                reader=reader,
-                console=Console(file=StringIO()),
-                sink=sink,
-            )
-            await evaluation.run(follow_targets(config, plan.targets, envs=plan.envs, max_steps=plan.origin.max_steps))
+            name, base_digest = await check_servers(plan, servers)
+            require_resumable(plan, pool, base_digest=base_digest)
+            exit_code = await evaluate_targets(plan, servers, pool, Console(file=out), scores.__setitem__)
         finally:
-            reader.close()
             await servers.aclose()
-        return evaluation, name
+        paths = [plan.layout.evals_step(step, env.label) for step in scores for env in plan.envs]
+        return Evaluation(exit_code, [found for path in paths if (found := read_summary(path))], scores, name, out.getvalue())
 
     return asyncio.run(scenario())
 
@@ -121,25 +118,24 @@ def everything_in(directory):
 
 
 def test_each_policy_is_measured_on_the_server_that_holds_it(layout):
-    sink = Sink()
     with served() as (fake, url):
         pool = Pool(fake, on_group=lambda request: needed.append(reader_versions(layout)))
         needed = []
-        evaluation, name = evaluate(config_for(url, layout, rollouts_per_example=2), pool, sink=sink)
+        evaluation = evaluate(config_for(url, layout, rollouts_per_example=2), pool)
     assert [(one.step, one.avg, one.completion_tokens) for one in evaluation.summaries] == [
         (0, 0.0, 42),
         (1, 0.5, 42),
         (2, 1.0, 42),
         (4, 2.0, 42),
     ]
-    assert (name, fake.version) == ("fake-model", 0)
+    assert (evaluation.exit_code, evaluation.model_name, fake.version) == (0, "fake-model", 0)
     assert [summary.digest for summary in evaluation.summaries][1:] == [
         read_manifest(layout.weights_step(step)).digest for step in (1, 2, 4)
     ]
-    assert sink.written[4]["eval/a/avg@2"] == 2.0
+    assert evaluation.scores[4]["eval/a/avg@2"] == 2.0
     assert [list(versions.values()) for versions in needed] == [[step] for step in (0, 1, 2, 4) for _ in range(3)]
     assert reader_versions(layout) == {}
-    assert make_table(evaluation.summaries).row_count == 4
+    assert "base │ a" in evaluation.shown
     lines = [json.loads(line) for line in (layout.evals_step(4, "a") / "results.jsonl").read_text().splitlines()]
     assert [(line["example_id"], line["index"], line["reward"]) for line in lines] == [
         (e, i, 2.0) for e in range(3) for i in (0, 1)
@@ -150,7 +146,7 @@ def test_environments_are_measured_side_by_side_each_with_its_own_numbers_and_st
     envs = [EvalEnvConfig(id="a", num_examples=2, skip_first=4), EvalEnvConfig(id="b", rollouts_per_example=3, interval=2)]
     with served() as (fake, url):
         pool = Pool(fake)
-        evaluation, _ = evaluate(config_for(url, layout, env=envs, eval_base=False, max_concurrent=3), pool)
+        evaluation = evaluate(config_for(url, layout, env=envs, eval_base=False, max_concurrent=3), pool)
     assert [(one.step, one.env, one.num_examples, one.rollouts_per_example) for one in evaluation.summaries] == [
         (1, "a", 2, 1),
         (2, "a", 2, 1),
@@ -163,7 +159,7 @@ def test_environments_are_measured_side_by_side_each_with_its_own_numbers_and_st
 
 def test_an_example_that_fails_is_tried_again_and_then_counted(layout):
     with served() as (fake, url):
-        evaluation, _ = evaluate(config_for(url, layout, steps=[2], eval_base=False), Pool(fake, fails={0: 2, 1: 99}))
+        evaluation = evaluate(config_for(url, layout, steps=[2], eval_base=False), Pool(fake, fails={0: 2, 1: 99}))
     [summary] = evaluation.summaries
     assert (summary.num_failed, summary.first_error, summary.avg) == (1, "RolloutFailed: boom", 1.0)
 
@@ -181,7 +177,7 @@ def test_what_was_cut_short_goes_on_with_what_is_left_and_what_failed(layout):
         evaluate(config_for(url, layout, steps=[2]), Pool(fake, fails={1: 99}))
         shutil.rmtree(layout.evals_step(2, "a"))
         pool = Pool(fake)
-        evaluation, _ = evaluate(config_for(url, layout, steps=[2], resume_path=layout.root), pool)
+        evaluation = evaluate(config_for(url, layout, steps=[2], resume_path=layout.root), pool)
         assert pool.asked == [(0, "a", 1), (2, "a", 0), (2, "a", 1), (2, "a", 2)]
         assert [summary.num_failed for summary in evaluation.summaries] == [0, 0]
         for path in (layout.evals, layout.evals_step(2, "a"), layout.evals_step(2, "a") / "results.jsonl"):
@@ -233,7 +229,7 @@ def test_results_of_another_run_are_refused_and_stay_as_they_are(layout, tmp_pat
 def test_results_of_another_evaluation_are_replaced_only_without_resume_path_and_that_is_said(layout, caplog):
     with served() as (fake, url):
         evaluate(config_for(url, layout, steps=[1]), Pool(fake))
-        evaluation, _ = evaluate(config_for(url, layout, steps=[1], num_examples=2), Pool(fake))
+        evaluation = evaluate(config_for(url, layout, steps=[1], num_examples=2), Pool(fake))
     assert [summary.num_examples for summary in evaluation.summaries] == [2, 2]
     assert caplog.text.count("results of another evaluation in") == 2
 
@@ -281,9 +277,9 @@ def test_without_environments_and_without_a_run_that_names_some_it_is_refused(la
 def test_a_policy_that_is_removed_meanwhile_is_left_out_and_counted(layout, caplog):
     with served() as (fake, url):
         pool = Pool(fake, on_group=lambda request: shutil.rmtree(layout.weights_step(2), ignore_errors=True))
-        evaluation, _ = evaluate(config_for(url, layout), pool)
+        evaluation = evaluate(config_for(url, layout), pool)
     assert [summary.step for summary in evaluation.summaries] == [0, 1, 4]
-    assert evaluation.num_removed == 1
+    assert evaluation.exit_code == 1
     assert "was removed before it could be evaluated" in caplog.text
 
 
@@ -294,5 +290,5 @@ def test_a_policy_that_comes_while_another_is_evaluated_is_evaluated_too(layout)
 
     with served() as (fake, url):
         config = config_for(url, layout, watcher=True, steps=[4, 5], eval_base=False)
-        evaluation, _ = evaluate(config, Pool(fake, on_group=publish_once))
+        evaluation = evaluate(config, Pool(fake, on_group=publish_once))
     assert [(summary.step, summary.avg) for summary in evaluation.summaries] == [(4, 2.0), (5, 2.5)]
