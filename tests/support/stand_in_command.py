@@ -11,13 +11,16 @@ import time
 import tomllib
 from pathlib import Path
 
+from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.key_names import from_variable, key_name, use_names
 from trivet.telemetry.metrics import MetricsWriter
 
 REFUSED, FAILING, ENDLESS = 1001, 1002, 1003
 STEP_S = 0.05
-COMMITTED = "COMMITTED_BY_STAND_IN"
+COMMITTED, COMMITTING = "COMMITTED_BY_STAND_IN", "COMMITTING"
+SLOW_COMMIT = "SLOW_COMMIT"
+"""The file that makes the commit take a minute."""
 
 
 def main() -> int:
@@ -30,13 +33,17 @@ def main() -> int:
     (layout.root / "started").touch()
 
     def commit(number: int, frame: object) -> None:
+        (layout.root / COMMITTING).touch()
+        if (layout.root / SLOW_COMMIT).exists():
+            time.sleep(60)
         (layout.root / COMMITTED).touch()
         sys.exit(143)
 
     signal.signal(signal.SIGTERM, commit)
     signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))
-    writers = [MetricsWriter(layout.metrics / f"{role}.jsonl") for role in ("orchestrator", "trainer")]
-    step = 0
+    step = max(committed_steps(layout), default=0) if (config.get("ckpt") or {}).get("resume_step") else 0
+    roles = ("orchestrator", "trainer")
+    writers = [MetricsWriter(layout.metrics / f"{role}.jsonl", resume_step=step) for role in roles]
     while step < max_steps:
         step += 1
         for writer in writers:

@@ -56,7 +56,6 @@ ELSEWHERE = {
     "process/listening.py": "unit/launcher/test_ports.py",
     "orchestrator/connections.py": "unit/orchestrator/test_start.py",
     "library/evaluation.py": "integration/test_library.py",
-    "library/messages.py": "unit/library/test_trainers.py",
     "library/process.py": "unit/library/test_trainers.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
     "orchestrator/environment_node.py": "integration/test_env_nodes.py",  # a process of its own

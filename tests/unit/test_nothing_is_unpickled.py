@@ -20,8 +20,10 @@ OBJECTS = {
     "recv_pyobj",
     "read_pickle",
 }
-ALLOWED = {("src/trivet/trainer/checkpoint/shard_reader.py", "import pickle")}
-"""The module that knows which classes a checkpoint's metadata may name."""
+ALLOWED = {
+    ("src/trivet/trainer/checkpoint/shard_reader.py", "import pickle"),  # knows which classes a checkpoint's metadata may name
+    ("src/trivet/library/functions.py", "import cloudpickle"),  # writes the user's functions for the user's own processes
+}
 
 
 def unpickling(source: str) -> Iterator[str]:

@@ -95,6 +95,11 @@ class RunLayout:
         return self.root / ".secret"
 
     @property
+    def yielded_step(self) -> Path:
+        """The file with the last step that a loop of a Python program over the run's steps had."""
+        return self.root / ".yielded_step"
+
+    @property
     def lock(self) -> Path:
         """The file that the process which owns the directory locks."""
         return self.root / ".lock"

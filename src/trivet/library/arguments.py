@@ -22,7 +22,7 @@ from trivet.config.schema.trainer import LossConfig, TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.config.sources import Entry
 from trivet.config.spellings import use_current_names
-from trivet.library.messages import name_in_python
+from trivet.library.process import name_in_python
 from trivet.shown_text import printable
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,9 @@ from trivet.evaluation.targets import complete_steps, read_origin
 from trivet.launcher.ports import ReservedPorts
 from trivet.library.arguments import EvalArguments, entries_of, written_values
 from trivet.library.functions import FunctionFiles, split_partial
-from trivet.library.messages import require_success
 from trivet.library.process import RunProcess
-from trivet.library.progress import open_progress
 from trivet.library.run_config import Environment, name_of_environment
+from trivet.library.trainers import ProgressBar
 from trivet.secret import share_secret
 from trivet.weights.adapters import ADAPTER_CONFIG, is_adapter
 
@@ -83,13 +82,13 @@ def evaluate(
             planned = planned.model_copy(update={"client": planned.client.model_copy(update=update)})
         functions.write()
         process = held.enter_context(RunProcess("trivet.evaluation.main", planned, variables=variables))
-        with open_progress(None, is_wanted=progress) as bar:
+        with ProgressBar(None, is_wanted=progress) as bar:
             while process.exit_code is None:
                 bar.update(len(_new_summaries(layout, since=started)), doing="evaluating")
                 if server is not None and server.exit_code is not None:
                     raise RoleFailed(f"the server ended with exit code {server.exit_code}:\n{server.last_output()}")
                 time.sleep(_POLL_INTERVAL_S)
-        require_success(process)
+        process.require_success()
     return _new_summaries(layout, since=started)
 
 

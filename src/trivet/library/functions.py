@@ -1,20 +1,36 @@
-"""Gives every function that a user passes an import path, by which the processes of the run find it."""
+"""Gives every function that a user passes an import path, by which the processes of the run find it.
+
+A function of a module goes by the module's name or file. A function of `__main__`, a script or a notebook, is pickled into a file
+that only the user's own processes read.
+"""
 
 import functools
 import hashlib
 import inspect
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from trivet.errors import ConfigError
-from trivet.library.main_source import MAIN, is_installed, source_of
 from trivet.process.imports import is_in_a_file
 from trivet.storage.durable import write_atomically
 
 FOLDER = ".functions"
 """Below the output directory: a name with a dot does not count as a result of another run, and stays when the run is resumed."""
+_MAIN = "__main__"
+_INSTALLED = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+"""Folders whose modules every process of this interpreter finds."""
+_PICKLED = '''"""A function of the program that started a run, as it was at that moment. Only processes of the same user read it."""
+
+import pickle
+import sys
+
+sys.path.extend(folder for folder in {folders!r} if folder not in sys.path)
+{name} = pickle.loads({pickled!r})
+'''
 _WITH_REWARDS = '''"""An environment that is scored by functions of the program that started a run."""
 
 from functools import partial
@@ -39,7 +55,7 @@ class FunctionFiles:
         self._sources: dict[Path, str] = {}
 
     def path_of(self, function: Callable[..., Any], *, argument: str) -> str:
-        """Return the import path of `function`. A function of `__main__` has it once `write` has copied it into a file.
+        """Return the import path of `function`. A function of `__main__` has it once `write` has written its file.
 
         Args:
             argument: the name under which the user passed it, for messages.
@@ -52,13 +68,15 @@ class FunctionFiles:
                 f"{argument} must be a function that is defined with def at the top level of a file or a cell, got {function!r}"
             )
         name = function.__name__
-        if function.__module__ == MAIN:
-            return self._add(name, source_of(function, argument=argument))
+        if function.__module__ == _MAIN:
+            return self._add(name, _pickle(function, argument=argument), identity=_identity(function))
         module = sys.modules[function.__module__]
         if inspect.unwrap(getattr(module, name, None)) is not inspect.unwrap(function):  # type: ignore[arg-type]  # None is itself
             raise ConfigError(f"{argument}: module {module.__name__} has no function {name} that is {function!r}")
         file = getattr(module, "__file__", None)
-        return f"{module.__name__}:{name}" if is_installed(module) or file is None else f"{Path(file).resolve()}:{name}"
+        if file is None or not _INSTALLED.isdisjoint(Path(file).resolve().parents):
+            return f"{module.__name__}:{name}"
+        return f"{Path(file).resolve()}:{name}"
 
     def with_rewards(self, environment: str, rewards: Sequence[str], *, weights: Sequence[float]) -> str:
         """Return the path of a function that loads `environment` and has it scored by `rewards` alone.
@@ -70,7 +88,8 @@ class FunctionFiles:
         """
         loader = "import_by_path({})" if is_in_a_file(environment) else "partial(vf.load_environment, {})"
         make = loader.format(repr(environment))
-        return self._add("load_environment", _WITH_REWARDS.format(make=make, paths=list(rewards), weights=list(weights)))
+        source = _WITH_REWARDS.format(make=make, paths=list(rewards), weights=list(weights))
+        return self._add("load_environment", source, identity=source)
 
     def write(self) -> None:
         """Write the files. Only their owner may read them: they may hold secrets, as the program does."""
@@ -80,9 +99,9 @@ class FunctionFiles:
         for file, source in self._sources.items():
             write_atomically(file, source.encode(), is_private=True)
 
-    def _add(self, name: str, source: str) -> str:
-        """Return the path of a function in a module that is named by its content, so that a resumed run keeps its own."""
-        file = self._folder / f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:8]}.py"
+    def _add(self, name: str, source: str, *, identity: str) -> str:
+        """Return the path of a function in a module that is named by `identity`, so that a resumed run keeps its own."""
+        file = self._folder / f"{name}_{hashlib.sha256(identity.encode()).hexdigest()[:8]}.py"
         self._sources[file] = source
         return f"{file}:{name}"
 
@@ -100,3 +119,54 @@ def split_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], dic
         fixed = {**function.keywords, **fixed}
         function = function.func
     return function, fixed
+
+
+def _pickle(function: FunctionType, *, argument: str) -> str:
+    """Return the text of a module that has `function` and everything of `__main__` that it uses."""
+    import cloudpickle  # here: most runs pass functions of modules, or none
+
+    try:
+        pickled = cloudpickle.dumps(function)
+    except Exception as exc:  # whatever the objects that the function uses raise
+        raise ConfigError(
+            f"{argument} uses a value that other processes cannot have: {exc}; make it inside the function, or move it with the "
+            "function into a file of its own, and import that"
+        ) from exc
+    folders = [str(Path(folder).absolute()) for folder in sys.path]
+    return _PICKLED.format(folders=folders, name=function.__name__, pickled=pickled)
+
+
+def _identity(function: FunctionType) -> str:
+    """Describe what a function of `__main__` computes: its code, and the functions and values of `__main__` that it uses.
+
+    The text is the same in another process and at another line of the file, as pickled bytes are not.
+    """
+    parts: dict[str, str] = {}
+
+    def visit(name: str, value: object) -> None:
+        if name in parts:
+            return
+        parts[name] = ""
+        value = inspect.unwrap(value) if callable(value) else value
+        if isinstance(value, FunctionType) and value.__module__ == _MAIN:
+            parts[name] = visit_code(value.__code__, value.__globals__) + repr((value.__defaults__, value.__kwdefaults__))
+        elif isinstance(value, type) and value.__module__ == _MAIN:
+            for member, of_class in vars(value).items():
+                visit(f"{name}.{member}", of_class)
+        elif isinstance(value, str | bytes | int | float | list | tuple | dict | None):
+            parts[name] = repr(value)
+
+    def visit_code(code: CodeType, namespace: dict[str, Any]) -> str:
+        for name in code.co_names:
+            if name in namespace:
+                visit(name, namespace[name])
+        constants = [
+            visit_code(constant, namespace)
+            if isinstance(constant, CodeType)
+            else repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+            for constant in code.co_consts
+        ]
+        return repr((code.co_code, code.co_names, code.co_varnames, constants))
+
+    visit(function.__name__, function)
+    return repr(sorted(parts.items()))

@@ -22,7 +22,7 @@ from trivet.environments.packages.installed import LOADER, require_installed
 from trivet.errors import ConfigError
 from trivet.library.arguments import RUN_KEYS, RLArguments, SFTArguments, entries_of, show_notices, written_values
 from trivet.library.functions import FunctionFiles, split_partial
-from trivet.library.messages import name_in_python
+from trivet.library.process import name_in_python
 from trivet.process.imports import file_of
 
 Environment = str | Callable[..., Any]

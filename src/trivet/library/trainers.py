@@ -4,27 +4,30 @@ The processes, the output directory and the arithmetic are those of the commands
 slow loop body holds nothing up.
 """
 
+import html
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from trivet.checkpoints.commit import committed_steps
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.schema.base import Section
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError
 from trivet.key_names import to_variable
-from trivet.launcher.terminal import describe_activity
+from trivet.launcher.terminal import describe_activity, make_progress
 from trivet.library.arguments import RLArguments, SFTArguments
 from trivet.library.functions import FunctionFiles
-from trivet.library.messages import PYTHON_NAMES, name_in_python, require_success
-from trivet.library.process import RunProcess
-from trivet.library.progress import ProgressBar, open_progress
+from trivet.library.process import PYTHON_NAMES, RunProcess, name_in_python
 from trivet.library.run import Policy, Run, RunStep, StepReader
 from trivet.library.run_config import Environment, plan_run, plan_sft, require_files
-from trivet.storage.durable import write_atomically
+from trivet.storage.durable import replace_file, write_atomically
 from trivet.view.status import read_status
 from trivet.wire.status import RunStatus
 
@@ -37,32 +40,42 @@ class _Trainer:
 
     def __init__(
         self,
-        config: Section,
+        config: RLConfig | SftConfig,
         *,
         module: str,
-        output_dir: Path,
-        max_steps: int | None,
         names: Mapping[str, str] | None = None,
         stop_timeout_s: float = 0.0,
+        functions: FunctionFiles | None = None,
         callbacks: Sequence[Callable[[RunStep], object]],
         progress: bool,
     ) -> None:
         self._config = config
         self._process = RunProcess(module, config, stop_timeout_s=stop_timeout_s, variables=to_variable(names or {}))
-        self._layout = RunLayout(output_dir)
-        self._max_steps = max_steps
+        self._layout = RunLayout(config.output_dir)
+        self._functions = functions
         self._callbacks = callbacks
         self._progress = progress
 
     def __iter__(self) -> Iterator[RunStep]:
         """Start the run and yield each step that it has finished. Leaving the loop commits and ends the run.
 
+        A resumed run first yields the steps up to its commit that no loop over its steps has had.
+
         Raises:
             TrivetError: the run failed; the text has the last lines of the process that did.
         """
-        started = time.time()
-        with self._running(), open_progress(self._max_steps, is_wanted=self._progress) as bar:
-            for step in self._steps(StepReader(self._layout, since=started), bar, started=started):
+        if self._process.is_running:
+            raise ConfigError("the run goes on already: one loop takes its steps; end that first, or call stop()")
+        started, missed = time.time(), self._missed_steps()
+        if self._functions is not None:
+            self._functions.write()
+        with (
+            self._process,
+            _stopping_after_errors(self._process),
+            ProgressBar(self._config.max_steps, is_wanted=self._progress) as bar,
+        ):
+            for step in itertools.chain(missed, self._new_steps(bar, started=started)):
+                replace_file(self._layout.yielded_step, str(step.number).encode())
                 for callback in self._callbacks:
                     callback(step)
                 yield step
@@ -104,30 +117,43 @@ class _Trainer:
         """
         return self.run.policy
 
-    def _prepare(self) -> None:
-        """Write what the processes of the run read besides their configuration."""
+    def _missed_steps(self) -> list[RunStep]:
+        """Return the steps up to the commit to resume from that came after the last one that a loop had."""
+        ckpt, yielded = self._config.ckpt, self._layout.yielded_step
+        if ckpt is None or ckpt.resume_step is None:
+            yielded.unlink(missing_ok=True)
+            return []
+        committed = [step for step in committed_steps(self._layout) if ckpt.resume_step in (-1, step)]
+        if not committed or not yielded.exists():
+            return []
+        last = int(yielded.read_text())
+        return [step for step in StepReader(self._layout).read_new() if last < step.number <= committed[-1]]
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        if self._process.is_running:
-            raise ConfigError("the run goes on already: one loop takes its steps; end that first, or call stop()")
-        self._prepare()
-        with self._process, _stopping_after_errors(self._process):
-            yield
-
-    def _steps(self, reader: StepReader, bar: ProgressBar, *, started: float) -> Iterator[RunStep]:
-        last = 0
+    def _new_steps(self, bar: "ProgressBar", *, started: float) -> Iterator[RunStep]:
+        reader, last = StepReader(self._layout, since=started), 0
         while True:
             exit_code = self._process.exit_code  # before the files: what was written before its end is read then
             for step in reader.read_new():
                 last = step.number
-                bar.update(last, doing=_describe_metrics(step))
+                shown = {"reward": "reward/mean", "loss": "loss/mean"}
+                values = (f"{label}={step.metrics[name]:.4g}" for label, name in shown.items() if name in step.metrics)
+                bar.update(last, doing=" ".join(values))
                 yield step
+            status = self._read_status(since=started) if exit_code is not None or not last else None
             if exit_code is not None:
-                return require_success(self._process, details=_last_error(self._layout, since=started))
+                details = "" if status is None else "\n".join(part for part in (status.reason, status.last_error) if part)
+                return self._process.require_success(details=details)
             if not last:
-                bar.update(0, doing=_describe_status(self._layout, since=started))
+                bar.update(0, doing="starting" if status is None else describe_activity(status))
             time.sleep(_POLL_INTERVAL_S)
+
+    def _read_status(self, *, since: float) -> RunStatus | None:
+        """Return the status that the launcher of this start has written, if there is one."""
+        try:
+            status = read_status(self._layout)
+        except ConfigError:
+            return None
+        return status if status.time >= since else None
 
 
 class RLTrainer(_Trainer):
@@ -158,20 +184,15 @@ class RLTrainer(_Trainer):
         args = args or RLArguments()
         planned = plan_run(model, env, args, env_args=env_args or {})
         require_files(planned.config, name_of=name_in_python)
-        self._functions: FunctionFiles = planned.functions
         super().__init__(
             planned.config,
             module="trivet.launcher.commands.rl",
-            output_dir=planned.config.output_dir,
-            max_steps=planned.config.max_steps,
             names=PYTHON_NAMES,
+            functions=planned.functions,
             stop_timeout_s=planned.config.recovery.preemption_grace_s + planned.config.shutdown_timeout_s,
             callbacks=args.callbacks,
             progress=progress,
         )
-
-    def _prepare(self) -> None:
-        self._functions.write()
 
 
 class SFTTrainer(_Trainer):
@@ -203,43 +224,71 @@ class SFTTrainer(_Trainer):
         super().__init__(
             config,
             module="trivet.launcher.commands.sft",
-            output_dir=config.output_dir,
-            max_steps=config.max_steps,
             callbacks=callbacks,
             progress=progress,
         )
 
 
-def _describe_metrics(step: RunStep) -> str:
-    shown = {"reward": "reward/mean", "loss": "loss/mean"}
-    return " ".join(f"{label}={step.metrics[name]:.4g}" for label, name in shown.items() if name in step.metrics)
+class ProgressBar:
+    """Shows how far a run is: a bar in a terminal, one line of a notebook's output, nothing where output goes to a file."""
+
+    def __init__(self, max_steps: int | None, *, is_wanted: bool) -> None:
+        """Show nothing yet.
+
+        Args:
+            max_steps: None for a run whose number of steps is not known.
+        """
+        self._max_steps = max_steps
+        self._state = (0, "starting")
+        self._notebook: Any = None
+        """The output of a notebook's cell, which is replaced by each update and keeps the last state."""
+        self._terminal: Any = None
+        """The bar of a terminal, below what the program prints."""
+        shell = _find_ipython() if is_wanted else None
+        if hasattr(shell, "kernel"):  # a shell in a terminal has no kernel
+            from IPython.display import display  # type: ignore[import-not-found]  # no dependency: whoever runs a notebook has it
+
+            self._notebook = display(self, display_id=True)
+        elif is_wanted and sys.stdout.isatty():
+            self._terminal = make_progress(sys.stdout, follows_prints=True)
+            self._terminal.add_task("", total=max_steps, doing="starting")
+
+    def update(self, step: int, *, doing: str) -> None:
+        """Show the last finished step, and what the run does or measured."""
+        if (step, doing) != self._state and self._notebook is not None:
+            self._state = (step, doing)
+            self._notebook.update(self)
+        if self._terminal is not None:
+            self._terminal.update(self._terminal.task_ids[0], completed=step, doing=doing)
+
+    def __enter__(self) -> "ProgressBar":
+        if self._terminal is not None:
+            self._terminal.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._terminal is not None:
+            self._terminal.stop()
+
+    def __repr__(self) -> str:
+        of = "" if self._max_steps is None else f"/{self._max_steps}"
+        return f"step {self._state[0]}{of}: {self._state[1]}"
+
+    def _repr_html_(self) -> str:
+        bounds = "" if self._max_steps is None else f' value="{self._state[0]}" max="{self._max_steps}"'
+        return f"<progress{bounds}></progress> {html.escape(repr(self))}"
 
 
-def _describe_status(layout: RunLayout, *, since: float) -> str:
-    status = _read_status(layout, since=since)
-    return "starting" if status is None else describe_activity(status)
-
-
-def _last_error(layout: RunLayout, *, since: float) -> str:
-    status = _read_status(layout, since=since)
-    return "" if status is None else "\n".join(part for part in (status.reason, status.last_error) if part)
-
-
-def _read_status(layout: RunLayout, *, since: float) -> RunStatus | None:
-    """Return the status that the launcher of this start has written, if there is one."""
-    try:
-        status = read_status(layout)
-    except ConfigError:
-        return None
-    return status if status.time >= since else None
+def _find_ipython() -> Any:
+    """Return the shell of IPython, None elsewhere. IPython is imported only where it runs already."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
 
 
 @contextmanager
 def _stopping_after_errors(process: RunProcess) -> Iterator[None]:
     """End the run when a cell of a notebook fails: the error keeps the cell's loop alive, so that nothing else would end it."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None:
+    if (shell := _find_ipython()) is None:
         yield
         return
 

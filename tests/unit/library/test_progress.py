@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trivet.library.progress import open_progress
+from trivet.library.trainers import ProgressBar
 
 
 class Notebook:
@@ -36,7 +36,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
 
 
 def test_a_notebook_has_one_output_with_the_last_state(notebook: Notebook) -> None:
-    with open_progress(10, is_wanted=True) as bar:
+    with ProgressBar(10, is_wanted=True) as bar:
         bar.update(0, doing="starting")
         bar.update(3, doing="reward=<0.5>")
         bar.update(3, doing="reward=<0.5>")
@@ -47,7 +47,7 @@ def test_a_notebook_has_one_output_with_the_last_state(notebook: Notebook) -> No
 
 
 def test_a_run_of_unknown_length_has_a_bar_without_an_end(notebook: Notebook) -> None:
-    with open_progress(None, is_wanted=True) as bar:
+    with ProgressBar(None, is_wanted=True) as bar:
         bar.update(4, doing="evaluating")
     assert notebook.shown[-1] == "<progress></progress> step 4: evaluating"
 
@@ -57,7 +57,7 @@ def test_a_terminal_has_a_bar_below_what_the_program_prints(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with open_progress(10, is_wanted=True) as bar:
+    with ProgressBar(10, is_wanted=True) as bar:
         bar.update(3, doing="reward=0.5")
         print("a line of the program")
     printed = capsys.readouterr().out
@@ -67,10 +67,10 @@ def test_a_terminal_has_a_bar_below_what_the_program_prints(
 
 
 def test_a_file_gets_nothing_and_nobody_who_does_not_want_it(capsys: pytest.CaptureFixture[str], notebook: Notebook) -> None:
-    with open_progress(10, is_wanted=False) as bar:
+    with ProgressBar(10, is_wanted=False) as bar:
         bar.update(3, doing="reward=0.5")
     assert (notebook.shown, capsys.readouterr().out) == ([], "")
     sys.modules.pop("IPython")
-    with open_progress(10, is_wanted=True) as bar:
+    with ProgressBar(10, is_wanted=True) as bar:
         bar.update(3, doing="reward=0.5")
     assert capsys.readouterr().out == ""

@@ -11,7 +11,7 @@ import pytest
 from trivet.config.schema.trainer import CustomLossConfig, GrpoLossConfig
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.library.arguments import RLArguments, SFTArguments
-from trivet.library.messages import name_in_python
+from trivet.library.process import name_in_python
 from trivet.library.run_config import name_of_environment, plan_run, plan_sft
 from trivet.library.trainers import RLTrainer
 from trivet.process.imports import file_of

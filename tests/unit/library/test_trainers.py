@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from support.processes import heed_signals, wait_until
-from support.stand_in_command import COMMITTED, ENDLESS, FAILING, REFUSED
+from support.stand_in_command import COMMITTED, COMMITTING, ENDLESS, FAILING, REFUSED, SLOW_COMMIT
+from trivet.config.layout import RunLayout
 from trivet.config.load import load_config
 from trivet.config.schema.rl import RLConfig
 from trivet.errors import ConfigError, RoleFailed
-from trivet.library.messages import PYTHON_NAMES
-from trivet.library.run import RunStep
+from trivet.library.process import PYTHON_NAMES
+from trivet.library.run import Run, RunStep
 from trivet.library.trainers import _Trainer
 
 TESTS = Path(__file__).parents[2]
@@ -27,16 +28,14 @@ def _find_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
 
-def trainer(tmp_path: Path, max_steps: int, *, callbacks: list[Callable[[RunStep], object]] | None = None) -> _Trainer:
+def trainer(
+    tmp_path: Path, max_steps: int, *, callbacks: list[Callable[[RunStep], object]] | None = None, resume: bool = False
+) -> _Trainer:
+    words = ["--output-dir", str(tmp_path), "--max-steps", str(max_steps), "--orchestrator.rollouts-per-example", "2"]
+    words += ["--ckpt.resume-step", "-1"] if resume else []
     return _Trainer(
-        load_config(
-            RLConfig,
-            ["--output-dir", str(tmp_path), "--max-steps", str(max_steps), "--orchestrator.rollouts-per-example", "2"],
-            environ={},
-        ).config,
+        load_config(RLConfig, words, environ={}).config,
         module="support.stand_in_command",
-        output_dir=tmp_path,
-        max_steps=max_steps,
         names=PYTHON_NAMES,
         callbacks=callbacks or [],
         progress=False,
@@ -135,21 +134,47 @@ for step in trainer(Path({output!r}), 1003):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
 @pytest.mark.parametrize("body", ["pass", "time.sleep(60)"])
-def test_a_signal_ends_program_and_run_and_sigterm_commits_first(tmp_path: Path, number: signal.Signals, body: str) -> None:
+def test_a_signal_has_the_run_commit_and_a_second_ctrl_c_ends_it_at_once(
+    tmp_path: Path, signals: list[signal.Signals], body: str
+) -> None:
+    if len(signals) == 2:
+        (tmp_path / SLOW_COMMIT).touch()
     program = PROGRAM.format(tests=str(TESTS), output=str(tmp_path), body=body)
     process = subprocess.Popen(
         [sys.executable, "-c", program], env=os.environ, preexec_fn=heed_signals, stderr=subprocess.PIPE, text=True
     )
+
+    def wait_for(name: str) -> None:
+        wait_until(lambda: (tmp_path / name).exists() or process.poll() is not None, timeout_s=60, waiting_for=name)
+
     try:
-        wait_until(
-            lambda: (tmp_path / "looping").exists() or process.poll() is not None, timeout_s=60, waiting_for="the second step"
-        )
-        process.send_signal(number)
+        wait_for("looping")
+        process.send_signal(signals[0])
+        if len(signals) == 2:
+            wait_for(COMMITTING)
+            process.send_signal(signals[1])
         _, printed = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()
-    assert (tmp_path / COMMITTED).exists() == (number is signal.SIGTERM), printed
-    assert process.returncode == (143 if number is signal.SIGTERM else -signal.SIGINT), printed
+    assert (tmp_path / COMMITTED).exists() == (len(signals) == 1), printed
+    assert process.returncode == (143 if signals[0] is signal.SIGTERM else -signal.SIGINT), printed
+
+
+def test_no_step_is_lost_between_the_loops_of_a_run_and_its_resume(tmp_path: Path) -> None:
+    first = []
+    for step in trainer(tmp_path, ENDLESS):
+        first.append(step.number)
+        if step.number == 2:
+            break
+    committed = Run(tmp_path).steps[-1].number  # the run finished these steps before it ended
+    (RunLayout(tmp_path).checkpoint_step(committed)).mkdir(parents=True)
+    (RunLayout(tmp_path).checkpoint_step(committed) / "COMMITTED").touch()
+    second = []
+    for step in trainer(tmp_path, ENDLESS, resume=True):
+        second.append(step.number)
+        if step.number > committed:
+            break
+    assert [*first, *second] == list(range(1, committed + 2))
