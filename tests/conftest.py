@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 from support.servers import ServerProcess, reload_weights, run_server
 from support.tiny_models import tiny_model_writer
 
+pytest_plugins = ["support.record"]
+
 # How long an example takes says how busy the machine is.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
@@ -35,13 +37,15 @@ def tiny_model_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with run_server(tiny_model, log=tmp_path_factory.mktemp("server") / "inference.stdout") as server:
+def shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The one real server of the session. It serves `tiny_model` in float32, and adapters of it."""
+    flags = {"enable_lora": "true", "max_loras": "2", "max_cpu_loras": "2", "max_lora_rank": "8"}
+    with run_server(tiny_model, log=tmp_path_factory.mktemp("server") / "inference.stdout", **flags) as server:
         yield server
 
 
 @pytest.fixture
-def inference_server(_shared_server: ServerProcess) -> str:
-    """Base URL of the one real server of the session, which serves `tiny_model` in float32 from its start weights."""
-    reload_weights(_shared_server.base_url)
-    return _shared_server.base_url
+def inference_server(shared_server: ServerProcess) -> str:
+    """Base URL of the session's server, which serves its start weights."""
+    reload_weights(shared_server.base_url)
+    return shared_server.base_url

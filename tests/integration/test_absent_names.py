@@ -41,7 +41,6 @@ def write_all(layout: RunLayout) -> None:
     layout.lease.write_bytes(msgspec.json.encode(Lease(term=1, holder="a", node="b", number=1)))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not can_mount() or os.geteuid() != 0, reason="needs root, libfuse 3 and mfusepy")
 def test_a_name_that_was_asked_for_too_early_is_seen_soon_after_it_is_there(tmp_path: Path) -> None:
     output_dir, delay = tmp_path / "run", tmp_path / "delay"

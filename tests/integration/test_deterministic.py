@@ -169,7 +169,6 @@ def test_a_killed_and_resumed_run_equals_an_unbroken_one_and_so_does_its_replay(
     assert committed_steps(replayed) == [2, 4, 5]
 
 
-@pytest.mark.slow
 def test_twelve_steps_killed_at_six_points_are_byte_equal_and_two_ranks_are_close(make_run: MakeRun, tmp_path: Path) -> None:
     unbroken, broken, two_ranks = (make_run(name, max_steps=12) for name in ("unbroken", "broken", "two_ranks"))
     finish(unbroken)

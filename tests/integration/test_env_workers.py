@@ -132,6 +132,7 @@ def assert_is_group(rollouts: list[Rollout]) -> None:
     assert all(rollout.samples for rollout in rollouts)
 
 
+@pytest.mark.core
 def test_a_group_that_ends_its_worker_again_and_again_fails_and_takes_no_other_with_it(tmp_path: Path, url: str) -> None:
     events: list[Event] = []
 

@@ -22,7 +22,7 @@ from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
 from trivet.wire.events import Dispatch, EnvLoad, Finish
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
 MAX_STEPS = 4

@@ -153,7 +153,6 @@ def test_a_plain_openai_client_is_answered(server: str, tiny_model: Path) -> Non
     assert text == answer.choices[0].message.content
 
 
-@pytest.mark.slow
 def test_the_command_of_verifiers_evaluates_on_our_server(server: str, tiny_model: Path, tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "vf-eval"), "reverse-text", "-m", str(tiny_model), "-b", f"{server}/v1"]
     command += [

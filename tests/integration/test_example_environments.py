@@ -17,7 +17,7 @@ from trivet.config.layout import STABLE, RunLayout
 from trivet.telemetry.events import read_events
 from trivet.wire.events import Train
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
 MAX_STEPS = 3

@@ -11,7 +11,7 @@ import pytest
 from support.families import FAMILIES, Family
 from support.family_serving import serve_family
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 RECORD = json.loads((Path(__file__).parents[2] / "docs" / "benchmarks" / "models.json").read_text())
 
 

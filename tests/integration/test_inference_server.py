@@ -5,8 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +15,7 @@ import pytest
 
 from support.oracle import Oracle
 from support.processes import wait_until
-from support.served import CHAT, assert_serves, chat, greedy
+from support.served import assert_serves, busy, chat, greedy
 from support.servers import bearer, open_client, run_server, secret_file
 from support.tiny_models import publish_tiny_model
 from trivet.config.layout import MANIFEST, RunLayout
@@ -24,34 +23,11 @@ from trivet.errors import InferenceError
 from trivet.process.stacks import STACKS_SIGNAL
 from trivet.secret import make_secret
 from trivet.storage.durable import write_json_atomically
-from trivet.weights.manifest import describe, describe_start_model
+from trivet.weights.manifest import describe
 from trivet.wire.versions import PolicyVersion
 
 OPEN = {"/health", "/ping", "/policy", "/version", "/load", "/metrics", "/tokenize", "/detokenize", "/inference/v1/generate"}
 pytestmark = pytest.mark.vllm
-
-
-def test_every_reload_serves_exactly_the_weights_of_its_directory(
-    inference_server: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    async def scenario() -> None:
-        async with aclosing(open_client(inference_server + "/v1", timeout_s=240)) as client:
-            start = describe_start_model(tiny_model)
-            assert await client.model_name() == str(tiny_model)
-            assert (await client.served_policy()).digest == start.digest
-            await assert_serves(client, tiny_model)
-            layout = RunLayout(tmp_path)
-            for version in (1, 2):
-                manifest = publish_tiny_model(layout, version=version)
-                status = await client.update_weights(layout.weights_step(version))
-                assert (status.version, status.digest) == (version, manifest.digest)
-                assert await client.served_policy() == status
-                await assert_serves(client, layout.weights_step(version))
-            assert (await client.reload_weights()).version == 0
-            assert (await client.served_policy()).digest == start.digest
-            await assert_serves(client, tiny_model)
-
-    asyncio.run(scenario())
 
 
 def test_a_model_with_its_own_head_is_reloaded_whole_and_sigterm_ends_the_server(
@@ -166,50 +142,6 @@ def test_completions_of_token_ids_carry_versions_in_every_mode(inference_server:
     choices = answer.json()["choices"]
     assert [choice["policy_versions"] for choice in choices] == [[[0, len(choice["token_ids"])]] for choice in choices]
     assert ["text" in choice for choice in choices] == [output_mode == "text"] * 2
-
-
-@asynccontextmanager
-async def busy(base_url: str, *, num_tokens: int = 20) -> AsyncIterator[None]:
-    """Let the engine sample a long completion. Its first `num_tokens` tokens show that earlier requests have tokens too."""
-    body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
-    http = httpx.AsyncClient(base_url=base_url, timeout=480)
-    async with http, http.stream("POST", "/v1/chat/completions", json=body) as stream:
-        lines = stream.aiter_lines()
-        while num_tokens:
-            num_tokens -= '"token_ids":[' in await anext(lines)
-        yield
-
-
-def test_a_completion_that_spans_an_update_carries_both_versions(
-    inference_server: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    layout = RunLayout(tmp_path)
-    publish_tiny_model(layout, version=1)
-
-    async def scenario() -> None:
-        async with aclosing(open_client(inference_server, timeout_s=480)) as client, asyncio.TaskGroup() as tasks:
-            spanning = tasks.create_task(chat(inference_server, max_tokens=900, ignore_eos=True, n=2), name="spanning")
-            async with busy(inference_server):
-                await client.update_weights(layout.weights_step(1))
-                fresh = await chat(inference_server, max_tokens=8)
-        old, new = Oracle(tiny_model), Oracle(layout.weights_step(1))
-        prompt = spanning.result()["prompt_token_ids"]
-        for choice in spanning.result()["choices"]:
-            runs = choice["policy_versions"]
-            assert [version for version, _ in runs] == [0, 1]
-            assert sum(length for _, length in runs) == len(choice["token_ids"]) == 900
-            switch = runs[0][1]
-            # Up to the switch every log-probability is the old policy's, and the first after it is not.
-            expected = old.logprobs(prompt, choice["token_ids"], temperature=1.0)
-            sampled = [token["logprob"] for token in choice["logprobs"]["content"]]
-            assert sampled[:switch] == pytest.approx(expected[:switch], abs=1e-4)
-            assert sampled[switch] != pytest.approx(expected[switch], abs=1e-4)
-        choice = fresh["choices"][0]
-        expected = new.logprobs(fresh["prompt_token_ids"], choice["token_ids"], temperature=1.0)
-        assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx(expected, abs=1e-4)
-        assert choice["policy_versions"] == [[1, len(choice["token_ids"])]]
-
-    asyncio.run(scenario())
 
 
 def test_no_prefix_of_an_older_policy_is_reused_while_a_request_keeps_the_cache_from_being_reset(

@@ -138,7 +138,6 @@ def test_a_pod_finds_names_files_and_secrets_as_the_manifest_says(tmp_path: Path
     assert (volume / "head.trivet-inference-0-0").read_text().split() == ["10.214.0.1", "trivet-trainer-0-0.trivet"]
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_run_that_is_evicted_commits_and_goes_on_in_new_pods(tmp_path: Path, tiny_model: Path) -> None:
     volume = tmp_path / "volume"

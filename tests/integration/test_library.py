@@ -120,7 +120,6 @@ def test_a_script_trains_with_its_own_functions_and_the_command_resumes_it(tmp_p
     assert assert_proven(check_run(layout)).last_step == 4
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_cell_that_fails_ends_the_run_of_a_notebook(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,13 +139,13 @@ def test_a_cell_that_fails_ends_the_run_of_a_notebook(
     assert outputs[4][0].text == "False interrupted True\n"
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_model_is_evaluated_on_a_server_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     printed = run_script(tmp_path, names(MODEL=tiny_model, OUTPUT=tmp_path / "outputs") + EVALUATION)
     assert printed == ["train 0 4 0"]
 
 
+@pytest.mark.core
 def test_fine_tuning_yields_its_steps(tmp_path: Path, tiny_model: Path) -> None:
     data = tmp_path / "chats.jsonl"
     row = {"messages": [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "aaa"}]}

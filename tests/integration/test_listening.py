@@ -75,7 +75,7 @@ def test_the_list_tells_what_listens_on_loopback_from_what_listens_everywhere() 
             assert found[protocol, sock.getsockname()[1]] is is_loopback
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, 4])
 def test_ranks_by_themselves_listen_on_loopback_alone(num_ranks: int, tiny_model: Path, tmp_path: Path) -> None:
     flags = {"model.name": tiny_model, "model.compute-dtype": "float32", "model.seq-len": 64, "max-steps": 2}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,12 @@ import pytest
 from support.adapters import publish_adapter, write_adapter, write_merged
 from support.oracle import Oracle
 from support.served import CHAT, assert_serves, chat
-from support.servers import bearer, open_client, reload_weights, run_server
+from support.servers import bearer, open_client
 from support.tiny_models import publish_tiny_model
 from trivet.config.layout import RunLayout
 from trivet.errors import InferenceError
-from trivet.weights.manifest import describe_start_model
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def _server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("server") / "inference.stdout"
-    flags = {"enable_lora": "true", "max_loras": "2", "max_cpu_loras": "2", "max_lora_rank": "8"}
-    with run_server(tiny_model, log=log, **flags) as server:
-        yield server.base_url
-
-
-@pytest.fixture
-def server(_server: str) -> str:
-    """Serve `tiny_model` in float32, without an adapter."""
-    reload_weights(_server)
-    return _server
 
 
 def assert_sampled_from(answer: dict[str, Any], directory: Path) -> None:
@@ -44,43 +27,24 @@ def assert_sampled_from(answer: dict[str, Any], directory: Path) -> None:
     assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_published_adapter_answers_for_the_policy_and_takes_the_place_of_the_one_before(
-    server: str, tiny_model: Path, tmp_path: Path
+def test_a_completion_that_spans_a_new_adapter_carries_both_versions(
+    inference_server: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    layout = RunLayout(tmp_path)
-
-    async def scenario() -> None:
-        async with aclosing(open_client(server, timeout_s=240)) as client:
-            await assert_serves(client, tiny_model)
-            for version in (1, 2, 3):
-                manifest = publish_adapter(layout, base=tiny_model, version=version)
-                status = await client.update_weights(layout.weights_step(version))
-                assert (status.version, status.digest) == (version, manifest.digest)
-                assert await client.served_policy() == status
-                merged = write_merged(tmp_path / f"merged_{version}", adapter=layout.weights_step(version), base=tiny_model)
-                await assert_serves(client, merged)
-            assert (await client.reload_weights()).digest == describe_start_model(tiny_model).digest
-            await assert_serves(client, tiny_model)
-
-    asyncio.run(scenario())
-
-
-def test_a_completion_that_spans_a_new_adapter_carries_both_versions(server: str, tiny_model: Path, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     publish_adapter(layout, base=tiny_model, version=1)
     merged = write_merged(tmp_path / "merged", adapter=layout.weights_step(1), base=tiny_model)
 
     async def scenario() -> None:
-        async with aclosing(open_client(server, timeout_s=480)) as client, asyncio.TaskGroup() as tasks:
-            spanning = tasks.create_task(chat(server, max_tokens=900, ignore_eos=True), name="spanning")
+        async with aclosing(open_client(inference_server, timeout_s=480)) as client, asyncio.TaskGroup() as tasks:
+            spanning = tasks.create_task(chat(inference_server, max_tokens=900, ignore_eos=True), name="spanning")
             body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
-            http = httpx.AsyncClient(base_url=server, timeout=480)
+            http = httpx.AsyncClient(base_url=inference_server, timeout=480)
             async with http, http.stream("POST", "/v1/chat/completions", json=body) as stream:
                 lines, seen = stream.aiter_lines(), 0
                 while seen < 20:
                     seen += '"token_ids":[' in await anext(lines)
                 await client.update_weights(layout.weights_step(1))
-                fresh = await chat(server, max_tokens=8)
+                fresh = await chat(inference_server, max_tokens=8)
         choice = spanning.result()["choices"][0]
         runs = choice["policy_versions"]
         assert [version for version, _ in runs] == [0, 1]
@@ -96,14 +60,16 @@ def test_a_completion_that_spans_a_new_adapter_carries_both_versions(server: str
     asyncio.run(scenario())
 
 
-def test_an_adapter_after_whole_weights_stands_on_the_start_model_again(server: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_after_whole_weights_stands_on_the_start_model_again(
+    inference_server: str, tiny_model: Path, tmp_path: Path
+) -> None:
     layout = RunLayout(tmp_path)
     publish_tiny_model(layout, version=1)
     publish_adapter(layout, base=tiny_model, version=2)
     merged = write_merged(tmp_path / "merged", adapter=layout.weights_step(2), base=tiny_model)
 
     async def scenario() -> None:
-        async with aclosing(open_client(server, timeout_s=240)) as client:
+        async with aclosing(open_client(inference_server, timeout_s=240)) as client:
             await client.update_weights(layout.weights_step(2))
             await client.update_weights(layout.weights_step(1))
             await assert_serves(client, layout.weights_step(1))
@@ -113,7 +79,9 @@ def test_an_adapter_after_whole_weights_stands_on_the_start_model_again(server: 
     asyncio.run(scenario())
 
 
-def test_an_adapter_that_does_not_fit_leaves_the_policy_before_served(server: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_leaves_the_policy_before_served(
+    inference_server: str, tiny_model: Path, tmp_path: Path
+) -> None:
     layout = RunLayout(tmp_path)
     publish_adapter(layout, base=tiny_model, version=1)
     publish_adapter(layout, base=tiny_model, version=2, rank=32)
@@ -122,7 +90,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_policy_before_served(server: st
     merged = write_merged(tmp_path / "merged", adapter=layout.weights_step(1), base=tiny_model)
 
     async def scenario() -> None:
-        async with aclosing(open_client(server, timeout_s=240)) as client:
+        async with aclosing(open_client(inference_server, timeout_s=240)) as client:
             await client.update_weights(layout.weights_step(1))
             with pytest.raises(InferenceError, match=r"500: .*rank 32 is greater than max_lora_rank 8.*policy 1 is served"):
                 await client.update_weights(layout.weights_step(2))
@@ -134,24 +102,26 @@ def test_an_adapter_that_does_not_fit_leaves_the_policy_before_served(server: st
     asyncio.run(scenario())
 
 
-def test_adapters_under_names_of_their_own_are_served_beside_the_policy(server: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_adapters_under_names_of_their_own_are_served_beside_the_policy(
+    inference_server: str, tiny_model: Path, tmp_path: Path
+) -> None:
     layout = RunLayout(tmp_path)
     publish_adapter(layout, base=tiny_model, version=1)
     policy = write_merged(tmp_path / "policy", adapter=layout.weights_step(1), base=tiny_model)
 
     def load(name: str, path: Path) -> httpx.Response:
         body = {"lora_name": name, "lora_path": str(path)}
-        return httpx.post(f"{server}/load_lora_adapter", json=body, headers=bearer(server), timeout=240)
+        return httpx.post(f"{inference_server}/load_lora_adapter", json=body, headers=bearer(inference_server), timeout=240)
 
     async def scenario() -> None:
-        async with aclosing(open_client(server, timeout_s=240)) as client:
+        async with aclosing(open_client(inference_server, timeout_s=240)) as client:
             await client.update_weights(layout.weights_step(1))
             # There are more names than stay loaded. The policy's own adapter must never be removed.
             for seed, name in enumerate(("mine", "mine", "yours", "mine"), start=10):
                 adapter = tmp_path / f"adapter_{seed}"
                 write_adapter(adapter, base=tiny_model, seed=seed)
                 assert load(name, adapter).json() == {"status": "ok", "lora_name": name, "lora_path": str(adapter)}
-                answer = await chat(server, model=name, max_tokens=12, seed=1)
+                answer = await chat(inference_server, model=name, max_tokens=12, seed=1)
                 assert_sampled_from(answer, write_merged(tmp_path / f"merged_{seed}", adapter=adapter, base=tiny_model))
                 assert "policy_versions" not in answer["choices"][0]
                 await assert_serves(client, policy)
@@ -161,4 +131,4 @@ def test_adapters_under_names_of_their_own_are_served_beside_the_policy(server: 
         assert load(str(tiny_model), tmp_path / "adapter_10").status_code == 409
 
     asyncio.run(scenario())
-    assert json.loads(httpx.get(f"{server}/policy").text)["version"] == 1
+    assert json.loads(httpx.get(f"{inference_server}/policy").text)["version"] == 1

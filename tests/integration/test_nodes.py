@@ -16,7 +16,6 @@ from trivet.checkpoints.run_record import read_run
 pytestmark = pytest.mark.skipif(not can_make_nodes(), reason="making network namespaces needs root and ip")
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_when_a_node_that_serves_is_lost_and_comes_back(tmp_path: Path, tiny_model: Path) -> None:
     with make_nodes(2) as nodes:
         run = NodeRun(tmp_path, tiny_model, nodes, max_steps=12, num_train_nodes=1, num_servers=1)
@@ -38,7 +37,6 @@ def test_a_run_goes_on_when_a_node_that_serves_is_lost_and_comes_back(tmp_path: 
         prove(run.layout)
 
 
-@pytest.mark.slow
 def test_a_run_goes_back_to_its_checkpoint_when_a_node_that_trains_is_lost(tmp_path: Path, tiny_model: Path) -> None:
     with make_nodes(3) as nodes:
         run = NodeRun(tmp_path, tiny_model, nodes, max_steps=16, num_train_nodes=2, num_servers=1)
@@ -58,7 +56,6 @@ def test_a_run_goes_back_to_its_checkpoint_when_a_node_that_trains_is_lost(tmp_p
         prove(run.layout)
 
 
-@pytest.mark.slow
 def test_a_lost_head_ends_the_rest_within_a_minute(tmp_path: Path, tiny_model: Path) -> None:
     with make_nodes(2) as nodes:
         run = NodeRun(tmp_path, tiny_model, nodes, max_steps=1000, num_train_nodes=1, num_servers=1)
@@ -71,7 +68,6 @@ def test_a_lost_head_ends_the_rest_within_a_minute(tmp_path: Path, tiny_model: P
         assert "has not heard from the first node" in run.output(1)
 
 
-@pytest.mark.slow
 def test_a_server_over_two_nodes_loads_policies_and_starts_again_when_one_node_fails(tmp_path: Path) -> None:
     environ = {**ENVIRON, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # both nodes are one machine, whose cores vLLM would share out
     tiny_model_writer(hidden_size=128)(tmp_path / "model")  # one attention head for each rank
@@ -99,7 +95,6 @@ def test_a_server_over_two_nodes_loads_policies_and_starts_again_when_one_node_f
         prove(run.layout)
 
 
-@pytest.mark.slow
 def test_environment_workers_of_another_node_are_lost_and_come_back(tmp_path: Path, tiny_model: Path) -> None:
     with make_nodes(2) as nodes:
         run = NodeRun(tmp_path, tiny_model, nodes, max_steps=12, num_train_nodes=1, num_servers=1)

@@ -52,7 +52,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.stop()
 
 
-@pytest.mark.slow
 def test_a_run_learns_in_the_dtype_that_this_machine_would_not_choose(run: Run) -> None:
     other = other_than(inspect_machine(), inspect_machine({}))
     run.start(*other.flags, environment=other.environment)

@@ -62,7 +62,7 @@ def assert_reload_equals_start(flags: dict[str, str], directory: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(ON_CPU, marks=pytest.mark.slow, id="cpu"),
+        pytest.param(ON_CPU, id="cpu"),
         pytest.param(ON_GPU, marks=pytest.mark.gpu, id="cuda"),
     ],
 )

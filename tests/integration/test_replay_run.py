@@ -35,7 +35,6 @@ def rows_of(layout: RunLayout) -> list[tuple[str, int, int, float, float]]:
     return [(row["env"], row["example_id"], row["index"], row["reward"], row["advantage"]) for row in rows]
 
 
-@pytest.mark.slow
 def test_a_recorded_run_is_replayed_resumed_and_ends_with_its_record(runs: tuple[Run, Run]) -> None:
     recorded, replayed = runs
     flags = ("--orchestrator.replay", str(recorded.layout.root))

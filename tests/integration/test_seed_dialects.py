@@ -132,7 +132,6 @@ def write(directory: Path, model: Path, *, more: str, server: str = "") -> Path:
     return file
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_vf_rl_attaches_to_its_session_runs_and_ends_with_the_trainings_exit_code(
     tmp_path: Path, tiny_model: Path, sockets: str
@@ -161,7 +160,7 @@ def test_vf_rl_attaches_to_its_session_runs_and_ends_with_the_trainings_exit_cod
     assert (RunLayout(root).weights_step(3) / STABLE).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_the_tutorials_keys_train_all_weights_without_tmux(tmp_path: Path, tiny_model: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trivet.dialects.vf_rl", "@", str(write(tmp_path, tiny_model, more=TUTORIAL)), "--no-tmux"],

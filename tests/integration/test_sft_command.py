@@ -80,6 +80,7 @@ def series(layout: RunLayout, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in lines if name in line}
 
 
+@pytest.mark.core
 def test_a_killed_run_goes_on_as_if_nothing_had_been_and_two_ranks_see_the_same(place: Path) -> None:
     whole = finish(start(place, "whole"), place, "whole")
     assert list(series(whole, "val/loss")) == [0, 10, 20, 30]

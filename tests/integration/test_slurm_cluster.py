@@ -23,7 +23,6 @@ from trivet.telemetry.events import read_events
 from trivet.wire.events import ServerUp, Stop, Train
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root"),
     pytest.mark.skipif(shutil.which("slurmctld") is None, reason="needs Debian's slurm-wlm and munge"),

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.launcher.plan import rank_command, rank_environment
@@ -38,7 +37,6 @@ def make_row(num_samples: int) -> MicroBatch:
     )
 
 
-@pytest.mark.slow
 def test_a_recorded_batch_that_is_not_finite_ends_both_ranks_with_3_and_names_step_row_and_last_weights(
     tiny_model: Path, tmp_path: Path
 ) -> None:

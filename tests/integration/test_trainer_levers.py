@@ -83,7 +83,6 @@ def test_no_lever_changes_loss_or_gradient_of_any_loss_on_two_copies_of_two_rank
     assert differences(of_four["gradients"], alone["gradients"]) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 1), (4, 2)])
 def test_compiled_blocks_change_nothing_on_several_ranks(
     model: Path, alone: dict[str, Any], tmp_path: Path, num_ranks: int, num_replicas: int

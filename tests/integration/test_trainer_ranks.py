@@ -88,6 +88,7 @@ def test_loss_and_gradients_equal_the_oracle_on_two_ranks(model: Path, outputs: 
     check_gradients(torch.load(outputs.saved_by_two / "gradients_2.pt"), model)
 
 
+@pytest.mark.core
 def test_loss_and_gradients_equal_the_oracle_on_three_ranks(model: Path, tmp_path: Path) -> None:
     run_ranks(3, PROGRAM, [str(model), str(ORACLE), f"gradients:{tmp_path}"], logs=tmp_path)
     check_gradients(torch.load(tmp_path / "gradients_3.pt"), model)

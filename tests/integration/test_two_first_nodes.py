@@ -27,7 +27,6 @@ from trivet.wire.events import Commit, Start
 from trivet.wire.versions import Step
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not can_make_nodes(), reason="making network namespaces needs root and ip"),
     pytest.mark.skipif(not can_mount(), reason="locks of each machine need mfusepy and Debian's fuse3"),
 ]

@@ -30,7 +30,7 @@ from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import PolicyVersion, VersionRun
 from trivet.wire.workers import HostSettings
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
 SHOP_CALL = r'<tool_call>\n?\{"name": ?"shop_price", ?"arguments": ?\{"item": ?"(pen|map|lamp)"\}\}\n?</tool_call>'

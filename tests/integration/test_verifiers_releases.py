@@ -20,8 +20,6 @@ from trivet.wire.rollouts import GroupId
 from trivet.wire.servers import ServerAccess
 from trivet.wire.workers import HostSettings
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 V0_RELEASES = ["0.3.0", "0.3.1"]
 """The releases with the v0 API that are run."""

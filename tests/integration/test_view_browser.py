@@ -82,6 +82,7 @@ def show(browser: Browser, address: str, fragment: str = "", **options: object) 
     return page
 
 
+@pytest.mark.core
 def test_the_first_page_has_the_curves_and_says_who_waits(browser: Browser, address: str):
     page = show(browser, address)
     titles = page.evaluate("[...document.querySelectorAll('.chart')].map((chart) => chart.dataset.metric)")

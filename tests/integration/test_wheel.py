@@ -76,7 +76,6 @@ def test_a_configuration_of_the_workspace_holds_with_the_code_of_the_wheel(comma
     assert "reverse-text" in said
 
 
-@pytest.mark.slow
 def test_two_commands_train_the_quickstart_in_the_workspace(workspace: Path) -> None:
     uv = find_uv()
     run_outside(uv, "sync", "--extra", "cpu", "--quiet", cwd=workspace, timeout_s=SYNC_TIMEOUT_S)

@@ -14,7 +14,6 @@ from trivet.environments.workers.worker_directory import WorkerDirectory
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["docker", "podman"])
 def test_a_container_of_a_killed_worker_is_removed(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = interpreter_with("0.4.0", tmp_path)

@@ -1,6 +1,8 @@
 """Compares a server's answers with plain transformers on the same weights."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +35,15 @@ async def chat(base_url: str, **fields: Any) -> dict[str, Any]:
         response = await http.post("/v1/chat/completions", json={**CHAT, **fields})
     response.raise_for_status()
     return response.json()
+
+
+@asynccontextmanager
+async def busy(base_url: str, *, num_tokens: int = 20) -> AsyncIterator[None]:
+    """Let the engine sample a long completion. Its first `num_tokens` tokens show that earlier requests have tokens too."""
+    body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
+    http = httpx.AsyncClient(base_url=base_url, timeout=480)
+    async with http, http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = stream.aiter_lines()
+        while num_tokens:
+            num_tokens -= '"token_ids":[' in await anext(lines)
+        yield
