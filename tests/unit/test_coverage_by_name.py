@@ -59,7 +59,7 @@ ELSEWHERE = {
     "library/process.py": "unit/library/test_trainers.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
     "orchestrator/environment_node.py": "integration/test_env_nodes.py",  # a process of its own
-    "orchestrator/main.py": "integration/test_rl_run.py",
+    "orchestrator/main.py": "integration/test_core.py",
     "orchestrator/pools.py": "unit/orchestrator/test_sampler.py",
     "orchestrator/probe.py": "integration/test_probe.py",
     "orchestrator/change_event.py": "unit/orchestrator/test_dispatcher.py",
@@ -73,7 +73,7 @@ ELSEWHERE = {
     "tools/merge.py": "unit/trainer/model/test_merge.py",
     "tools/view.py": "unit/view/test_server.py",
     "trainer/losses/*.py": "unit/trainer/test_loss_formulas.py",
-    "trainer/main.py": "integration/test_rl_run.py",
+    "trainer/main.py": "integration/test_core.py",
     "trainer/model/*.py": "unit/trainer/test_models.py",
     "trainer/open_session.py": "unit/trainer/test_loop.py",
     "trainer/optim/muon.py": "unit/trainer/optim/test_optimizer.py",
