@@ -1,9 +1,10 @@
 """Checks the configuration of one role. `at` is its section in the configuration of a run, for the keys in messages."""
 
 from collections.abc import Iterator, Sequence
+from math import isclose
 
 from trivet.config.dump import literal
-from trivet.config.findings import ROOT, Key
+from trivet.config.findings import Key
 from trivet.config.masking import mask_table
 from trivet.config.schema.environment import (
     EnvConfig,
@@ -15,21 +16,36 @@ from trivet.config.schema.environment import (
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import VLLM_KEYS, InferenceConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
-from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.sft import ConversationsConfig, FakeDataConfig, SftConfig
 from trivet.config.schema.shared import RunIdentity
-from trivet.config.schema.trainer import BenchConfig, DefaultLossConfig, TrainerConfig, TrainingConfig
+from trivet.config.schema.trainer import DefaultLossConfig, TrainerConfig, TrainingConfig
 from trivet.wire.sampling_fields import biasing_fields
+
+_MAX_SHOWN_CHARS = 60
+"""A longer value, such as a list of token ids, is cut in a notice."""
+_REPRODUCIBLE_ENGINE = """
+    aggregate_engine_logging all2all_backend async_scheduling block_size chat_template_content_format compilation_config
+    cpu_offload cudagraph data_parallel disable_cascade_attn disable_custom_all_reduce disable_fastapi_docs disable_log
+    disable_uvicorn distributed_ download_dir enable_auto_tool_choice enable_chunked_prefill enable_dbo
+    enable_expert_parallel enable_eplb enable_log enable_prefix_caching enable_sleep_mode eplb_config
+    exclude_tools_when_tool_choice_none kv_cache_memory_bytes kv_cache_metrics kv_events_config kv_offloading
+    limit_mm_per_prompt log_ max_ num_gpu_blocks_override numa_bind optimization_level otlp_traces_endpoint
+    performance_mode pipeline_parallel_size prefix_caching_hash_algo reasoning_parser_plugin root_path safetensors_
+    scheduling_policy ssl_ stream_interval swap_space tool_parser_plugin trust_request_chat_template use_tqdm_on_load
+    uvicorn_
+"""
+"""Beginnings of the vLLM arguments that say where, when and how fast tokens are sampled, and not which."""
 
 
 def steps_problem(max_steps: int | None, *, resume_step: int) -> str | None:
-    """Check that a run that resumes from `resume_step` has a step left to do."""
+    """Return the problem of a run that resumes from `resume_step` and has no step left to do."""
     if max_steps is None or max_steps > resume_step:
         return None
     return f"max_steps ({max_steps}) must be above the step resumed from ({resume_step}): nothing is left to do; raise it"
 
 
 def tensor_parallel_problem(tp: int, *, num_gpus: int, key: str, gpu_ids: str) -> str | None:
-    """Check that whole replicas of a server fit its GPUs.
+    """Return the problem of a server whose GPUs hold no whole number of replicas.
 
     Args:
         key: the key that `tp` is the value of.
@@ -44,7 +60,7 @@ def tensor_parallel_problem(tp: int, *, num_gpus: int, key: str, gpu_ids: str) -
 
 
 def replicas_problem(num_replicas: int, *, num_ranks: int, key: str, ranks: str) -> str | None:
-    """Check that every copy of the trainer's model gets the same number of ranks.
+    """Return the problem of a trainer whose copies of the model have different numbers of ranks.
 
     Args:
         key: the key that `num_replicas` is the value of.
@@ -59,175 +75,73 @@ def replicas_problem(num_replicas: int, *, num_ranks: int, key: str, ranks: str)
     )
 
 
-_MAX_SHOWN_CHARS = 60
-"""A longer value, such as a list of token ids, is cut in a notice."""
-REPRODUCIBLE_ENGINE = (
-    "aggregate_engine_logging",
-    "all2all_backend",
-    "async_scheduling",
-    "block_size",
-    "chat_template_content_format",
-    "compilation_config",
-    "cpu_offload",
-    "cudagraph",
-    "data_parallel",
-    "disable_cascade_attn",
-    "disable_custom_all_reduce",
-    "disable_fastapi_docs",
-    "disable_log",
-    "disable_uvicorn",
-    "distributed_",
-    "download_dir",
-    "enable_auto_tool_choice",
-    "enable_chunked_prefill",
-    "enable_dbo",
-    "enable_expert_parallel",
-    "enable_eplb",
-    "enable_log",
-    "enable_prefix_caching",
-    "enable_sleep_mode",
-    "eplb_config",
-    "exclude_tools_when_tool_choice_none",
-    "kv_cache_memory_bytes",
-    "kv_cache_metrics",
-    "kv_events_config",
-    "kv_offloading",
-    "limit_mm_per_prompt",
-    "log_",
-    "max_",
-    "num_gpu_blocks_override",
-    "numa_bind",
-    "optimization_level",
-    "otlp_traces_endpoint",
-    "performance_mode",
-    "pipeline_parallel_size",
-    "prefix_caching_hash_algo",
-    "reasoning_parser_plugin",
-    "root_path",
-    "safetensors_",
-    "scheduling_policy",
-    "ssl_",
-    "stream_interval",
-    "swap_space",
-    "tool_parser_plugin",
-    "trust_request_chat_template",
-    "use_tqdm_on_load",
-    "uvicorn_",
-)
-"""Beginnings of the vLLM arguments that say where, when and how fast tokens are sampled, and not which."""
-
-
-def run_sampling_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
-    """Check the run's sampling and each environment's over it. A problem of the run's is reported once."""
-    problems = [*_schedule_problems(config, config.sampling, at.sampling), *sampling_problems(config.sampling, at.sampling)]
-    yield from problems
-    if problems:
-        return
-    for index, env in enumerate(config.env):
-        merged, of_env = env.sampling.over(config.sampling), at.env[index].sampling
-        yield from _schedule_problems(config, merged, of_env)
-        yield from sampling_problems(merged, of_env)
-
-
-def eval_sampling_problems(sampling: EvalSamplingConfig, envs: Sequence[EnvConfig], at: Key) -> Iterator[str]:
-    """Check evaluations' sampling and each environment's over it. A problem of the first is reported once."""
-    problems = [*sampling_problems(sampling, at.sampling)]
-    yield from problems
-    for index, env in enumerate(envs):
-        of_env = at.env[index].sampling
-        if env.sampling.temp_scheduler is not None:
-            yield f"{of_env.temp_scheduler} changes with the step, and evaluations are compared; set {of_env.temperature}"
-        elif not problems:
-            yield from sampling_problems(env.sampling.over(sampling), of_env)
-
-
-def _schedule_problems(config: OrchestratorConfig, sampling: SamplingConfig, at: Key) -> Iterator[str]:
-    schedule = sampling.temp_scheduler
-    if schedule is not None and schedule.total_steps is None and config.max_steps is None:
-        yield f"{at.temp_scheduler} ends after {ROOT.max_steps}, which is not set: set total_steps in it, or {ROOT.max_steps}"
-
-
-def sampling_problems(sampling: SamplingConfig | EvalSamplingConfig, at: Key) -> Iterator[str]:
-    """Yield the problems of the section `at`."""
-    own = {"temperature", *RequestSamplingConfig.model_fields} - {"extra_body"}
-    knobs = {key: key for key in own} | {"max_completion_tokens": "max_tokens"}
-    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-        yield f"{at.min_tokens} ({sampling.min_tokens}) must be <= {at.max_tokens} ({sampling.max_tokens})"
-    for knob in sorted(knobs.keys() & sampling.extra_body.keys()):
-        key = knobs[knob]
-        yield (
-            f"{at.extra_body[knob]} ({sampling.extra_body[knob]}) and {at[key]} ({getattr(sampling, key)})"
-            f" are the same knob; set {at[key]} and remove it from {at.extra_body}"
-        )
-
-
-def sampling_notices(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
-    """Yield a notice that names every key whose effect the trainer's log-probabilities do not follow."""
-    of_envs = ((at.env[index].sampling, env.sampling) for index, env in enumerate(config.env))
-    biasing: list[str] = []
-    for place, section in ((at.sampling, config.sampling), *of_envs):
-        keys = biasing_fields({key: getattr(section, key) for key in RequestSamplingConfig.model_fields if key != "extra_body"})
-        biasing += [f"{place[key]} ({value})" for key, value in keys.items()]
-        biasing += [
-            f"{place.extra_body[key]} ({_shown(key, value)})" for key, value in biasing_fields(section.extra_body).items()
-        ]
-    if biasing:
-        yield f"the trainer cannot reproduce {', '.join(biasing)}: the importance ratio is biased"
-
-
-def engine_notices(config: InferenceConfig, at: Key) -> Iterator[str]:
-    """Yield a notice that names every argument of vLLM that is not known to leave its tokens those of the policy."""
-    unknown = [
-        f"{at.vllm_args[name]} ({_shown(name, value)})"
-        for name, value in config.vllm_args.items()
-        if not name.replace("-", "_").startswith(REPRODUCIBLE_ENGINE)
-    ]
-    if unknown:
-        yield (
-            f"the trainer computes without {', '.join(unknown)}: if tokens are sampled otherwise for it, the importance ratio is"
-            " biased; watch mismatch_kl/mean"
-        )
-
-
-def _shown(name: str, value: object) -> str:
-    """Return the beginning of a value, without secrets: these keys are of others, and may hold any."""
-    text = str(mask_table({name: value})[name])
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
-
-
-def training_problems(config: TrainingConfig, at: Key = ROOT) -> Iterator[str]:
+def training_problems(config: TrainingConfig, at: Key) -> Iterator[str]:
     """Yield the problems of a trainer or of supervised fine-tuning."""
-    schedule = config.scheduler
+    schedule, bench, top = config.scheduler, config.bench, at.root
     if schedule.type != "constant":
         if config.max_steps is None and schedule.total_steps is None and not isinstance(config, SftConfig):
-            yield f'{at.scheduler.type} "{schedule.type}" decays until the last step: set {ROOT.max_steps}'
+            yield f'{at.scheduler.type} "{schedule.type}" decays until the last step: set {top.max_steps}'
         if schedule.min_lr > config.optim.lr:
             yield f"{at.scheduler.min_lr} ({schedule.min_lr}) must be <= {at.optim.lr} ({config.optim.lr}); lower the first"
     if config.trace_path is not None and config.max_steps is not None and config.max_steps < 3:
-        yield f"{at.trace_path} traces the third and fourth step, and {ROOT.max_steps} is {config.max_steps}; raise it"
-    if config.bench is not None:
-        yield from _bench_problems(config.bench, seq_len=config.model.seq_len, at=at)
-    if isinstance(config, TrainerConfig) and config.data.fake is not None and config.data.replay is not None:
-        yield f"{at.data.fake} and {at.data.replay} are two sources of batches; remove one"
-    if isinstance(config, TrainerConfig) and isinstance(config.loss, DefaultLossConfig):
-        loss = config.loss
-        for name in ("token_mask", "geo_mask", "sequence_mask"):
-            low, high = getattr(loss, f"{name}_low"), getattr(loss, f"{name}_high")
-            if low >= high:
-                low_key, high_key = at.loss[f"{name}_low"], at.loss[f"{name}_high"]
-                yield f"{low_key} ({low}) must be < {high_key} ({high}): no token would be trained on"
-
-
-def _bench_problems(bench: BenchConfig, *, seq_len: int, at: Key) -> Iterator[str]:
-    answer_len = 2 if bench.answer_len is None else bench.answer_len
-    if bench.prompt_len + answer_len > seq_len:
+        yield f"{at.trace_path} traces the third and fourth step, and {top.max_steps} is {config.max_steps}; raise it"
+    answer_len = 2 if bench is None or bench.answer_len is None else bench.answer_len
+    if bench is not None and bench.prompt_len + answer_len > config.model.seq_len:
         yield (
             f"{at.bench.prompt_len} ({bench.prompt_len}) and an answer of {answer_len} tokens must fit into"
-            f" {at.model.seq_len} ({seq_len}); shorten them"
+            f" {at.model.seq_len} ({config.model.seq_len}); shorten them"
         )
+    if isinstance(config, TrainerConfig):
+        yield from _trainer_problems(config, at)
+    if isinstance(config, SftConfig):
+        yield from _sft_problems(config, at)
 
 
-def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
+def _trainer_problems(config: TrainerConfig, at: Key) -> Iterator[str]:
+    if config.data.fake is not None and config.data.replay is not None:
+        yield f"{at.data.fake} and {at.data.replay} are two sources of batches; remove one"
+    for name in ("token_mask", "geo_mask", "sequence_mask") if isinstance(config.loss, DefaultLossConfig) else ():
+        low, high = getattr(config.loss, f"{name}_low"), getattr(config.loss, f"{name}_high")
+        if low >= high:
+            low_key, high_key = at.loss[f"{name}_low"], at.loss[f"{name}_high"]
+            yield f"{low_key} ({low}) must be < {high_key} ({high}): no token would be trained on"
+
+
+def _sft_problems(config: SftConfig, at: Key) -> Iterator[str]:
+    if not isinstance(config.data, FakeDataConfig):
+        yield from _mixture_problems(config.data, at.data)
+    elif config.max_steps is None:
+        yield f'{at.data.type} "fake" has no end: set {at.max_steps}'
+    if config.val is not None:
+        yield from _mixture_problems(config.val.data, at.val.data)
+
+
+def _mixture_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
+    """Yield the first problem of how several sources of conversations become one."""
+    subsets, splits, chances = config.subsets, config.splits, config.probabilities
+    for key, names in ((at.subsets, subsets), (at.splits, splits)):
+        if names is not None and (not names or "" in names):
+            yield f"{key} must name at least one, and no name may be empty, got {literal(names)}; remove the key for all in one"
+            return
+    num_sources = max(len(subsets or ()), len(splits or ()), 1)
+    if subsets is not None and splits is not None and len(subsets) != len(splits):
+        yield (
+            f"{at.splits} has {len(splits)} names for {len(subsets)} {at.subsets}: {len(splits)} != {len(subsets)};"
+            f" give one split for each subset, in their order"
+        )
+    elif chances is not None and len(chances) != num_sources:
+        yield (
+            f"{at.probabilities} has {len(chances)} numbers for {num_sources} sources: {len(chances)} != {num_sources};"
+            f" give one for each of {at.subsets} or {at.splits}, in their order"
+        )
+    elif chances is not None and min(chances) <= 0:
+        yield f"{at.probabilities} must be > 0, got {literal(chances)}; remove a source that is not wanted"
+    elif chances is not None and not isclose(sum(chances), 1.0, abs_tol=1e-6):
+        scaled = ", ".join(f"{chance / sum(chances):.4g}" for chance in chances)
+        yield f"{at.probabilities} must sum to 1, got {' + '.join(map(str, chances))} = {sum(chances):g}; try [{scaled}]"
+
+
+def orchestrator_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
     """Yield the problems of an orchestrator."""
     batch, group = config.batch_size, config.rollouts_per_example
     if batch % group:
@@ -253,46 +167,43 @@ def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterato
             f" ({config.max_off_policy_steps}): a rollout that lags as far as allowed would be dropped as stale"
         )
     if config.deterministic:
-        needs = {
-            "strict_async_level": (config.strict_async_level, True),
-            "oversampling_factor": (config.oversampling_factor, 1.0),
-        }
-        for key, (value, needed) in needs.items():
-            if value != needed:
-                yield f"{at.deterministic} = true needs {at[key]} = {literal(needed)}, got {literal(value)}; set it"
-        if config.sampling.seed is None:
-            yield f"{at.deterministic} = true needs {at.sampling.seed}, which is not set; set it to any whole number"
-    yield from name_problems(config.env, at.env)
-    yield from _ratio_problems(config, at)
-    yield from run_sampling_problems(config, at)
+        yield from _deterministic_problems(config, at)
+    yield from _environment_problems(config, at)
+    problems = list(_run_sampling_problems(config, config.sampling, at.sampling))
+    yield from problems
+    for index, env in enumerate([] if problems else config.env):  # a problem of the run's sampling is reported once
+        yield from _run_sampling_problems(config, env.sampling.over(config.sampling), at.env[index].sampling)
     if config.eval is not None:
         yield from _eval_problems(config, config.eval, at.eval)
-    yield from _replay_problems(config, at)
+    if config.replay is not None:
+        yield from _replay_problems(config, at)
 
 
-def _replay_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
-    """Yield what needs a server: a replay has none."""
-    if config.replay is None:
-        return
-    needs = {
-        at.eval: config.eval,
-        at.val: config.val,
-        at.teacher_model: config.teacher_model,
-        at.client.elastic: config.client.elastic,
-    }
-    for key, value in needs.items():
-        if value is not None:
-            yield f'{key} needs an inference server, and {at.replay} ({config.replay}) starts none; set {key} = "None"'
-    if config.ckpt.resume_from is not None:
+def _environment_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
+    ratios = config.buffer.env_ratios
+    yield from _name_problems(config.env, at.env)
+    if ratios is not None and len(ratios) != len(config.env):
+        labels = ", ".join(env.label for env in config.env)
         yield (
-            f"{at.ckpt.resume_from} ({config.ckpt.resume_from}) goes on with the groups of that run, and {at.replay} takes those of"
-            f" a record; remove it, and start from its weights with {ROOT.model.name}"
+            f"{at.buffer.env_ratios} has {len(ratios)} numbers for {len(config.env)} environments ({labels}):"
+            f" {len(ratios)} != {len(config.env)}; give one number per [[{at.env}]], in their order"
         )
 
 
+def _deterministic_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
+    for key, value, needed in (
+        (at.strict_async_level, config.strict_async_level, True),
+        (at.oversampling_factor, config.oversampling_factor, 1.0),
+    ):
+        if value != needed:
+            yield f"{at.deterministic} = true needs {key} = {literal(needed)}, got {literal(value)}; set it"
+    if config.sampling.seed is None:
+        yield f"{at.deterministic} = true needs {at.sampling.seed}, which is not set; set it to any whole number"
+
+
 def _eval_problems(config: OrchestratorConfig, evals: OnlineEvalConfig, at: Key) -> Iterator[str]:
-    yield from name_problems(evals.env, at.env)
-    yield from eval_sampling_problems(evals.sampling, evals.env, at)
+    yield from _name_problems(evals.env, at.env)
+    yield from _eval_sampling_problems(evals.sampling, evals.env, at)
     trained = {env.label: env for env in config.env}
     for index, env in enumerate(evals.env):
         taken = trained.get(config.pool_name(env))
@@ -303,42 +214,49 @@ def _eval_problems(config: OrchestratorConfig, evals: OnlineEvalConfig, at: Key)
             )
 
 
-def _ratio_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
-    ratios = config.buffer.env_ratios
-    if ratios is not None and len(ratios) != len(config.env):
-        labels = ", ".join(env.label for env in config.env)
+def _replay_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
+    """Yield what needs a server: a replay has none."""
+    for key, value in (
+        (at.eval, config.eval),
+        (at.val, config.val),
+        (at.teacher_model, config.teacher_model),
+        (at.client.elastic, config.client.elastic),
+    ):
+        if value is not None:
+            yield f'{key} needs an inference server, and {at.replay} ({config.replay}) starts none; set {key} = "None"'
+    if config.ckpt.resume_from is not None:
         yield (
-            f"{at.buffer.env_ratios} has {len(ratios)} numbers for {len(config.env)} environments ({labels}):"
-            f" {len(ratios)} != {len(config.env)}; give one number per [[{at.env}]], in their order"
+            f"{at.ckpt.resume_from} ({config.ckpt.resume_from}) goes on with the groups of that run, and {at.replay} takes those of"
+            f" a record; remove it, and start from its weights with {at.root.model.name}"
         )
 
 
-def orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
+def orchestrator_notices(config: OrchestratorConfig, at: Key) -> Iterator[str]:
     """Yield the notices of an orchestrator that was started by hand; the launcher gives a run's own notices."""
     if config.run.id != RunIdentity().id:
-        return  # started by the launcher, which gave these notices
+        return
     if config.max_steps is None:
-        yield f"{ROOT.max_steps} is not set: the orchestrator goes on until it is stopped"
-    yield from sampling_notices(config)
+        yield f"{at.max_steps} is not set: the orchestrator goes on until it is stopped"
+    yield from sampling_notices(config, at)
 
 
-def offline_problems(config: EvalConfig) -> Iterator[str]:
+def offline_problems(config: EvalConfig, at: Key) -> Iterator[str]:
     """Yield the problems of the command `eval`."""
     if config.steps is not None and (not config.steps or min(config.steps) < 1):
-        yield f"{ROOT.steps} must name steps >= 1, got {literal(config.steps)}; the start model is {ROOT.eval_base}"
+        yield f"{at.steps} must name steps >= 1, got {literal(config.steps)}; the start model is {at.eval_base}"
     if config.resume_path is not None and config.output_dir is not None:
         yield (
-            f"{ROOT.resume_path} ({config.resume_path}) says where the results are, and {ROOT.output_dir} ({config.output_dir})"
-            f" too; remove {ROOT.output_dir}"
+            f"{at.resume_path} ({config.resume_path}) says where the results are, and {at.output_dir} ({config.output_dir})"
+            f" too; remove {at.output_dir}"
         )
     if config.retry.wait_min > config.retry.wait_max:
-        wait_min, wait_max = ROOT.retry.wait_min, ROOT.retry.wait_max
+        wait_min, wait_max = at.retry.wait_min, at.retry.wait_max
         yield f"{wait_min} ({config.retry.wait_min}) must be <= {wait_max} ({config.retry.wait_max}); lower the first"
-    yield from name_problems(config.env, ROOT.env)
-    yield from eval_sampling_problems(config.sampling, config.env, ROOT)
+    yield from _name_problems(config.env, at.env)
+    yield from _eval_sampling_problems(config.sampling, config.env, at)
 
 
-def inference_problems(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]:
+def inference_problems(config: InferenceConfig, at: Key) -> Iterator[str]:
     """Yield the problems of an inference server."""
     for name, value in config.vllm_args.items():
         if key := VLLM_KEYS.get(name.replace("-", "_")):
@@ -350,13 +268,75 @@ def inference_problems(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]
         )
 
 
-def name_problems(envs: Sequence[EnvConfig], at: Key) -> Iterator[str]:
-    """Yield a problem for each label that two environments share.
-
-    Args:
-        at: the list of environments.
-    """
+def _name_problems(envs: Sequence[EnvConfig], at: Key) -> Iterator[str]:
+    """Yield a problem for each label that two environments of the list `at` share."""
     labels = [env.label for env in envs]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
         places = " and ".join(str(at[index]) for index, env in enumerate(envs) if env.label == label)
         yield f'{places} are both called "{label}", which names them in logs and metrics; set a different name in each'
+
+
+def _run_sampling_problems(config: OrchestratorConfig, sampling: SamplingConfig, at: Key) -> Iterator[str]:
+    schedule, end = sampling.temp_scheduler, at.root.max_steps
+    if schedule is not None and schedule.total_steps is None and config.max_steps is None:
+        yield f"{at.temp_scheduler} ends after {end}, which is not set: set total_steps in it, or {end}"
+    yield from _sampling_problems(sampling, at)
+
+
+def _eval_sampling_problems(sampling: EvalSamplingConfig, envs: Sequence[EnvConfig], at: Key) -> Iterator[str]:
+    """Check evaluations' sampling and each environment's over it. A problem of the first is reported once."""
+    problems = list(_sampling_problems(sampling, at.sampling))
+    yield from problems
+    for index, env in enumerate(envs):
+        of_env = at.env[index].sampling
+        if env.sampling.temp_scheduler is not None:
+            yield f"{of_env.temp_scheduler} changes with the step, and evaluations are compared; set {of_env.temperature}"
+        elif not problems:
+            yield from _sampling_problems(env.sampling.over(sampling), of_env)
+
+
+def _sampling_problems(sampling: SamplingConfig | EvalSamplingConfig, at: Key) -> Iterator[str]:
+    own = {"temperature", *RequestSamplingConfig.model_fields} - {"extra_body"}
+    knobs = {key: key for key in own} | {"max_completion_tokens": "max_tokens"}
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        yield f"{at.min_tokens} ({sampling.min_tokens}) must be <= {at.max_tokens} ({sampling.max_tokens})"
+    for knob in sorted(knobs.keys() & sampling.extra_body.keys()):
+        key = knobs[knob]
+        yield (
+            f"{at.extra_body[knob]} ({sampling.extra_body[knob]}) and {at[key]} ({getattr(sampling, key)})"
+            f" are the same knob; set {at[key]} and remove it from {at.extra_body}"
+        )
+
+
+def sampling_notices(config: OrchestratorConfig, at: Key) -> Iterator[str]:
+    """Yield a notice that names every key whose effect the trainer's log-probabilities do not follow."""
+    of_envs = ((at.env[index].sampling, env.sampling) for index, env in enumerate(config.env))
+    biasing: list[str] = []
+    for place, section in ((at.sampling, config.sampling), *of_envs):
+        keys = biasing_fields({key: getattr(section, key) for key in RequestSamplingConfig.model_fields if key != "extra_body"})
+        biasing += [f"{place[key]} ({value})" for key, value in keys.items()]
+        biasing += [
+            f"{place.extra_body[key]} ({_shown(key, value)})" for key, value in biasing_fields(section.extra_body).items()
+        ]
+    if biasing:
+        yield f"the trainer cannot reproduce {', '.join(biasing)}: the importance ratio is biased"
+
+
+def engine_notices(config: InferenceConfig, at: Key) -> Iterator[str]:
+    """Yield a notice that names every argument of vLLM that is not known to leave its tokens those of the policy."""
+    unknown = [
+        f"{at.vllm_args[name]} ({_shown(name, value)})"
+        for name, value in config.vllm_args.items()
+        if not name.replace("-", "_").startswith(tuple(_REPRODUCIBLE_ENGINE.split()))
+    ]
+    if unknown:
+        yield (
+            f"the trainer computes without {', '.join(unknown)}: if tokens are sampled otherwise for it, the importance ratio is"
+            " biased; watch mismatch_kl/mean"
+        )
+
+
+def _shown(name: str, value: object) -> str:
+    """Return the beginning of a value, without secrets: these keys are of others, and may hold any."""
+    text = str(mask_table({name: value})[name])
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

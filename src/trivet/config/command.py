@@ -85,7 +85,7 @@ def run_translated(
     def run() -> int:
         findings = Findings(name_of=name_of)
         arguments = parse_arguments(kind, words, findings)
-        if arguments.wants_help:
+        if arguments.help_section is not None:
             from trivet.config.reference import help_text  # here: it imports what only help needs
 
             print(help_text(kind))
@@ -133,7 +133,7 @@ def _check_here(
 ) -> LoadedConfig[SectionT]:
     """Check what depends on this machine, its files and processors, and settle the dtype that it computes in."""
     findings = Findings(name_of=loaded.name_of)
-    for problem in file_problems(loaded.config):
+    for problem in file_problems(loaded.config, findings.key()):
         findings.refuse(problem)
     findings.raise_problems()
     settled = settle_compute_dtype(loaded, machine=inspect_machine(), does_record=does_record)

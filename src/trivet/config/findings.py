@@ -1,25 +1,26 @@
 """Collects what loading a configuration must tell the user: problems, which stop it, and notices, which do not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trivet.config.keys import KeyPath, dotted
 from trivet.config.masking import hide_in_addresses
 from trivet.errors import ConfigError
 
+NameOf = Callable[[str], str]
+"""Returns the name by which the user knows a key: its own, or that of the dialect in which the user wrote it."""
 _MAX_LISTED = 50
 """Problems that are listed. Nobody reads more, and a file can have any number."""
-_MARK = "\ufdd0"
-"""Stands before and after a key in the text of a finding. Unicode reserves this character for use inside a program."""
 
 
 class Key:
-    """A key in the text of a finding: a placeholder, for which the user is shown the name that the user knows."""
+    """A key of the configuration. Its text is the name by which the user knows it."""
 
-    __slots__ = ("_path",)
+    __slots__ = ("_name_of", "_path")
 
-    def __init__(self, *path: str | int) -> None:
+    def __init__(self, *path: str | int, name_of: NameOf = str) -> None:
         self._path: KeyPath = path
+        self._name_of = name_of
 
     def __getattr__(self, name: str) -> "Key":
         """Return the key `name` below this one."""
@@ -29,67 +30,50 @@ class Key:
 
     def __getitem__(self, part: str | int) -> "Key":
         """Return the key below this one that is called `part`, or the entry of that index."""
-        return Key(*self._path, part)
+        return Key(*self._path, part, name_of=self._name_of)
 
     def __str__(self) -> str:
-        return f"{_MARK}{dotted(self._path)}{_MARK}"
+        return self._name_of(dotted(self._path))
+
+    @property
+    def root(self) -> "Key":
+        """The key above all others, for the same user."""
+        return Key(name_of=self._name_of)
 
 
 ROOT = Key()
-"""The key above all others: `ROOT.max_steps` is `max_steps`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFinding:
-    """One problem or notice."""
-
-    text: str
-    """The text, with a placeholder for each `Key`."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys that the text names, in their order."""
-        return tuple(self.text.split(_MARK)[1::2])
-
-    def show(self, name_of: Callable[[str], str] = str) -> str:
-        """Return the text for the user, without the passwords of the addresses in it.
-
-        Args:
-            name_of: returns the name by which the user knows a key.
-        """
-        parts = self.text.split(_MARK)
-        parts[1::2] = map(name_of, parts[1::2])
-        return hide_in_addresses("".join(parts))
+"""The key above all others, for a user who writes keys by their own names: `ROOT.max_steps` is `max_steps`."""
 
 
 @dataclass(slots=True)
 class Findings:
     """Collected from every stage, so that one load reports all its problems together."""
 
-    name_of: Callable[[str], str] = str
-    """Returns the name by which the user knows a key. A command that translates its keys before they are checked sets it."""
-    problems: list[ConfigFinding] = field(default_factory=list[ConfigFinding])
+    name_of: NameOf = str
+    problems: list[str] = field(default_factory=list[str])
     num_unlisted: int = 0
     """Problems beyond those that are listed."""
-    _notices: list[ConfigFinding] = field(default_factory=list[ConfigFinding])
+    notices: list[str] = field(default_factory=list[str])
+
+    def key(self, *path: str | int) -> Key:
+        """Return a key, for the text of a finding; without a path the one above all others."""
+        return Key(*path, name_of=self.name_of)
 
     def refuse(self, problem: str) -> None:
-        """Add a problem, unless it was added before. A `Key` in its text is shown by the user's name."""
-        finding = ConfigFinding(problem)
-        if finding in self.problems:
+        """Add a problem, unless it was added before: two keys of a run can be one key of the user's."""
+        text = hide_in_addresses(problem)
+        if text in self.problems:
             return
-        if len(self.problems) >= _MAX_LISTED:
-            self.num_unlisted += 1
+        if len(self.problems) < _MAX_LISTED:
+            self.problems.append(text)
         else:
-            self.problems.append(finding)
+            self.num_unlisted += 1
 
     def notice(self, notice: str) -> None:
-        """Add a notice. A `Key` in its text is shown by the user's name."""
-        self._notices.append(ConfigFinding(notice))
-
-    def show_notices(self) -> tuple[str, ...]:
-        """Return the texts of the notices, each once."""
-        return tuple(self._show(self._notices))
+        """Add a notice, unless it was added before."""
+        text = hide_in_addresses(notice)
+        if text not in self.notices:
+            self.notices.append(text)
 
     def raise_problems(self) -> None:
         """Raise the problems as one error, if there are any.
@@ -97,14 +81,9 @@ class Findings:
         Raises:
             ConfigError: there is a problem; its text lists them all.
         """
-        texts = list(self._show(self.problems))
-        if len(texts) == 1:
-            raise ConfigError(texts[0])
-        if texts:
+        if len(self.problems) == 1:
+            raise ConfigError(self.problems[0])
+        if self.problems:
             unlisted = [f"and {self.num_unlisted} more"] if self.num_unlisted else []
-            count = len(texts) + self.num_unlisted
-            raise ConfigError("\n- ".join([f"{count} problems in the configuration:", *texts, *unlisted]))
-
-    def _show(self, findings: list[ConfigFinding]) -> Iterator[str]:
-        """Yield each text once: two keys of a run can be one key of the user's."""
-        yield from dict.fromkeys(finding.show(self.name_of) for finding in findings)
+            count = len(self.problems) + self.num_unlisted
+            raise ConfigError("\n- ".join([f"{count} problems in the configuration:", *self.problems, *unlisted]))

@@ -47,7 +47,7 @@ class ConfigKey:
 
 def dotted(path: KeyPath) -> str:
     """Return a path as the user writes it: `a.0.b`."""
-    return ".".join(str(part) for part in path)
+    return ".".join(map(str, path))
 
 
 def find_key(kind: type[Section], path: KeyPath) -> ConfigKey | None:
@@ -60,12 +60,10 @@ def find_key(kind: type[Section], path: KeyPath) -> ConfigKey | None:
             key = ConfigKey(shape=Shape.SECTION, sections=key.sections)
             if isinstance(part, int) or part.isdecimal():
                 continue
-        if key.shape is not Shape.SECTION:
+        fields = [section.model_fields[str(part)] for section in key.sections if str(part) in section.model_fields]
+        if key.shape is not Shape.SECTION or not fields:
             return None
-        field = next((fields[str(part)] for section in key.sections if str(part) in (fields := section.model_fields)), None)
-        if field is None:
-            return None
-        key = key_of(field)
+        key = key_of(fields[0])
     return key
 
 
@@ -95,9 +93,11 @@ def nearest_key(kind: type[Section], path: KeyPath) -> str | None:
         return None
     known = next(length for length in range(len(path)) if find_key(kind, path[: length + 1]) is None)
     parent, name = path[:known], str(path[known])
-    sibling = max(_names_in(kind, parent), key=lambda sibling: _likeness(sibling, name), default="")
-    if _likeness(sibling, name) >= _ALIKE:
-        return dotted((*parent, sibling))
+    key = find_key(kind, parent)
+    siblings = [sibling for section in (key.sections if key else ()) for sibling in section.model_fields]
+    closest = max(siblings, key=lambda sibling: _likeness(sibling, name), default="")
+    if _likeness(closest, name) >= _ALIKE:
+        return dotted((*parent, closest))
     last = str(path[-1])
     names = _names_by_key(kind)
     same = [candidate for candidate, candidate_name in names.items() if candidate_name == last]
@@ -118,11 +118,6 @@ def _likeness(known: str, typed: str) -> float:
     if known == "".join(word[:1] for word in typed.split("_")):
         return 1.0
     return difflib.SequenceMatcher(None, known, typed).ratio()
-
-
-def _names_in(kind: type[Section], parent: KeyPath) -> list[str]:
-    key = find_key(kind, parent)
-    return [name for section in key.sections for name in section.model_fields] if key else []
 
 
 def key_of(field: FieldInfo) -> ConfigKey:

@@ -1,12 +1,12 @@
 """Turns one command line into one validated configuration. Called by `config.command`; starts nothing and changes nothing.
 
-A value is read from its source (sources), spelled as today (dashes, spellings) and merged by precedence: flags > files, of which
-later ones win > environment > defaults. Then unknown keys are refused, a run's shared values are filled in (resolve), and the
-whole is validated and checked (checks).
+A value is read from its source (`sources`), spelled as today (`spellings`) and laid over others by precedence: flags > files, of
+which later ones win > environment > defaults. Then unknown keys are refused, a run's shared values are filled in (`resolve`), and
+the whole is validated and checked (`check`).
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,11 +16,9 @@ from pydantic_core import ErrorDetails
 
 from trivet.config.arguments import Arguments, parse_arguments
 from trivet.config.check import check
-from trivet.config.dashes import replace_dashes
-from trivet.config.findings import Findings, Key
+from trivet.config.findings import Findings, NameOf
 from trivet.config.keys import KeyPath, Shape, dotted, find_key, nearest_key
 from trivet.config.masking import mask
-from trivet.config.origins import Draft, Node, Sourced, Tree, leaves, plain
 from trivet.config.resolve import resolve
 from trivet.config.schema.base import Section
 from trivet.config.schema.evaluation import EvalConfig
@@ -30,8 +28,8 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig
-from trivet.config.sources import Entry, build_layer, flatten, merge_layers, read_environment, read_flags, read_toml
-from trivet.config.spellings import use_current_names
+from trivet.config.sources import UNSET, Entry, Values, flatten, read_environment, read_toml
+from trivet.config.spellings import use_current_names, use_underscores
 from trivet.config.tables import as_list, as_table
 from trivet.config.user_input import MAX_INTEGER, describe_integer, usable_path
 from trivet.errors import ConfigError
@@ -83,8 +81,7 @@ class LoadedConfig(Generic[SectionT]):
     origins: Mapping[str, str]
     """Origin of each value by dotted key; a key that is not here has its default."""
     notices: Sequence[str]
-    name_of: Callable[[str], str] = str
-    """Returns the name by which the user knows a key of `config`."""
+    name_of: NameOf = str
 
 
 def load_config(
@@ -109,18 +106,16 @@ def load_arguments(
     """Load a `kind` from parsed arguments, whose problems `findings` holds. Else like `load_config`."""
     sources = [environment_entries(kind, environ)]
     is_whole = not findings.problems
-    for file in arguments.files:
+    for file, under in arguments.files:
         try:
-            entries = read_toml(file.path, under=file.under)
+            entries = read_toml(file, under=under)
         except ConfigError as exc:
             is_whole = False
             findings.refuse(str(exc))
         else:
-            _refuse_other_command(kind, entries, file.path)
-            for entry in entries:
-                sources.append(list(flatten(replace_dashes(kind, entry, findings))))
-    sources.append(read_flags(arguments.flags))
-    return load_sources(kind, sources, findings, is_whole=is_whole)
+            _refuse_other_command(kind, entries, file)
+            sources.extend(list(flatten(use_underscores(kind, entry, findings))) for entry in entries)
+    return load_sources(kind, [*sources, arguments.flags], findings, is_whole=is_whole)
 
 
 def _refuse_other_command(kind: type[Section], entries: Sequence[Entry], path: Path) -> None:
@@ -152,21 +147,23 @@ def load_sources(
         sources: later ones win.
         is_whole: False when one could not be read, so that keys seem missing which it sets.
     """
-    layers: list[Tree] = []
-    for entries in sources:
-        layers.append(build_layer(kind, use_current_names(kind, entries, findings), findings, below=layers))
-    draft = Draft(merge_layers(layers))
-    _refuse_unknown(kind, draft.tree, findings)
+    values = Values(kind)
+    for entry in (entry for entries in sources for entry in use_current_names(kind, entries, findings)):
+        try:
+            values.add(entry)
+        except ValueError as exc:
+            findings.refuse(f"{shorten('.'.join(entry.path))}: {exc} ({entry.origin})")
+    _refuse_unknown(kind, values, findings, values.tree)
     if kind is RLConfig:
-        resolve(draft, findings)
-    config = _validate(kind, draft, findings, is_whole=is_whole)
+        resolve(values, findings)
+    config = _validate(kind, values, findings, is_whole=is_whole)
     if config is not None:
         _refuse_unusable(config, findings)
     if config is not None and not findings.problems:
         check(config, findings)
     findings.raise_problems()
     assert config is not None
-    return LoadedConfig(config=config, origins=draft.origins(), notices=findings.show_notices(), name_of=findings.name_of)
+    return LoadedConfig(config=config, origins=values.origins(), notices=tuple(findings.notices), name_of=findings.name_of)
 
 
 def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:
@@ -182,45 +179,42 @@ def _is_for_another_command(kind: type[Section], entry: Entry) -> bool:
     return (bool(known) and kind not in known) or (is_of_dialect and find_key(kind, entry.path) is None)
 
 
-def _refuse_unknown(kind: type[Section], node: Node, findings: Findings, path: KeyPath = ()) -> None:
+def _refuse_unknown(kind: type[Section], values: Values, findings: Findings, node: object, path: KeyPath = ()) -> None:
     """Refuse unknown keys below `node` and take them out, so that what remains is still validated."""
-    key = find_key(kind, path)
-    if isinstance(node, list):
-        for index, item in enumerate(node):
-            _refuse_unknown(kind, item, findings, (*path, index))
-    elif isinstance(node, dict) and key and key.shape in (Shape.SECTION, Shape.SECTION_LIST):
-        for name in list(node):
-            here = (*path, name)
-            if find_key(kind, here):
-                _refuse_unknown(kind, node[name], findings, here)
-            else:
-                unknown = node.pop(name)
-                inner = next((path for path, _ in leaves(unknown, here)), here)
-                does_suggest = len(findings.problems) < _MAX_SUGGESTIONS
-                nearest = (nearest_key(kind, here) or nearest_key(kind, inner)) if does_suggest else None
-                hint = f"; did you mean {nearest}?" if nearest else "; --help lists the keys"
-                findings.refuse(f"unknown key {shorten(dotted(here))} ({_first_origin(unknown)}){hint}")
+    key, table = find_key(kind, path), as_table(node)
+    for index, item in enumerate(as_list(node) or ()):
+        _refuse_unknown(kind, values, findings, item, (*path, index))
+    if table is None or key is None or key.shape not in (Shape.SECTION, Shape.SECTION_LIST):
+        return
+    for name, item in list(table.items()):
+        here = (*path, name)
+        if find_key(kind, here):
+            _refuse_unknown(kind, values, findings, item, here)
+            continue
+        del table[name]
+        does_suggest = len(findings.problems) < _MAX_SUGGESTIONS
+        nearest = (nearest_key(kind, here) or nearest_key(kind, _first_path(item, here))) if does_suggest else None
+        hint = f"; did you mean {nearest}?" if nearest else "; --help lists the keys"
+        findings.refuse(f"unknown key {shorten(dotted(here))} ({values.origin(here)}){hint}")
 
 
-def _first_origin(node: Node) -> str:
-    while not isinstance(node, Sourced):
-        items = list(node.values()) if isinstance(node, dict) else node
-        if not items:
-            return "an empty table"
-        node = items[0]
-    return node.origin
+def _first_path(node: object, path: KeyPath) -> KeyPath:
+    """Return the path of the first value in the tables below `node`."""
+    while table := as_table(node):
+        name, node = next(iter(table.items()))
+        path = (*path, name)
+    return path
 
 
-def _validate(kind: type[SectionT], draft: Draft, findings: Findings, *, is_whole: bool) -> SectionT | None:
+def _validate(kind: type[SectionT], values: Values, findings: Findings, *, is_whole: bool) -> SectionT | None:
     try:
-        return kind.model_validate(plain(draft.tree))
+        return kind.model_validate(values.tree)
     except ValidationError as exc:
-        errors = exc.errors(include_url=False)
-        first_hand = [error for error in errors if not _is_derived(kind, error, draft)]
-        for error in first_hand or errors:
-            if error["type"] == "missing" and not is_whole:
-                continue
-            findings.refuse(_describe(kind, error, draft))
+        errors = [(error, _without_tags(kind, error["loc"])) for error in exc.errors(include_url=False)]
+        first_hand = [(error, path) for error, path in errors if not values.is_derived(path)]
+        for error, path in first_hand or errors:
+            if error["type"] != "missing" or is_whole:
+                findings.refuse(_describe(error, path, values, findings))
     return None
 
 
@@ -230,7 +224,7 @@ def _refuse_unusable(config: Section, findings: Findings, path: KeyPath = ()) ->
         items = as_list(value) or [value]
         for index, item in enumerate(items):
             here = (*path, name, index) if len(items) > 1 else (*path, name)
-            key = Key(*here)
+            key = findings.key(*here)
             if isinstance(item, Section):
                 _refuse_unusable(item, findings, here)
             elif isinstance(item, Path):
@@ -242,20 +236,16 @@ def _refuse_unusable(config: Section, findings: Findings, path: KeyPath = ()) ->
                 findings.refuse(f"{key} must be a whole number of at most 64 bits, got {describe_integer(item)}")
 
 
-def _is_derived(kind: type[Section], error: ErrorDetails, draft: Draft) -> bool:
-    leaf = draft.leaf(dotted(_without_tags(kind, error["loc"])))
-    return leaf is not None and leaf.is_derived
-
-
-def _describe(kind: type[Section], error: ErrorDetails, draft: Draft) -> str:
-    path = _without_tags(kind, error["loc"])
-    key = Key(*path)
-    node = draft.find(dotted(path))
-    origin = f" ({_first_origin(node)})" if node is not None else ""
+def _describe(error: ErrorDetails, path: KeyPath, values: Values, findings: Findings) -> str:
+    key = findings.key(*path)
+    origin = f" ({values.origin(path)})" if values.find(dotted(path)) is not UNSET else ""
     if error["type"] == "extra_forbidden":
         chooser = (*path[:-1], "type")
-        tag = draft.leaf(dotted(chooser))
-        return f'{key} does not apply to {Key(*chooser)} "{tag.value if tag else None}"; remove it or change the type{origin}'
+        tag = values.find(dotted(chooser))
+        return (
+            f'{key} does not apply to {findings.key(*chooser)} "{None if tag is UNSET else tag}"; remove it or change the type'
+            f"{origin}"
+        )
     if error["type"] == "missing":
         return f"{key} is missing: it has no default; set it"
     if error["type"] == "union_tag_not_found":

@@ -8,14 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import get_args
 from urllib.parse import urlsplit
 
-from pydantic.fields import FieldInfo
-
 from trivet.config.dump import literal
-from trivet.config.findings import ROOT, Findings, Key
-from trivet.config.origins import Draft, Sourced
+from trivet.config.findings import Findings
+from trivet.config.keys import find_key
 from trivet.config.schema.inference import ServerConfig
-from trivet.config.schema.model import Dtype, LoRAConfig, RopeScalingConfig
-from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.model import Dtype, RopeScalingConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import (
     CkptConfig,
     CkptWeightsConfig,
@@ -27,14 +25,13 @@ from trivet.config.schema.shared import (
     WandbConfig,
     WeightsConfig,
 )
-from trivet.config.schema.trainer import BenchConfig, TrainerConfig
+from trivet.config.schema.trainer import BenchConfig
+from trivet.config.sources import UNSET, Values
 from trivet.config.tables import as_list
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
 CONNECTING = ("host", "advertise", "port", "max_message_mib")
 """Transport keys that mean the same to both ends; how long each waits is its own affair."""
-
-
 DETERMINISTIC: dict[str, object] = {
     "trainer.deterministic": True,
     "trainer.model.optimization_dtype": "float32",
@@ -46,200 +43,219 @@ DETERMINISTIC: dict[str, object] = {
     "inference.max_num_seqs": 1,
 }
 """Values that `deterministic = true` sets in each role, besides seeds."""
+_STEPPING = ("trainer", "orchestrator")
+_ROLES = (*_STEPPING, "inference")
+_FILLED = {
+    "wandb": (WandbConfig, _STEPPING),
+    "detectors": (DetectorsConfig, _STEPPING),
+    "bench": (BenchConfig, ("trainer",)),
+    "log": (LogConfig, _ROLES),
+}
+"""Sections of a run that fill those of roles, key by key."""
 
 
-def resolve(draft: Draft, findings: Findings) -> None:
-    """Fill the roles' sections of a run in `draft`."""
-    _leave_out_servers(draft)
-    _make_deterministic(draft, findings)
-    _agree(draft, findings, _model_names(draft))
-    _fill(draft, "model.name", ("orchestrator.model.name",))
-    _fill(draft, "seq_len", ("trainer.model.seq_len", "orchestrator.seq_len"))
-    _fill(draft, "max_model_len", ("inference.model.max_model_len",))
-    _agree(draft, findings, ("max_steps", "trainer.max_steps", "orchestrator.max_steps"))
-    _agree(draft, findings, ("max_async_level", "trainer.max_async_level", "orchestrator.max_async_level"))
-    _fill(draft, "faults.schedule", ("trainer.faults.schedule", "orchestrator.faults.schedule", "inference.faults.schedule"))
-    _fill(draft, "seed", ("trainer.seed", "orchestrator.seed", "inference.seed"))
-    _agree(draft, findings, ("output_dir", "trainer.output_dir", "orchestrator.output_dir", "inference.output_dir"))
-    _fill_section(draft, "wandb", ("trainer.wandb", "orchestrator.wandb"), WandbConfig.model_fields)
-    _fill_section(draft, "wandb.log_extras", ("orchestrator.wandb.log_extras",), LogExtrasConfig.model_fields)
-    _fill_section(draft, "detectors", ("trainer.detectors", "orchestrator.detectors"), DetectorsConfig.model_fields)
-    _fill_section(draft, "bench", ("trainer.bench",), BenchConfig.model_fields)
-    _fill_section(draft, "log", ("trainer.log", "orchestrator.log", "inference.log"), LogConfig.model_fields)
-    for name in WeightsConfig.model_fields:
-        _agree(draft, findings, (f"weights.{name}", f"trainer.weights.{name}", f"orchestrator.weights.{name}"))
-    kept = (f"weights.{name}" for name in CkptWeightsConfig.model_fields)
-    for name in (*(name for name in CkptConfig.model_fields if name != "weights"), *kept):
-        _agree(draft, findings, (f"ckpt.{name}", f"trainer.ckpt.{name}", f"orchestrator.ckpt.{name}"))
-    for name in TransportConfig.model_fields:
-        ends = (f"trainer.rollout_transport.{name}", f"orchestrator.rollout_transport.{name}")
-        if name in CONNECTING:
-            _agree(draft, findings, ends)
+def resolve(values: Values, findings: Findings) -> None:
+    """Fill the roles' sections of a run in `values`."""
+    _Resolution(values, findings).run()
+
+
+class _Resolution:
+    """The run's values, while those of its roles are derived from each other."""
+
+    def __init__(self, values: Values, findings: Findings) -> None:
+        self._values = values
+        self._findings = findings
+
+    def run(self) -> None:
+        values = self._values
+        if values.has_value("orchestrator.replay") and values.find("orchestrator.replay") is not None:
+            values.derive("inference", None, self._origin("orchestrator.replay"))  # a replay samples nothing
+        self._make_deterministic()
+        # Someone else's server may serve the model under a name of its own.
+        names = _STEPPING[:1] if values.is_null("inference") else _ROLES
+        self._agree("model.name", *(f"{role}.model.name" for role in names))
+        self._fill("model.name", "orchestrator.model.name")
+        self._fill("seq_len", "trainer.model.seq_len", "orchestrator.seq_len")
+        self._fill("max_model_len", "inference.model.max_model_len")
+        self._agree_over(_STEPPING, "max_steps")
+        self._agree_over(_STEPPING, "max_async_level")
+        self._fill("faults.schedule", *(f"{role}.faults.schedule" for role in _ROLES))
+        self._fill("seed", *(f"{role}.seed" for role in _ROLES))
+        self._agree_over(_ROLES, "output_dir")
+        for name, (section, roles) in _FILLED.items():
+            self._fill_section(name, [f"{role}.{name}" for role in roles], section.model_fields)
+            if name == "wandb":
+                self._fill_section("wandb.log_extras", ["orchestrator.wandb.log_extras"], LogExtrasConfig.model_fields)
+        for name in WeightsConfig.model_fields:
+            self._agree_over(_STEPPING, f"weights.{name}")
+        kept = [f"weights.{name}" for name in CkptWeightsConfig.model_fields]
+        for name in (*(name for name in CkptConfig.model_fields if name != "weights"), *kept):
+            self._agree_over(_STEPPING, f"ckpt.{name}")
+        for name in CONNECTING:
+            self._agree(*(f"{role}.rollout_transport.{name}" for role in _STEPPING))
+        for name in sorted(TransportConfig.model_fields.keys() - set(CONNECTING)):
+            ends = [f"{role}.rollout_transport.{name}" for role in _STEPPING]
+            self._fill(*ends)
+            self._fill(*reversed(ends))
+        for name in RunIdentity.model_fields:
+            self._agree(*(f"{role}.run.{name}" for role in _ROLES))
+        self._fill("trainer.max_async_level", "max_async_level", with_default=True)
+        self._place_teacher()
+        if not values.is_null("inference"):
+            self._match_server()
+
+    def _make_deterministic(self) -> None:
+        values, key = self._values, self._findings.key
+        if str(values.find("deterministic")).lower() != "true":
+            return
+        for name, value in DETERMINISTIC.items():
+            found = values.find(name)
+            if not values.has_value(name):
+                if not values.is_null(name):
+                    values.derive(name, value, self._origin("deterministic"))
+            elif _normal(found).lower() not in (str(value).lower(), f"{value:g}" if value == 1 else ""):
+                shown = literal(found) if isinstance(found, bool) else found
+                self._findings.refuse(
+                    f"{key('deterministic')} = true ({values.origin(('deterministic',))}) needs {key(name)} = {literal(value)},"
+                    f" got {shown} ({self._source(name)}); remove {key(name)}"
+                )
+        self._fill("seed", "orchestrator.sampling.seed", with_default=True)
+
+    def _fill(self, source: str, *targets: str, with_default: bool = False) -> None:
+        """Copy a shared value to each role that has none of its own.
+
+        Args:
+            with_default: copy the default of the first role's key if the shared value is not set.
+        """
+        values = self._values
+        if values.has_value(source):
+            value = values.find(source)
+        elif with_default:
+            value = _default(source)
         else:
-            _fill(draft, ends[0], ends[1:])
-            _fill(draft, ends[1], ends[:1])
-    for name in RunIdentity.model_fields:
-        _agree(draft, findings, (f"trainer.run.{name}", f"orchestrator.run.{name}", f"inference.run.{name}"))
-    _derive_default(draft, "max_async_level", "trainer.max_async_level", TrainerConfig.model_fields["max_async_level"])
-    _place_teacher(draft, findings)
-    if not draft.is_null("inference"):
-        _point_client_at_server(draft, findings, server="inference", client="orchestrator.client")
-        _compute_as_served(draft)
-        _serve_adapters(draft)
-        _take_turns(draft)
-        _agree(draft, findings, ("trainer.tokenizer.chat_template", "inference.model.chat_template"))
-        for name in RopeScalingConfig.model_fields:
-            _agree(draft, findings, (f"trainer.model.rope_scaling.{name}", f"inference.model.rope_scaling.{name}"))
-
-
-def _leave_out_servers(draft: Draft) -> None:
-    """A replay samples nothing: the run starts no inference server, whatever [inference] says."""
-    replay = draft.leaf("orchestrator.replay")
-    if replay is not None and replay.value is not None:
-        draft.tree["inference"] = Sourced(None, _derived("orchestrator.replay", replay), is_derived=True)
-
-
-def _make_deterministic(draft: Draft, findings: Findings) -> None:
-    wanted = draft.leaf("deterministic")
-    if wanted is None or _normal(wanted.value).lower() != "true":
-        return
-    for key, value in DETERMINISTIC.items():
-        leaf = draft.leaf(key)
-        if leaf is None and not draft.is_null(key):
-            draft.derive(key, value, _derived("deterministic", wanted))
-        elif leaf is not None and _normal(leaf.value).lower() not in (str(value).lower(), f"{value:g}" if value == 1 else ""):
-            found = literal(leaf.value) if isinstance(leaf.value, bool) else leaf.value
-            findings.refuse(
-                f"{ROOT.deterministic} = true ({wanted.origin}) needs {Key(key)} = {literal(value)}, got {found} ({leaf.origin});"
-                f" remove {Key(key)}"
-            )
-    _derive_default(draft, "orchestrator.sampling.seed", "seed", OrchestratorConfig.model_fields["seed"])
-
-
-def _model_names(draft: Draft) -> Sequence[str]:
-    """Return the keys that must name one model. Someone else's server may serve it under a name of its own."""
-    if draft.is_null("inference"):
-        return ("model.name", "trainer.model.name")
-    return ("model.name", "trainer.model.name", "orchestrator.model.name", "inference.model.name")
-
-
-def _fill(draft: Draft, source: str, targets: Sequence[str]) -> None:
-    """Copy a shared value to each role that has none of its own."""
-    shared = draft.leaf(source)
-    if shared is None:
-        return
-    for target in targets:
-        if draft.find(target) is None and not draft.is_null(target):
-            draft.derive(target, shared.value, _derived(source, shared))
-
-
-def _fill_section(draft: Draft, source: str, targets: Sequence[str], names: Iterable[str]) -> None:
-    section = draft.find(source)
-    if isinstance(section, Sourced):
-        _fill(draft, source, targets)
-    elif section is not None:
+            return
         for target in targets:
-            if draft.find(target) is None and not draft.is_null(target):
-                draft.derive(target, {}, source)
+            if values.find(target) is UNSET and not values.is_null(target):
+                values.derive(target, value, self._origin(source))
+
+    def _fill_section(self, source: str, targets: Sequence[str], names: Iterable[str]) -> None:
+        section = self._values.find(source)
+        if not isinstance(section, dict):
+            self._fill(source, *targets)
+            return
+        for target in targets:
+            if self._values.find(target) is UNSET and not self._values.is_null(target):
+                self._values.derive(target, {}, source)
         for name in names:
-            _fill(draft, f"{source}.{name}", tuple(f"{target}.{name}" for target in targets))
+            self._fill(f"{source}.{name}", *(f"{target}.{name}" for target in targets))
 
+    def _agree_over(self, roles: Sequence[str], key: str) -> None:
+        self._agree(key, *(f"{role}.{key}" for role in roles))
 
-def _agree(draft: Draft, findings: Findings, keys: Sequence[str]) -> None:
-    """Give `keys` one value: any of them sets all, two different ones are refused."""
-    explicit = {key: leaf for key in keys if (leaf := draft.leaf(key)) is not None}
-    if not explicit:
-        return
-    first, chosen = next(iter(explicit.items()))
-    for key, leaf in explicit.items():
-        if _normal(leaf.value) != _normal(chosen.value):
-            findings.refuse(
-                f"{Key(first)} ({chosen.value}, {chosen.origin}) and {Key(key)} ({leaf.value}, {leaf.origin}) must be equal;"
-                f" set {Key(keys[0])} alone"
+    def _agree(self, *keys: str) -> None:
+        """Give `keys` one value: any of them sets all, two different ones are refused."""
+        values, key = self._values, self._findings.key
+        explicit = [name for name in keys if values.has_value(name)]
+        for name in explicit:
+            first, value, other = explicit[0], values.find(explicit[0]), values.find(name)
+            if _normal(other) != _normal(value):
+                self._findings.refuse(
+                    f"{key(first)} ({value}, {self._source(first)}) and {key(name)} ({other}, {self._source(name)}) must be"
+                    f" equal; set {key(keys[0])} alone"
+                )
+        for name in keys if explicit else ():
+            if name not in explicit and not values.is_null(name):
+                values.derive(name, values.find(explicit[0]), self._origin(explicit[0]))
+
+    def _place_teacher(self) -> None:
+        """Fill the section of a teacher's server that the run starts, and point the orchestrator at it."""
+        values, key = self._values, self._findings.key
+        if values.find("teacher_inference") is UNSET:
+            if not values.has_value("teacher_gpu_ids"):
+                return
+            values.derive("teacher_inference", {}, self._origin("teacher_gpu_ids"))
+        elif values.is_null("teacher_inference"):
+            return
+        names = ("orchestrator.teacher_model.model.name", "teacher_inference.model.name")
+        if not any(map(values.has_value, names)):
+            self._findings.refuse(
+                f"{key(names[0])} is not set: name the teacher that [{key('teacher_inference')}] or {key('teacher_gpu_ids')}"
+                " starts a server for"
             )
-    for key in keys:
-        if key not in explicit and not draft.is_null(key):
-            draft.derive(key, chosen.value, _derived(first, chosen))
+        self._agree(*names)
+        self._agree("output_dir", "teacher_inference.output_dir")
+        values.derive("teacher_inference.is_teacher", True, "teacher_inference")
+        for name in RunIdentity.model_fields:
+            self._fill(f"orchestrator.run.{name}", f"teacher_inference.run.{name}")
+        self._fill("seed", "teacher_inference.seed")
+        # Room for a sample of seq_len tokens, and the one that the server insists on generating.
+        for target, source in (("model.max_model_len", "orchestrator.seq_len"), ("server.port", "inference.server.port")):
+            value = str(values.find(source) if values.has_value(source) else _default(source))
+            if not values.has_value(f"teacher_inference.{target}") and value.isdecimal():  # else it is refused by its own name
+                values.derive(f"teacher_inference.{target}", int(value) + 1, self._origin(source))
+        self._fill_section("log", ["teacher_inference.log"], LogConfig.model_fields)
+        self._point_client_at_server(server="teacher_inference", client="orchestrator.teacher_model.client")
+
+    def _point_client_at_server(self, *, server: str, client: str) -> None:
+        values, key = self._values, self._findings.key
+        names = [name for name in (f"{server}.server.host", f"{server}.server.port") if values.has_value(name)]
+        given = {name.rpartition(".")[2]: str(values.find(name)) for name in names}
+        host, port = given.get("host", ServerConfig().host), given.get("port", str(ServerConfig().port))
+        if not values.has_value(f"{client}.base_url"):
+            reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+            origin = ", ".join(map(self._source, names)) or "default"
+            values.derive(f"{client}.base_url", [f"http://{reachable}:{port}/v1"], f"{server}.server, {origin}")
+            return
+        urls = values.find(f"{client}.base_url")
+        for url in as_list(urls) or [urls]:
+            parts = urlsplit(str(url))
+            is_same_host = parts.hostname == host or (parts.hostname in LOCAL_HOSTS and host in LOCAL_HOSTS)
+            if not is_same_host or _port_of(str(url)) != port:
+                self._findings.refuse(
+                    f"{key(client).base_url} ({url}, {self._source(f'{client}.base_url')}) is not the server of this run,"
+                    f" {key(server).server} ({host}:{port}); remove base_url, or set {key(server)} ="
+                    ' "None" when someone else starts the servers'
+                )
+
+    def _match_server(self) -> None:
+        """Give trainer, orchestrator and the server that the run starts what they must have in common."""
+        values = self._values
+        self._point_client_at_server(server="inference", client="orchestrator.client")
+        # Both get the dtype that one names. If neither does, both stay `auto` for `config.compute_dtype`.
+        trained, served = "trainer.model.compute_dtype", "inference.model.dtype"
+        named = {key: values.find(key) for key in (trained, served) if values.find(key) in get_args(Dtype)}
+        for key, other in ((trained, served), (served, trained)):
+            if other in named and (not values.has_value(key) or values.find(key) == "auto"):
+                values.derive(key, named[other], self._origin(other))
+        if not values.is_null("trainer.model.lora") and values.find("trainer.model.lora") is not UNSET:
+            if not values.has_value("inference.enable_lora"):
+                values.derive("inference.enable_lora", True, "trainer.model.lora")
+            self._fill("trainer.model.lora.rank", "inference.max_lora_rank", with_default=True)
+        self._fill("inference.sleep_while_training", "orchestrator.sleep_servers", "trainer.release_gpu_memory")
+        self._agree("trainer.tokenizer.chat_template", "inference.model.chat_template")
+        for name in RopeScalingConfig.model_fields:
+            self._agree(f"trainer.model.rope_scaling.{name}", f"inference.model.rope_scaling.{name}")
+
+    def _source(self, key: str) -> str:
+        return self._values.origin(tuple(key.split(".")))
+
+    def _origin(self, key: str) -> str:
+        """Return the origin of a value that is derived from `key`."""
+        return f"{key}, {self._source(key) if self._values.has_value(key) else 'default'}"
 
 
-def _derived(key: str, leaf: Sourced) -> str:
-    return f"{key}, {leaf.origin}"
+def _default(key: str) -> object:
+    """Return the default of a run's key; of one that the run has for its roles, that of the first role."""
+    for path in (key.split("."), ["trainer", *key.split(".")]):
+        found = find_key(RLConfig, tuple(path))
+        if found is not None and found.field is not None and found.field.default is not None:
+            return found.field.default
+    raise AssertionError(f"{key} has no default")
 
 
 def _normal(value: object) -> str:
     """Return a value as text to compare: flags are text and files are typed; a last slash of a directory does not count."""
     return str(value).rstrip("/")
-
-
-def _place_teacher(draft: Draft, findings: Findings) -> None:
-    """Fill the section of a teacher's server that the run starts, and point the orchestrator at it."""
-    gpu_ids = draft.leaf("teacher_gpu_ids")
-    if draft.find("teacher_inference") is None:
-        if gpu_ids is None or draft.is_null("teacher_inference"):
-            return
-        draft.derive("teacher_inference", {}, _derived("teacher_gpu_ids", gpu_ids))
-    names = ("orchestrator.teacher_model.model.name", "teacher_inference.model.name")
-    if not any(draft.leaf(name) for name in names):
-        findings.refuse(
-            f"{Key(names[0])} is not set: name the teacher that [{ROOT.teacher_inference}] or {ROOT.teacher_gpu_ids} starts a"
-            " server for"
-        )
-    _agree(draft, findings, names)
-    _agree(draft, findings, ("output_dir", "teacher_inference.output_dir"))
-    draft.derive("teacher_inference.is_teacher", True, "teacher_inference")
-    for name in RunIdentity.model_fields:
-        _fill(draft, f"orchestrator.run.{name}", (f"teacher_inference.run.{name}",))
-    _fill(draft, "seed", ("teacher_inference.seed",))
-    # Room for a sample of seq_len tokens, and the one that the server insists on generating.
-    seq_len = OrchestratorConfig.model_fields["seq_len"]
-    _derive_next(draft, "teacher_inference.model.max_model_len", "orchestrator.seq_len", seq_len)
-    _derive_next(draft, "teacher_inference.server.port", "inference.server.port", ServerConfig.model_fields["port"])
-    _fill_section(draft, "log", ("teacher_inference.log",), LogConfig.model_fields)
-    _point_client_at_server(draft, findings, server="teacher_inference", client="orchestrator.teacher_model.client")
-
-
-def _point_client_at_server(draft: Draft, findings: Findings, *, server: str, client: str) -> None:
-    default = ServerConfig()
-    host_leaf, port_leaf = draft.leaf(f"{server}.server.host"), draft.leaf(f"{server}.server.port")
-    host = str(host_leaf.value if host_leaf else default.host)
-    port = str(port_leaf.value if port_leaf else default.port)
-    urls = draft.leaf(f"{client}.base_url")
-    if urls is None:
-        reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        origin = ", ".join(leaf.origin for leaf in (host_leaf, port_leaf) if leaf) or "default"
-        draft.derive(f"{client}.base_url", [f"http://{reachable}:{port}/v1"], f"{server}.server, {origin}")
-        return
-    for url in as_list(urls.value) or [urls.value]:
-        parts = urlsplit(str(url))
-        is_same_host = parts.hostname == host or (parts.hostname in LOCAL_HOSTS and host in LOCAL_HOSTS)
-        if not is_same_host or _port_of(str(url)) != port:
-            findings.refuse(
-                f"{Key(client).base_url} ({url}, {urls.origin}) is not the server of this run, {Key(server).server}"
-                f' ({host}:{port}); remove base_url, or set {Key(server)} = "None" when someone else starts the servers'
-            )
-
-
-def _compute_as_served(draft: Draft) -> None:
-    """Trainer and server get the dtype that one of them names. If neither does, both stay `auto` for `config.compute_dtype`."""
-    trained, served = "trainer.model.compute_dtype", "inference.model.dtype"
-    named = {key: leaf for key in (trained, served) if (leaf := draft.leaf(key)) and leaf.value in get_args(Dtype)}
-    for key, other in ((trained, served), (served, trained)):
-        leaf = draft.leaf(key)
-        if other in named and (leaf is None or leaf.value == "auto"):
-            draft.derive(key, named[other].value, _derived(other, named[other]))
-
-
-def _serve_adapters(draft: Draft) -> None:
-    if draft.find("trainer.model.lora") is None or draft.is_null("trainer.model.lora"):
-        return
-    if draft.leaf("inference.enable_lora") is None:
-        draft.derive("inference.enable_lora", True, "trainer.model.lora")
-    _derive_default(draft, "inference.max_lora_rank", "trainer.model.lora.rank", LoRAConfig.model_fields["rank"])
-
-
-def _take_turns(draft: Draft) -> None:
-    """Derive the keys by which the other roles take turns with a server that sleeps."""
-    _fill(draft, "inference.sleep_while_training", ("orchestrator.sleep_servers", "trainer.release_gpu_memory"))
 
 
 def _port_of(url: str) -> str:
@@ -248,17 +264,3 @@ def _port_of(url: str) -> str:
     except ValueError:
         return ""
     return str(port or "")
-
-
-def _derive_default(draft: Draft, key: str, source: str, field: FieldInfo) -> None:
-    """Give `key`, unless it has a value, that of `source` or the default of its `field`."""
-    if draft.leaf(key) is None:
-        leaf = draft.leaf(source) or Sourced(field.default, "default")
-        draft.derive(key, leaf.value, _derived(source, leaf))
-
-
-def _derive_next(draft: Draft, key: str, source: str, field: FieldInfo) -> None:
-    """Give `key`, unless it has a value, one more than `source`; a `source` that is no number is refused by its own name."""
-    leaf = draft.leaf(source) or Sourced(field.default, "default")
-    if draft.leaf(key) is None and str(leaf.value).isdecimal():
-        draft.derive(key, int(str(leaf.value)) + 1, _derived(source, leaf))

@@ -1,23 +1,17 @@
-"""Reads files, flags and the environment, each into a layer. pydantic-settings merges the layers.
+"""Reads files and variables as entries, and lays entries over each other.
 
-A layer is a tree of values with their origins. Reading knows the keys' types (to decode text, to find lists) but
-validates nothing: that is one step for all layers together, in config.load.
+An entry is one value of one source. Reading knows the keys' types (to decode text, to find lists) but validates nothing: that is
+one step for all sources together, in `config.load`.
 """
 
-import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
-
-from trivet.config.arguments import FlagArgument
-from trivet.config.findings import Findings
-from trivet.config.keys import ConfigKey, Shape, find_key
+from trivet.config.keys import ConfigKey, KeyPath, Shape, dotted, find_key
 from trivet.config.layout import OWN_VARIABLES
-from trivet.config.origins import Draft, Node, Tree, annotate
 from trivet.config.schema.base import Section
 from trivet.config.tables import as_list, as_table
 from trivet.config.user_input import MAX_DEPTH, parse_json, read_toml_file, require_limits, usable_path
@@ -26,6 +20,8 @@ from trivet.shown_text import shorten
 
 ENVIRONMENT_PREFIX = "TRIVET_"
 INHERIT_KEY = "toml_files"
+UNSET = object()
+"""Stands for the value of a key that no source sets."""
 _MAX_INHERITED = 16
 """Files that inherit from each other; doubling lists of such files would otherwise take hours to read."""
 
@@ -37,6 +33,13 @@ class Entry:
     path: tuple[str, ...]
     value: object
     origin: str
+    """The source in the user's words: a file, a flag, a variable."""
+
+
+class Text(str):
+    """A value that was typed as text whatever its type, and is still to be decoded."""
+
+    __slots__ = ()
 
 
 def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, ...] = ()) -> list[Entry]:
@@ -86,75 +89,163 @@ def read_environment(environ: Mapping[str, str]) -> list[Entry]:
     ]
 
 
-def read_flags(flags: Sequence[FlagArgument]) -> list[Entry]:
-    """Return entries of flags, in their order."""
-    return [
-        Entry(
-            path=flag.path,
-            value=Text(flag.value) if isinstance(flag.value, str) else flag.value,
-            origin=f"flag {shorten(flag.name)}",
-        )
-        for flag in flags
-    ]
+def flatten(entry: Entry) -> Iterator[Entry]:
+    """Yield an entry for each value in the tables of `entry`, with its whole path."""
+    if table := as_table(entry.value):
+        for name, item in table.items():
+            yield from flatten(replace(entry, path=(*entry.path, name), value=item))
+    elif entry.path:
+        yield entry
 
 
-class Text(str):
-    """A value that was typed as text whatever its type, and is still to be decoded."""
+class Values:
+    """The values of all sources laid over each other, later over earlier. What it does not hold has its default.
 
-    __slots__ = ()
-
-
-def build_layer(kind: type[Section], entries: Sequence[Entry], findings: Findings, *, below: Sequence[Tree]) -> Tree:
-    """Decode `entries` into one tree. An entry that reaches into a list of sections edits the list of the layers below.
-
-    Args:
-        below: the layers that this one will be laid over, lowest first.
+    The origin of a value is the last source that set it, or that set the table or list around it.
     """
-    tree: Tree = {}
-    for entry in entries:
-        if problem := _path_problem(entry.path):
-            findings.refuse(f"{shorten('.'.join(entry.path))}: {problem} ({entry.origin})")
-            continue
+
+    def __init__(self, kind: type[Section]) -> None:
+        self.tree: dict[str, object] = {}
+        self._kind = kind
+        self._origins: dict[KeyPath, str] = {}
+        self._derived: set[str] = set()
+        self._nulled: dict[KeyPath, dict[str, object]] = {}
+        """Tables that were replaced by null. A later key below one of them brings it back."""
+
+    def add(self, entry: Entry) -> None:
+        """Lay the value of `entry` over what is there. An entry may reach into a list of sections.
+
+        Raises:
+            ValueError: the text of a flag or variable cannot be decoded, or there is no such place in a list.
+        """
+        if len(entry.path) > MAX_DEPTH:
+            raise ValueError(f"a key has at most {MAX_DEPTH} parts")
         try:
-            key = find_key(kind, entry.path)
-            value = decode(key, entry.value) if isinstance(entry.value, Text) and key else entry.value
-            for part in flatten(replace(entry, value=value)):
-                _insert(kind, tree, part, below=below)
-        except ValueError as exc:
-            findings.refuse(f"{shorten('.'.join(entry.path))}: {exc} ({entry.origin})")
-    return tree
+            ".".join(entry.path).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a key must be text in UTF-8") from None
+        key = find_key(self._kind, entry.path)
+        value = _decode(key, entry.value) if isinstance(entry.value, Text) and key else entry.value
+        for part in flatten(replace(entry, value=value)):
+            table, path = self._enter(part.path)
+            self._set(table, path, part.value, part.origin)
+
+    def derive(self, key: str, value: object, origin: str) -> None:
+        """Set a dotted key to a value that another key determines."""
+        *parents, last = key.split(".")
+        table = self.tree
+        for part in parents:
+            inner = table.setdefault(part, {})
+            if not isinstance(inner, dict):
+                return  # not a table: validation will say so, or it is null on purpose
+            table = cast("dict[str, object]", inner)
+        self._set(table, (*parents, last), value, origin)
+        self._derived.add(key)
+
+    def find(self, key: str) -> object:
+        """Return what stands at a dotted key: a value, a table or a list; `UNSET` for nothing."""
+        node: object = self.tree
+        for part in key.split("."):
+            if (table := as_table(node)) is not None:
+                node = table.get(part, UNSET)
+            elif (items := as_list(node)) is not None and part.isdecimal() and int(part) < len(items):
+                node = items[int(part)]
+            else:
+                return UNSET
+        return node
+
+    def has_value(self, key: str) -> bool:
+        """Return whether a dotted key is set, to null for one; a table is no value."""
+        return not isinstance(self.find(key), dict) and self.find(key) is not UNSET
+
+    def is_null(self, key: str) -> bool:
+        """Return whether the section `key`, or one that holds it, was set to null."""
+        parts = key.split(".")
+        return any(self.find(".".join(parts[: end + 1])) is None for end in range(len(parts)))
+
+    def is_derived(self, path: KeyPath) -> bool:
+        """Return whether a value is a copy of another key's. What is wrong with it is said once, at that key."""
+        return dotted(path) in self._derived
+
+    def origin(self, path: KeyPath) -> str:
+        """Return the origin of a value; of a table that of its first value."""
+        around = (self._origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self._origins)
+        within = (origin for inner, origin in self._origins.items() if inner[: len(path)] == path)
+        return next(around, None) or next(within, "default")
+
+    def origins(self) -> dict[str, str]:
+        """Return the origin of every value, by dotted key."""
+        return {dotted(path): self.origin(path) for path in _leaves(self.tree)}
+
+    def _enter(self, path: tuple[str, ...]) -> tuple[dict[str, object], KeyPath]:
+        """Return the table of the key at `path`, made if need be, and the path with the index of each list."""
+        table, here = self.tree, KeyPath()
+        parts = list(path)
+        while len(parts) > 1:
+            name = parts.pop(0)
+            here = (*here, name)
+            key = find_key(self._kind, here)
+            if key is None or key.shape is not Shape.SECTION_LIST:
+                inner = table.get(name)
+                if not isinstance(inner, dict):
+                    inner = table[name] = self._nulled.pop(here, {})
+                table = cast("dict[str, object]", inner)
+                continue
+            items = as_list(table.get(name))
+            if items is None:
+                default = key.field.get_default(call_default_factory=True) if key.field else None
+                items = [{} for _ in as_list(default) or ()]
+            table[name] = items
+            if not parts[0].isdecimal() and len(items) > 1:
+                raise ValueError(f"{dotted(here)} has {len(items)} entries; say which, e.g. {dotted(here)}.0.{parts[0]}")
+            index = int(parts.pop(0)) if parts[0].isdecimal() else 0
+            if index > len(items):
+                raise ValueError(f"{dotted(here)} has {len(items)} entries; the next index is {len(items)}")
+            if not parts:
+                raise ValueError("names an element; set one of its keys")
+            items.extend([{}] if index == len(items) else [])
+            element = as_table(items[index])
+            if element is None:
+                raise ValueError(f"entry {index} of {dotted(here)} is no table")
+            table, here = element, (*here, index)
+        return table, (*here, parts[0])
+
+    def _set(self, table: dict[str, object], path: KeyPath, value: object, origin: str) -> None:
+        name = str(path[-1])
+        before = as_table(table.get(name))
+        if value == {}:
+            table[name] = self._nulled.pop(path, {}) if before is None else before
+        else:
+            table[name] = _with_nulls(value)
+            if table[name] is None and before is not None:
+                self._nulled[path] = before
+            elif isinstance(value, list):
+                self._origins = {inner: known for inner, known in self._origins.items() if inner[: len(path)] != path}
+        self._origins[path] = origin
 
 
-def _path_problem(path: Sequence[str]) -> str | None:
-    if len(path) > MAX_DEPTH:
-        return f"a key has at most {MAX_DEPTH} parts"
-    try:
-        ".".join(path).encode()
-    except UnicodeEncodeError:
-        return "a key must be text in UTF-8"
-    return None
+def _with_nulls(value: object) -> object:
+    """Return a copy of `value` in which the text "None" is null, in lists of tables too."""
+    if (table := as_table(value)) is not None:
+        return {name: _with_nulls(item) for name, item in table.items()}
+    if (items := as_list(value)) and all(isinstance(item, dict) for item in items):
+        return [_with_nulls(item) for item in items]
+    return None if value == "None" else value
 
 
-class _Layers(BaseSettings):
-    """The layers laid over each other by pydantic-settings: the values that it was made with, later over earlier."""
-
-    model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **_others: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        layers: list[Tree] = init_settings()["layers"]
-        return tuple(InitSettingsSource(settings_cls, init_kwargs=dict(layer)) for layer in reversed(layers))
-
-
-def merge_layers(layers: Sequence[Tree]) -> Tree:
-    """Lay each layer over those before it: tables are merged key by key, anything else is replaced."""
-    make = cast("Callable[..., _Layers]", _Layers)  # it has no field `layers`, which would hide a key of that name
-    return dict(make(layers=list(layers)).model_extra or {})
+def _leaves(node: object, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the path of every value; an empty table has none."""
+    if (table := as_table(node)) is not None:
+        for name, item in table.items():
+            yield from _leaves(item, (*path, name))
+    elif (items := as_list(node)) and all(isinstance(item, dict) for item in items):
+        for index, item in enumerate(items):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path
 
 
-def decode(key: ConfigKey, text: str) -> object:
+def _decode(key: ConfigKey, text: str) -> object:
     """Return the text of a flag or variable as a value for `key`; a scalar stays text, which validation converts.
 
     Raises:
@@ -166,81 +257,13 @@ def decode(key: ConfigKey, text: str) -> object:
         return {"true": True, "false": False}.get(text.lower(), text)
     if key.shape is Shape.LIST and not text.startswith("["):
         return [item.strip() for item in text.split(",") if item.strip()]
-    if key.shape is Shape.VALUE:
-        return str(text) if key.field else _json_or_text(text)
-    try:
-        return _read_limited(text)
-    except json.JSONDecodeError as exc:
-        raise ValueError(f"must be JSON on a command line, or set key by key, and is not: {exc}") from exc
-
-
-def _json_or_text(text: str) -> object:
-    try:
-        return _read_limited(text)
-    except json.JSONDecodeError:
+    if key.shape is Shape.VALUE and key.field:
         return str(text)
-
-
-def _read_limited(text: str) -> object:
-    value = parse_json(text)
-    require_limits(value)
+    try:
+        value = parse_json(text)
+        require_limits(value)
+    except json.JSONDecodeError as exc:
+        if key.shape is Shape.VALUE:
+            return str(text)
+        raise ValueError(f"must be JSON on a command line, or set key by key, and is not: {exc}") from exc
     return value
-
-
-def flatten(entry: Entry) -> Iterator[Entry]:
-    """Yield an entry for each value in the tables of `entry`, with its whole path."""
-    if table := as_table(entry.value):
-        for name, item in table.items():
-            yield from flatten(Entry(path=(*entry.path, name), value=item, origin=entry.origin))
-    elif entry.path:
-        yield entry
-
-
-def _insert(kind: type[Section], tree: Tree, entry: Entry, *, below: Sequence[Tree]) -> None:
-    table, at = tree, 0
-    *parents, last = entry.path
-    while at < len(parents):
-        here = entry.path[: at + 1]
-        key = find_key(kind, here)
-        if key and key.shape is Shape.SECTION_LIST:
-            items = _editable_list(key, table, here, below=below)
-            index = entry.path[at + 1]
-            at += 2 if index.isdecimal() else 1
-            table = _element(items, index, name=".".join(here))
-            continue
-        inner = table.get(parents[at])
-        if not isinstance(inner, dict):
-            inner = table[parents[at]] = {}
-        table, at = inner, at + 1
-    if at > len(parents):
-        raise ValueError("names an element; set one of its keys")
-    if entry.value == {}:
-        if not isinstance(table.get(last), dict):
-            table[last] = {}
-    else:
-        table[last] = annotate(entry.value, entry.origin)
-
-
-def _editable_list(key: ConfigKey, table: Tree, path: tuple[str, ...], *, below: Sequence[Tree]) -> list[Node]:
-    present = table.get(path[-1])
-    if not isinstance(present, list):
-        lower = next((node for layer in reversed(below) if (node := Draft(layer).find(".".join(path))) is not None), None)
-        default = as_list(key.field.get_default(call_default_factory=True)) if key.field else None
-        present = copy.deepcopy(lower) if isinstance(lower, list) else cast("list[Node]", [{} for _ in default or ()])
-        table[path[-1]] = present
-    return present
-
-
-def _element(items: list[Node], index: str, *, name: str) -> Tree:
-    if not index.isdecimal():
-        if len(items) > 1:
-            raise ValueError(f"{name} has {len(items)} entries; say which, e.g. {name}.0.{index}")
-        index = "0"
-    if int(index) > len(items):
-        raise ValueError(f"{name} has {len(items)} entries; the next index is {len(items)}")
-    if int(index) == len(items):
-        items.append({})
-    element = items[int(index)]
-    if not isinstance(element, dict):
-        raise ValueError(f"entry {index} of {name} is no table")
-    return element

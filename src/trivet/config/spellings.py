@@ -6,9 +6,10 @@ run (`orchestrator.group_size`); a role's own file writes the same keys without 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trivet.config.dump import literal
-from trivet.config.findings import Findings, Key
+from trivet.config.findings import Findings
 from trivet.config.keys import Shape, find_key
 from trivet.config.schema.base import Section
 from trivet.config.schema.evaluation import EvalConfig
@@ -19,6 +20,7 @@ from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig
 from trivet.config.sources import Entry, Text
+from trivet.config.tables import as_list, as_table
 
 ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     TrainerConfig: ("trainer",),
@@ -203,67 +205,83 @@ def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: F
     """Return `entries` of one source in today's spelling. What is refused is left out and reported in `findings`."""
     kept: list[Entry] = []
     gpu_counts: dict[str, Entry] = {}
-    renamed: list[tuple[Entry, Entry]] = []
+    by_path = {entry.path: entry for entry in entries}
     for entry in entries:
-        name = _full_name(kind, entry)
+        name = _full_name(kind, entry.path)
         if kind is RLConfig and name in GPU_COUNTS:
             gpu_counts[GPU_COUNTS[name]] = entry
-        else:
-            today = _rename(kind, entry, findings)
-            if today is not entry:
-                renamed.append((entry, today))
-            if name == "trainer.model.ac" and entry.value in ("full", "selective"):
-                table, and_mode = ".".join(entry.path), "" if entry.value == "full" else ', mode = "selective"'
+            continue
+        today = replace(entry, path=current_path(kind, entry.path))
+        old_key, key = findings.key(*entry.path), findings.key(*today.path)
+        if today.path != entry.path:
+            findings.notice(f"{old_key} is called {key} here ({entry.origin})")
+            other = by_path.get(today.path)
+            if other is not None and other.value != entry.value:
                 findings.refuse(
-                    f'{table} is a table, not "{entry.value}": write [{table}] and below it freq = 1{and_mode} ({entry.origin})'
+                    f"{old_key} ({entry.value!r}) and {key} ({other.value!r}) are two names of one key with two values"
+                    f" ({entry.origin}); remove the first"
                 )
-            elif find_key(kind, today.path):
-                kept.append(_current_value(kind, today, findings))
-            elif not _dispose(today, name, findings):
-                kept.append(today)
-    if gpu_counts:
-        kept.extend(_gpu_ids(gpu_counts, findings))
-    _refuse_contradictions(entries, renamed, findings)
-    return kept
-
-
-def _refuse_contradictions(entries: Sequence[Entry], renamed: Sequence[tuple[Entry, Entry]], findings: Findings) -> None:
-    """Refuse an older and today's spelling of a key, in one source, with two values."""
-    by_path = {entry.path: entry for entry in entries}
-    for old, today in renamed:
-        other = by_path.get(today.path)
-        if other is not None and other.value != old.value:
+        if name == "trainer.model.ac" and entry.value in ("full", "selective"):
+            and_mode = "" if entry.value == "full" else ', mode = "selective"'
             findings.refuse(
-                f"{Key(*old.path)} ({old.value!r}) and {Key(*today.path)} ({other.value!r}) are two names of one key with two "
-                f"values ({old.origin}); remove the first"
+                f'{old_key} is a table, not "{entry.value}": write [{old_key}] and below it freq = 1{and_mode} ({entry.origin})'
             )
+        elif find_key(kind, today.path):
+            kept.append(_current_value(kind, today))
+        elif not _dispose(today, name, findings):
+            kept.append(today)
+    return [*kept, *_gpu_ids(gpu_counts, findings)]
+
+
+def use_underscores(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
+    """Return the entry of a file with underscores in its keys, which may be written like flags: `micro-batch-size = 8`.
+
+    Names of the user's own, such as an environment's arguments, stay. A key in both spellings is refused.
+    """
+    items, table = as_list(entry.value), as_table(entry.value)
+    if table is not None:
+        typed: dict[str, str] = {}
+        spelled: dict[str, object] = {}
+        for name, item in table.items():
+            key = _underscored(kind, entry.path, name)
+            other = typed.setdefault(key, name)
+            if other != name:
+                names = " and ".join(".".join((*entry.path, spelling)) for spelling in sorted((other, name)))
+                findings.refuse(f"{names} are two spellings of one key ({entry.origin}); remove one")
+            inner = replace(entry, path=(*entry.path, key), value=item)
+            spelled[key] = use_underscores(kind, inner, findings).value
+        return replace(entry, value=spelled)
+    key_here = find_key(kind, current_path(kind, entry.path)) if items else None
+    if items is None or key_here is None or key_here.shape is not Shape.SECTION_LIST:
+        return entry
+    elements = (replace(entry, path=(*entry.path, str(index)), value=item) for index, item in enumerate(items))
+    return replace(entry, value=[use_underscores(kind, element, findings).value for element in elements])
+
+
+def _underscored(kind: type[Section], parent: tuple[str, ...], name: str) -> str:
+    """Return `name` with underscores, unless it is a name of the user's own below a free table."""
+    spelled = name.replace("-", "_")
+    path = current_path(kind, (*parent, spelled)) if spelled != name else ()
+    is_free = any((key := find_key(kind, path[:length])) and key.shape is Shape.TABLE for length in range(len(path)))
+    return name if is_free else spelled
 
 
 def current_path(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...]:
     """Return the path of a key by its name here; `path` itself if it exists, or if the tables do not lead to a key."""
     if find_key(kind, path):
         return path
-    prefix = ROLE_PREFIXES.get(kind, ())
-    renamed = ".".join((*prefix, *path))
+    renamed = _full_name(kind, path)
     while old := _longest_prefix(renamed, RENAMED):
         renamed = RENAMED[old] + renamed.removeprefix(old)
+    prefix = ROLE_PREFIXES.get(kind, ())
     current = tuple(renamed.split("."))
-    if current[: len(prefix)] != prefix or not find_key(kind, current[len(prefix) :]):
-        return path
-    return current[len(prefix) :]
-
-
-def _rename(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
-    path = current_path(kind, entry.path)
-    if path == entry.path:
-        return entry
-    findings.notice(f"{Key(*entry.path)} is called {Key(*path)} here ({entry.origin})")
-    return Entry(path=path, value=entry.value, origin=entry.origin)
+    leads_here = current[: len(prefix)] == prefix and find_key(kind, current[len(prefix) :])
+    return current[len(prefix) :] if leads_here else path
 
 
 def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
-    named = f"{Key(*entry.path)} ({entry.origin})"
+    named = f"{findings.key(*entry.path)} ({entry.origin})"
     if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
         findings.notice(f"{named}: {SINGLE_VALUES[name]} is the only choice here; remove the key")
     elif old := _longest_prefix(name, IGNORED):
@@ -275,39 +293,34 @@ def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     return True
 
 
-def _current_value(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
-    name = _full_name(kind, entry)
-    key = find_key(kind, entry.path)
+def _current_value(kind: type[Section], entry: Entry) -> Entry:
+    name, key = _full_name(kind, entry.path), find_key(kind, entry.path)
     if name in SWITCHES and str(entry.value).lower() in ("true", "false"):
-        return Entry(path=entry.path, value={} if str(entry.value).lower() == "true" else None, origin=entry.origin)
+        return replace(entry, value={} if str(entry.value).lower() == "true" else None)
     if name == "orchestrator.advantage" and entry.value in (None, "None"):
-        return Entry(path=(*entry.path, "type"), value="none", origin=entry.origin)
+        return replace(entry, path=(*entry.path, "type"), value="none")
     if key and key.shape is Shape.LIST and type(entry.value) is str and entry.value != "None":
-        return Entry(path=entry.path, value=Text(entry.value), origin=entry.origin)
+        return replace(entry, value=Text(entry.value))
     return entry
 
 
-def _full_name(kind: type[Section], entry: Entry) -> str:
-    return ".".join((*ROLE_PREFIXES.get(kind, ()), *entry.path))
+def _full_name(kind: type[Section], path: tuple[str, ...]) -> str:
+    return ".".join((*ROLE_PREFIXES.get(kind, ()), *path))
 
 
-def _longest_prefix(name: str, table: Sequence[str] | dict[str, str]) -> str | None:
+def _longest_prefix(name: str, table: dict[str, str]) -> str | None:
     return max((old for old in table if name == old or name.startswith(f"{old}.")), key=len, default=None)
 
 
 def _gpu_ids(counts: dict[str, Entry], findings: Findings) -> list[Entry]:
     """Return lists of GPU ids for counts of GPUs: inference gets the first ids. A count not given is 1."""
-    numbers: dict[str, int] = {}
-    for role, entry in counts.items():
+    for entry in counts.values():
         text = str(entry.value)
         if not text.isdecimal() or int(text) < 1:
             findings.refuse(f"{'.'.join(entry.path)} must be a number of GPUs >= 1, got {text!r} ({entry.origin})")
             return []
-        numbers[role] = int(text)
-    num_inference, num_trainer = numbers.get("inference", 1), numbers.get("trainer", 1)
+    num_inference, num_trainer = (int(str(counts[role].value)) if role in counts else 1 for role in ("inference", "trainer"))
     origin = ", ".join(dict.fromkeys(entry.origin for entry in counts.values()))
     ids = list(range(num_inference + num_trainer))
-    return [
-        Entry(path=("inference_gpu_ids",), value=ids[:num_inference], origin=origin),
-        Entry(path=("trainer_gpu_ids",), value=ids[num_inference:], origin=origin),
-    ]
+    keys = {"inference_gpu_ids": ids[:num_inference], "trainer_gpu_ids": ids[num_inference:]} if counts else {}
+    return [Entry(path=(key,), value=value, origin=origin) for key, value in keys.items()]

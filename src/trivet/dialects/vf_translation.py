@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trivet.config.environment_ids import parse_environment_id
-from trivet.config.findings import ROOT, Findings
+from trivet.config.findings import Findings, Key, NameOf
 from trivet.config.keys import find_key
 from trivet.config.load import LoadedConfig, environment_entries, load_sources
 from trivet.config.schema.inference import VLLM_KEYS
@@ -100,7 +100,7 @@ def load_run(
     *,
     environ: Mapping[str, str],
     run_entries: Sequence[Entry] = (),
-    name_of: Callable[[str], str] = name_in_dialect,
+    name_of: NameOf = name_in_dialect,
 ) -> LoadedConfig[RLConfig]:
     """Return the run that a `vf-rl` configuration describes, checked like any other.
 
@@ -114,10 +114,10 @@ def load_run(
         ConfigError: lists every problem, by the names that the user wrote.
     """
     findings = Findings(name_of=name_of)
-    for problem in batch_problems(loaded.config):
+    for problem in batch_problems(loaded.config, findings.key()):
         findings.refuse(problem)
     findings.raise_problems()
-    for notice in (*loaded.notices, *notices_of(loaded.config)):
+    for notice in (*loaded.notices, *notices_of(loaded.config, findings.key())):
         findings.notice(notice)
     translated = list(translate(loaded, name_of=name_of))
     by_default, written = ([value.entry for value in translated if value.is_written == wanted] for wanted in (False, True))
@@ -137,7 +137,7 @@ class Translated:
     """True if the user wrote it; else it is the dialect's default."""
 
 
-def translate(loaded: LoadedConfig[VfRLConfig], *, name_of: Callable[[str], str]) -> Iterator[Translated]:
+def translate(loaded: LoadedConfig[VfRLConfig], *, name_of: NameOf) -> Iterator[Translated]:
     """Yield every value of the dialect as a value of the run. A dry run prints its origin, so the name in it is final."""
 
     def entry(key: str, value: object, source: str) -> Translated:
@@ -171,13 +171,13 @@ def translate(loaded: LoadedConfig[VfRLConfig], *, name_of: Callable[[str], str]
         yield entry(key, value, f"{_ARGS}.{name}")
 
 
-def batch_problems(config: VfRLConfig) -> Iterator[str]:
-    """Yield the problems of batch settings that the dialect alone restricts, with placeholders for its keys."""
-    args, num_gpus, keys = config.trainer.args, config.trainer.gpus, ROOT.trainer.args
+def batch_problems(config: VfRLConfig, at: Key) -> Iterator[str]:
+    """Yield the problems of batch settings that the dialect alone restricts."""
+    args, num_gpus, keys = config.trainer.args, config.trainer.gpus, at.trainer.args
     at_once = args.micro_batch_size * num_gpus
     if args.batch_size % at_once:
         yield (
-            f"{keys.batch_size} ({args.batch_size}) must be divisible by {keys.micro_batch_size} * {ROOT.trainer.gpus} "
+            f"{keys.batch_size} ({args.batch_size}) must be divisible by {keys.micro_batch_size} * {at.trainer.gpus} "
             f"({args.micro_batch_size} * {num_gpus} = {at_once}): {args.batch_size} % {at_once} = {args.batch_size % at_once}; "
             f"try batch_size = {at_once * max(1, round(args.batch_size / at_once))}"
         )
@@ -188,9 +188,9 @@ def batch_problems(config: VfRLConfig) -> Iterator[str]:
         yield f'{keys.report_to} knows "wandb" and "none", got "{", ".join(unknown)}"'
 
 
-def notices_of(config: VfRLConfig) -> Iterator[str]:
-    """Yield a notice for each key whose effect here differs from the dialect's, with placeholders for its keys."""
-    args, keys = config.trainer.args, ROOT.trainer.args
+def notices_of(config: VfRLConfig, at: Key) -> Iterator[str]:
+    """Yield a notice for each key whose effect here differs from the dialect's."""
+    args, keys = config.trainer.args, at.trainer.args
     written = args.model_fields_set
     if "micro_batch_size" in written:
         yield (

@@ -108,7 +108,7 @@ def require_files(config: RLConfig | SftConfig, *, name_of: Callable[[str], str]
         ConfigError: lists every problem; a model that is named by a path and is no model directory, for one.
     """
     findings = Findings(name_of=name_of)
-    for problem in file_problems(config):
+    for problem in file_problems(config, findings.key()):
         findings.refuse(problem)
     findings.raise_problems()
 

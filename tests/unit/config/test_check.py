@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from trivet.config.check_files import file_problems
-from trivet.config.findings import ConfigFinding
 from trivet.config.load import load_config
 from trivet.config.schema.environment import RequestSamplingConfig
 from trivet.config.schema.evaluation import EvalConfig
@@ -246,7 +245,7 @@ def test_a_name_that_means_a_directory_must_be_one_with_a_model(tmp_path: Path, 
 
     def problems(name: str) -> list[str]:
         config = TrainerConfig(model=TrainerModelConfig(name=name))
-        return [ConfigFinding(text).show() for text in file_problems(config)]
+        return list(file_problems(config))
 
     for name in ("./nope", "/nope", "~/nope", "outputs/sft/weights/step_3", "models/nope"):
         (problem,) = problems(name)
@@ -376,7 +375,7 @@ def test_keys_of_eval_that_say_what_is_so_anyway_are_accepted_with_a_notice() ->
 def test_a_chat_template_is_text_or_a_file_that_is_there(tmp_path: Path) -> None:
     def problems(template: str) -> list[str]:
         config = TrainerConfig(tokenizer=TokenizerConfig(chat_template=template))
-        return [ConfigFinding(text).show() for text in file_problems(config)]
+        return list(file_problems(config))
 
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages }}")

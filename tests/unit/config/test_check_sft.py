@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.check_files import data_problems, looks_local
-from trivet.config.findings import ConfigFinding
+from trivet.config.check_files import file_problems, looks_local
 from trivet.config.load import load_config
 from trivet.config.schema.sft import FakeDataConfig, SftConfig, SftDataConfig
 from trivet.errors import ConfigError
@@ -50,6 +49,6 @@ def test_a_name_of_the_hub_is_not_looked_for_on_this_machine(tmp_path: Path) -> 
     assert not looks_local("PrimeIntellect/Reverse-Text-SFT")
     assert all(looks_local(name) for name in ("data.jsonl", "./data", "/data", "a/b/c", str(tmp_path)))
     sft = SftConfig.model_validate({"data": {"name": "org/set"}, "val": {"data": {"name": str(tmp_path / "val.jsonl")}}})
-    assert list(data_problems(sft)) == []
+    assert list(file_problems(sft)) == []
     sft = SftConfig.model_validate({"data": {"name": str(tmp_path / "val.jsonl"), "subsets": ["a"]}, "val": {}})
-    assert [ConfigFinding(problem).keys[0] for problem in data_problems(sft)] == ["data.subsets", "val.data.name"]
+    assert [problem.partition(" ")[0] for problem in file_problems(sft)] == ["data.subsets", "val.data.name"]

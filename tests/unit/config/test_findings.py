@@ -1,8 +1,8 @@
-"""Findings: keys get the user's names when a finding is shown, and every problem is listed once."""
+"""Findings name keys as the user does, and list every problem once."""
 
 import pytest
 
-from trivet.config.findings import ROOT, ConfigFinding, Findings, Key
+from trivet.config.findings import Findings
 from trivet.errors import ConfigError
 
 NAMES = {"seq_len": "trainer.args.max_seq_len", "trainer.model.seq_len": "trainer.args.max_seq_len"}
@@ -12,22 +12,20 @@ def name_of(key: str) -> str:
     return NAMES.get(key, key)
 
 
-def test_a_key_is_shown_by_the_users_name_and_a_value_that_looks_like_it_stays() -> None:
-    finding = ConfigFinding(f"{ROOT.seq_len} (seq_len) must be <= {ROOT.env[0].limit} (trainer.model.seq_len)")
-    assert finding.keys == ("seq_len", "env.0.limit")
-    assert finding.show() == "seq_len (seq_len) must be <= env.0.limit (trainer.model.seq_len)"
-    assert finding.show(name_of) == "trainer.args.max_seq_len (seq_len) must be <= env.0.limit (trainer.model.seq_len)"
-
-
-def test_a_key_below_another_has_both_names() -> None:
-    assert ConfigFinding(f"{Key('trainer', 'model').seq_len}").keys == ConfigFinding(f"{Key('trainer.model')['seq_len']}").keys
+def test_the_text_of_a_key_is_the_users_name_of_it() -> None:
+    at = Findings(name_of=name_of).key()
+    assert [str(key) for key in (at.seq_len, at.env[0].limit, at.env.root.trainer["model"].seq_len)] == [
+        "trainer.args.max_seq_len",
+        "env.0.limit",
+        "trainer.args.max_seq_len",
+    ]
 
 
 def test_problems_are_raised_together_each_once() -> None:
     findings = Findings(name_of=name_of)
     findings.raise_problems()
-    for key in (ROOT.seq_len, ROOT.trainer.model.seq_len, ROOT.max_steps):
-        findings.refuse(f"{key} is wrong")
+    for key in ("seq_len", "trainer.model.seq_len", "max_steps"):
+        findings.refuse(f"{findings.key(key)} is wrong")
     with pytest.raises(ConfigError) as caught:
         findings.raise_problems()
     assert str(caught.value) == "2 problems in the configuration:\n- trainer.args.max_seq_len is wrong\n- max_steps is wrong"

@@ -6,7 +6,6 @@ import torch
 from safetensors.torch import save_file
 
 from trivet.config.check_files import file_problems
-from trivet.config.findings import ConfigFinding
 from trivet.config.load import load_config
 from trivet.config.model_files import LinearModules, find_linear_modules, find_weight_files
 from trivet.config.schema.rl import RLConfig
@@ -42,7 +41,7 @@ def test_files_that_are_not_here_or_cannot_be_read_tell_nothing(tmp_path: Path) 
 
 def test_a_target_that_the_model_does_not_have_is_refused_before_anything_starts(model: Path) -> None:
     argv = ["--model.name", str(model), "--model.lora.rank", "4", "--model.lora.target-modules", '["wqkv", "v_proj"]']
-    (problem,) = [ConfigFinding(text).show() for text in file_problems(load_config(TrainerConfig, argv, environ={}).config)]
+    (problem,) = list(file_problems(load_config(TrainerConfig, argv, environ={}).config))
     assert "model.lora.target_modules: 'v_proj' is no linear module of this model; there are up_proj, wqkv" in problem
 
 
@@ -53,7 +52,7 @@ def test_the_default_targets_are_refused_for_a_mixture_of_experts_and_the_error_
     save_file({f"{name}.weight": torch.zeros(4, 4) for name in names}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     argv = ["--model.name", str(tmp_path), "--model.lora.rank", "4"]
-    (problem,) = [ConfigFinding(text).show() for text in file_problems(load_config(TrainerConfig, argv, environ={}).config)]
+    (problem,) = list(file_problems(load_config(TrainerConfig, argv, environ={}).config))
     assert "model.lora.target_modules: 'gate_proj' is no linear module of this model" in problem
     assert "Its experts are one stacked tensor and get no adapter" in problem
     assert problem.endswith('; set model.lora.target_modules = ["q_proj", "k_proj", "v_proj", "o_proj"]')
@@ -141,10 +140,7 @@ def test_files_of_two_models_are_refused_before_anything_starts(
     tmp_path: Path, files: tuple[str, ...], index: tuple[str, ...] | None, said: str
 ) -> None:
     write_directory(tmp_path, files, index)
-    (problem,) = [
-        ConfigFinding(text).show()
-        for text in file_problems(load_config(TrainerConfig, ["--model.name", str(tmp_path)], environ={}).config)
-    ]
+    (problem,) = file_problems(load_config(TrainerConfig, ["--model.name", str(tmp_path)], environ={}).config)
     assert problem.startswith(f"model.name ({tmp_path})")
     assert said in problem
 

@@ -11,7 +11,6 @@ from tokenizers.models import Unigram
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from trivet.config.check_files import file_problems
-from trivet.config.findings import ConfigFinding
 from trivet.config.load import load_config
 from trivet.config.model_files import read_num_rows, read_tokens, require_rows
 from trivet.config.schema.rl import RLConfig
@@ -37,7 +36,7 @@ def larger(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def problems(kind: Any, *argv: str) -> list[str]:
-    return [ConfigFinding(text).show() for text in file_problems(load_config(kind, list(argv), environ={}).config)]
+    return list(file_problems(load_config(kind, list(argv), environ={}).config))
 
 
 @pytest.mark.parametrize(
