@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 MAX_MIB=40
 bundle=${1:-.gpu-bundle}
 # The configuration, messages and digests of the trainer; then what its tests need. Their own requirements come with them.
-packages=(pydantic pydantic-settings msgspec xxhash tomli-w pyzmq prometheus-client packaging pytest hypothesis)
+packages=(pydantic msgspec xxhash tomli-w pyzmq prometheus-client packaging pytest hypothesis)
 
 mkdir -p "$bundle"
 rm -f "$bundle"/*.whl

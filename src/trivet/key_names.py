@@ -1,15 +1,12 @@
 """Owns the names by which the user of this process knows the keys and flags of a run.
 
-Messages name a key or a flag through `key_name`. A command with a dialect of its own, such as `vf-rl`, and `RLTrainer` give their
-tables to the processes that they start in the variable `TRIVET_KEY_NAMES`, so that each message is written in the dialect from the
-start.
+Every message names a key or a flag by `key_name`. A command with a dialect of its own, such as `vf-rl`, and `RLTrainer` use their
+tables while they load a configuration. They give them to the processes that they start in the variable `TRIVET_KEY_NAMES`.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-
-from trivet.errors import ConfigError
 
 VARIABLE = "TRIVET_KEY_NAMES"
 """The variable that holds the names, as a JSON object. Programs set it, not users."""
@@ -20,11 +17,16 @@ _names: Mapping[str, str] = {}
 def key_name(key: str) -> str:
     """Return the name by which the user knows a key of a run, or a flag with its value; itself if it has no other name.
 
+    An entry of the table that ends in a dot renames every key below it.
+
     >>> with use_names({"seq_len": "trainer.args.max_seq_len"}):
     ...     key_name("seq_len")
     'trainer.args.max_seq_len'
     """
-    return _names.get(key, key)
+    if key in _names:
+        return _names[key]
+    prefix = next((prefix for prefix in _names if prefix.endswith(".") and key.startswith(prefix)), None)
+    return key if prefix is None else _names[prefix] + key.removeprefix(prefix)
 
 
 def list_keys(*keys: str) -> str:
@@ -50,15 +52,5 @@ def to_variable(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def from_variable(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that the variable gives to this process; none if it is not set.
-
-    Raises:
-        ConfigError: its value is not a JSON object of texts.
-    """
-    try:
-        names = json.loads(environ.get(VARIABLE, "{}"))
-    except ValueError as exc:
-        raise ConfigError(f"the variable {VARIABLE} is not valid JSON: {exc}; unset it") from exc
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ConfigError(f"the variable {VARIABLE} must hold a JSON object of texts; unset it")
-    return names
+    """Return the names that the variable gives to this process; none if it is not set."""
+    return json.loads(environ.get(VARIABLE, "{}"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trivet.config.dump import literal
-from trivet.config.findings import ROOT, Key
+from trivet.config.findings import ROOT, Findings, Key
 from trivet.config.keys import Shape, all_keys, value_at
 from trivet.config.layout import RunLayout
 from trivet.config.model_files import (
@@ -39,34 +39,46 @@ _MADE_BY = {
 _DATA_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 
-def file_problems(config: Section, at: Key = ROOT) -> Iterator[str]:
+def require_files(config: Section) -> None:
+    """Check that this machine has the files that a configuration names.
+
+    Raises:
+        ConfigError: lists every problem; a model that is named by a path and is no model directory, for one.
+    """
+    findings = Findings()
+    for problem in file_problems(config):
+        findings.refuse(problem)
+    findings.raise_problems()
+
+
+def file_problems(config: Section) -> Iterator[str]:
     """Yield a problem for each file that `config` names and this machine does not have."""
     if isinstance(config, EvalConfig):
         if config.weights_dir is not None and not config.weights_dir.is_dir() and not config.watcher:
             yield (
-                f"{at.weights_dir} ({config.weights_dir}) is not a directory; give the weights/ of a run, or set"
-                f" {at.watcher} to wait for it"
+                f"{ROOT.weights_dir} ({config.weights_dir}) is not a directory; give the weights/ of a run, or set"
+                f" {ROOT.watcher} to wait for it"
             )
         return
     if isinstance(config, TrainerConfig) and (replay := config.data.replay) is not None:
         if not RunLayout(replay).batches.is_dir():
-            yield f"{at.data.replay} ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
+            yield f"{ROOT.data.replay} ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
         elif replay.resolve() == config.output_dir.resolve():
-            yield f"{at.data.replay} ({replay}) is output_dir: a replay is a run of its own; choose another {at.output_dir}"
+            yield f"{ROOT.data.replay} ({replay}) is output_dir: a replay is a run of its own; choose another {ROOT.output_dir}"
     if isinstance(config, SftConfig) and config.bench is None:  # else rows are made up
-        yield from _data_problems(config, at)
+        yield from _data_problems(config)
     if isinstance(config, RLConfig):
-        yield from _training_problems(config.trainer, at.trainer, is_served=True)
+        yield from _training_problems(config.trainer, ROOT.trainer, is_served=True)
     elif isinstance(config, TrainingConfig):
-        yield from _training_problems(config, at, is_served=False)
-    yield from _name_problems(config, at)
+        yield from _training_problems(config, ROOT, is_served=False)
+    yield from _name_problems(config)
 
 
-def _data_problems(config: SftConfig, at: Key) -> Iterator[str]:
+def _data_problems(config: SftConfig) -> Iterator[str]:
     if not isinstance(config.data, FakeDataConfig):
-        yield from _place_problems(config.data, at.data)
+        yield from _place_problems(config.data, ROOT.data)
     if config.val is not None:
-        yield from _place_problems(config.val.data, at.val.data)
+        yield from _place_problems(config.val.data, ROOT.val.data)
 
 
 def _place_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
@@ -117,7 +129,7 @@ def _training_problems(trainer: TrainingConfig, at: Key, *, is_served: bool) -> 
             yield str(exc)
 
 
-def _name_problems(config: Section, at: Key) -> Iterator[str]:
+def _name_problems(config: Section) -> Iterator[str]:
     """Check every chat template, and every name of a model or a tokenizer, once each."""
     seen: set[tuple[bool, str]] = set()
     for path, key in all_keys(type(config)):
@@ -127,13 +139,11 @@ def _name_problems(config: Section, at: Key) -> Iterator[str]:
         if not isinstance(value, str) or (is_template, value) in seen:
             continue
         seen.add((is_template, value))
-        here = at
-        for part in path:
-            here = here[part]
+        here = str(Key(*path))
         try:
             if is_template:
-                read_chat_template(value, key=str(here))
-            elif problem := _model_problem(value, str(here), is_model=path[-2] == "model"):
+                read_chat_template(value, key=here)
+            elif problem := _model_problem(value, here, is_model=path[-2] == "model"):
                 yield problem
         except ConfigError as exc:
             yield str(exc)

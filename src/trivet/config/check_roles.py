@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from math import isclose
 
 from trivet.config.dump import literal
-from trivet.config.findings import Key
+from trivet.config.findings import ROOT, Key
 from trivet.config.masking import mask_table
 from trivet.config.schema.environment import (
     EnvConfig,
@@ -75,16 +75,16 @@ def replicas_problem(num_replicas: int, *, num_ranks: int, key: str, ranks: str)
     )
 
 
-def training_problems(config: TrainingConfig, at: Key) -> Iterator[str]:
+def training_problems(config: TrainingConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield the problems of a trainer or of supervised fine-tuning."""
-    schedule, bench, top = config.scheduler, config.bench, at.root
+    schedule, bench = config.scheduler, config.bench
     if schedule.type != "constant":
         if config.max_steps is None and schedule.total_steps is None and not isinstance(config, SftConfig):
-            yield f'{at.scheduler.type} "{schedule.type}" decays until the last step: set {top.max_steps}'
+            yield f'{at.scheduler.type} "{schedule.type}" decays until the last step: set {ROOT.max_steps}'
         if schedule.min_lr > config.optim.lr:
             yield f"{at.scheduler.min_lr} ({schedule.min_lr}) must be <= {at.optim.lr} ({config.optim.lr}); lower the first"
     if config.trace_path is not None and config.max_steps is not None and config.max_steps < 3:
-        yield f"{at.trace_path} traces the third and fourth step, and {top.max_steps} is {config.max_steps}; raise it"
+        yield f"{at.trace_path} traces the third and fourth step, and {ROOT.max_steps} is {config.max_steps}; raise it"
     answer_len = 2 if bench is None or bench.answer_len is None else bench.answer_len
     if bench is not None and bench.prompt_len + answer_len > config.model.seq_len:
         yield (
@@ -141,7 +141,7 @@ def _mixture_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
         yield f"{at.probabilities} must sum to 1, got {' + '.join(map(str, chances))} = {sum(chances):g}; try [{scaled}]"
 
 
-def orchestrator_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
+def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield the problems of an orchestrator."""
     batch, group = config.batch_size, config.rollouts_per_example
     if batch % group:
@@ -227,11 +227,11 @@ def _replay_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
     if config.ckpt.resume_from is not None:
         yield (
             f"{at.ckpt.resume_from} ({config.ckpt.resume_from}) goes on with the groups of that run, and {at.replay} takes those of"
-            f" a record; remove it, and start from its weights with {at.root.model.name}"
+            f" a record; remove it, and start from its weights with {ROOT.model.name}"
         )
 
 
-def orchestrator_notices(config: OrchestratorConfig, at: Key) -> Iterator[str]:
+def orchestrator_notices(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield the notices of an orchestrator that was started by hand; the launcher gives a run's own notices."""
     if config.run.id != RunIdentity().id:
         return
@@ -240,7 +240,7 @@ def orchestrator_notices(config: OrchestratorConfig, at: Key) -> Iterator[str]:
     yield from sampling_notices(config, at)
 
 
-def offline_problems(config: EvalConfig, at: Key) -> Iterator[str]:
+def offline_problems(config: EvalConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield the problems of the command `eval`."""
     if config.steps is not None and (not config.steps or min(config.steps) < 1):
         yield f"{at.steps} must name steps >= 1, got {literal(config.steps)}; the start model is {at.eval_base}"
@@ -256,7 +256,7 @@ def offline_problems(config: EvalConfig, at: Key) -> Iterator[str]:
     yield from _eval_sampling_problems(config.sampling, config.env, at)
 
 
-def inference_problems(config: InferenceConfig, at: Key) -> Iterator[str]:
+def inference_problems(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield the problems of an inference server."""
     for name, value in config.vllm_args.items():
         if key := VLLM_KEYS.get(name.replace("-", "_")):
@@ -277,7 +277,7 @@ def _name_problems(envs: Sequence[EnvConfig], at: Key) -> Iterator[str]:
 
 
 def _run_sampling_problems(config: OrchestratorConfig, sampling: SamplingConfig, at: Key) -> Iterator[str]:
-    schedule, end = sampling.temp_scheduler, at.root.max_steps
+    schedule, end = sampling.temp_scheduler, ROOT.max_steps
     if schedule is not None and schedule.total_steps is None and config.max_steps is None:
         yield f"{at.temp_scheduler} ends after {end}, which is not set: set total_steps in it, or {end}"
     yield from _sampling_problems(sampling, at)
@@ -308,7 +308,7 @@ def _sampling_problems(sampling: SamplingConfig | EvalSamplingConfig, at: Key) -
         )
 
 
-def sampling_notices(config: OrchestratorConfig, at: Key) -> Iterator[str]:
+def sampling_notices(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield a notice that names every key whose effect the trainer's log-probabilities do not follow."""
     of_envs = ((at.env[index].sampling, env.sampling) for index, env in enumerate(config.env))
     biasing: list[str] = []
@@ -322,7 +322,7 @@ def sampling_notices(config: OrchestratorConfig, at: Key) -> Iterator[str]:
         yield f"the trainer cannot reproduce {', '.join(biasing)}: the importance ratio is biased"
 
 
-def engine_notices(config: InferenceConfig, at: Key) -> Iterator[str]:
+def engine_notices(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield a notice that names every argument of vLLM that is not known to leave its tokens those of the policy."""
     unknown = [
         f"{at.vllm_args[name]} ({_shown(name, value)})"

@@ -3,17 +3,17 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from trivet.config.arguments import Arguments, parse_arguments
-from trivet.config.check_files import file_problems
+from trivet.config.check_files import require_files
 from trivet.config.compute_dtype import settle_compute_dtype
-from trivet.config.dump import to_toml
 from trivet.config.findings import Findings
 from trivet.config.load import LoadedConfig, SectionT, load_arguments
 from trivet.config.schema.base import Section
 from trivet.errors import ConfigError, DiskFull, TrivetError
-from trivet.key_names import from_variable, key_name, use_names
+from trivet.key_names import from_variable, use_names
 from trivet.machine import inspect_machine
 from trivet.process.closed_output import run_until_output_closes
 from trivet.process.proxies import OWN_DIRECT, find_unusable
@@ -44,15 +44,8 @@ def run_command(
 
     Messages name the keys as the user of the command that started this process knows them.
     """
-    try:
-        names = from_variable(os.environ)
-    except ConfigError as exc:
-        print_error(exc)
-        return exc.exit_code
-    with use_names(names):
-        return run_translated(
-            kind, main, argv, translate=lambda loaded: loaded, check=check, dry_run=dry_run, submit=submit, name_of=key_name
-        )
+    with use_names(from_variable(os.environ)):
+        return run_translated(kind, main, argv, translate=lambda loaded: loaded, check=check, dry_run=dry_run, submit=submit)
 
 
 def run_translated(
@@ -64,7 +57,6 @@ def run_translated(
     check: Callable[[TargetT], None] | None = None,
     dry_run: Callable[[TargetT], None] | None = None,
     submit: Submit[TargetT] | None = None,
-    name_of: Callable[[str], str] = str,
 ) -> int:
     """Load a `kind` from the command line, make of it what the command works with, and hand that to `main`.
 
@@ -74,7 +66,6 @@ def run_translated(
             It starts nothing, and runs for `--dry-run` too.
         dry_run: checks, for `--dry-run`, what takes long and what `main` therefore checks while it starts.
         submit: has a scheduler carry the command out if the configuration says so.
-        name_of: returns the name by which the user knows a key of `kind`.
 
     Returns:
         The process's exit code: `main`'s, that of the TrivetError that ended it (2 for a bad configuration), or 141 when the
@@ -83,25 +74,27 @@ def run_translated(
     words = sys.argv[1:] if argv is None else argv
 
     def run() -> int:
-        findings = Findings(name_of=name_of)
+        findings = Findings()
         arguments = parse_arguments(kind, words, findings)
-        if arguments.help_section is not None:
-            from trivet.config.reference import help_text  # here: it imports what only help needs
-
-            print(help_text(kind))
-            return 0
         try:
+            if arguments.help_section is not None:
+                from trivet.config.reference import help_text  # here: it imports what only help needs
+
+                print(help_text(kind, arguments.help_section))
+                return 0
             loaded = translate(_load(kind, arguments, findings, shows_usage=not words))
+            loaded = replace(loaded, shows_changes=arguments.shows_changes)
             if submit is not None and (exit_code := submit(loaded, is_dry_run=arguments.is_dry_run)) is not None:
                 return exit_code
-            loaded = _check_here(loaded, check=check, does_record=not arguments.is_dry_run)
-            unusable = find_unusable(os.environ)
-            for notice in (*loaded.notices, *([f"{unusable}; {OWN_DIRECT}"] if unusable else [])):
-                print(f"notice: {printable(notice)}", file=sys.stderr)
+            require_files(loaded.config)
+            loaded = settle_compute_dtype(loaded, machine=inspect_machine(), does_record=not arguments.is_dry_run)
+            if check is not None:
+                check(loaded.config)
+            _print_notices(loaded.notices)
             if arguments.is_dry_run:
                 if dry_run is not None:
                     dry_run(loaded.config)
-                print(to_toml(loaded.config, origins=loaded.origins, is_masked=True), end="")
+                print(loaded.to_shown_toml(), end="")
                 return 0
             return main(loaded.config)
         except TrivetError as exc:
@@ -128,15 +121,7 @@ def _load(kind: type[SectionT], arguments: Arguments, findings: Findings, *, sho
         raise
 
 
-def _check_here(
-    loaded: LoadedConfig[SectionT], *, check: Callable[[SectionT], None] | None, does_record: bool
-) -> LoadedConfig[SectionT]:
-    """Check what depends on this machine, its files and processors, and settle the dtype that it computes in."""
-    findings = Findings(name_of=loaded.name_of)
-    for problem in file_problems(loaded.config, findings.key()):
-        findings.refuse(problem)
-    findings.raise_problems()
-    settled = settle_compute_dtype(loaded, machine=inspect_machine(), does_record=does_record)
-    if check is not None:
-        check(settled.config)
-    return settled
+def _print_notices(notices: Sequence[str]) -> None:
+    unusable = find_unusable(os.environ)
+    for notice in (*notices, *([f"{unusable}; {OWN_DIRECT}"] if unusable else [])):
+        print(f"notice: {printable(notice)}", file=sys.stderr)

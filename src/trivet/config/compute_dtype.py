@@ -22,6 +22,7 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import TrainerConfig, TrainingConfig
 from trivet.errors import ConfigError
+from trivet.key_names import key_name
 from trivet.machine import Machine
 from trivet.storage.durable import DECODE_ERRORS, write_json_atomically
 
@@ -76,7 +77,7 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
     Raises:
         ConfigError: the recorded choice cannot be read or written.
     """
-    config, notices, name_of = loaded.config, list(loaded.notices), loaded.name_of
+    config, notices = loaded.config, list(loaded.notices)
     dtypes = {
         key: value for key in _KEYS.get(type(config), ()) if (value := value_at(config, tuple(key.split(".")))) is not None
     }
@@ -94,10 +95,10 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
         if computed == AUTO:
             chosen = recorded
         elif recorded.dtype != computed:
-            notices.append(_describe_difference(name_of(key), computed, f"the run in {file.parent}", recorded.dtype))
+            notices.append(_describe_difference(key_name(key), computed, f"the run in {file.parent}", recorded.dtype))
     served = dtypes.get(_SERVED)
     if served not in (None, AUTO, chosen.dtype):
-        notices.append(_describe_difference(name_of(_SERVED), served, name_of(key), chosen.dtype))
+        notices.append(_describe_difference(key_name(_SERVED), served, key_name(key), chosen.dtype))
     if (chosen.dtype, own.dtype) == ("bfloat16", "float32"):
         notices.append(f"computing in bfloat16 is slow on this machine: {own.reason}; float32 is faster")
     automatic = [key for key, dtype in dtypes.items() if dtype == AUTO and not (is_on_gpu and key.startswith(_TEACHER))]

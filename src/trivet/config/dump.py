@@ -13,14 +13,18 @@ from trivet.config.tables import as_list, as_table
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def to_toml(config: Section, *, origins: Mapping[str, str] | None = None, is_masked: bool = False) -> str:
+def to_toml(
+    config: Section, *, origins: Mapping[str, str] | None = None, is_masked: bool = False, is_changes: bool = False
+) -> str:
     """Return every key of `config`. A null that is the default is left out; another is written as the text "None".
 
     Args:
         origins: where values came from, by dotted key. If given, each line ends with a comment that says it.
         is_masked: secrets are hidden, for whoever only looks: such a text does not start a role.
+        is_changes: what has its default is left out.
     """
-    return "\n".join(_section_lines(config, (), origins, is_masked=is_masked)).strip() + "\n"
+    defaults = type(config)() if is_changes else None
+    return "\n".join(_section_lines(config, (), origins, defaults, is_masked=is_masked)).strip() + "\n"
 
 
 def literal(value: object) -> str:
@@ -36,11 +40,19 @@ def literal(value: object) -> str:
     return tomli_w.dumps({"value": scalar}).removeprefix("value = ").removesuffix("\n")
 
 
-def _section_lines(section: Section, path: KeyPath, origins: Mapping[str, str] | None, *, is_masked: bool) -> Iterator[str]:
-    """Yield values before tables: TOML would count a value after a table to that table."""
+def _section_lines(
+    section: Section, path: KeyPath, origins: Mapping[str, str] | None, defaults: Section | None, *, is_masked: bool
+) -> Iterator[str]:
+    """Yield values before tables: TOML would count a value after a table to that table.
+
+    Args:
+        defaults: values that are left out.
+    """
     tables: list[tuple[str, object]] = []
     for name, field in type(section).model_fields.items():
         value: object = getattr(section, name)
+        if defaults is not None and value == getattr(defaults, name):
+            continue
         if value is None:
             if field.get_default(call_default_factory=True) is None:
                 continue
@@ -52,13 +64,16 @@ def _section_lines(section: Section, path: KeyPath, origins: Mapping[str, str] |
     for name, value in tables:
         here = (*path, name)
         if isinstance(value, Section):
-            yield from ("", f"[{_header(here)}]", *_section_lines(value, here, origins, is_masked=is_masked))
+            default = getattr(defaults, name, None)
+            inner = default if type(default) is type(value) else None
+            yield from ("", f"[{_header(here)}]", *_section_lines(value, here, origins, inner, is_masked=is_masked))
         elif table := as_table(value):
             lines = (_line(key, item, (*here, key), origins, is_masked=is_masked) for key, item in table.items())
             yield from ("", f"[{_header(here)}]", *lines)
         else:
             for index, item in enumerate(_sections_in(value)):
-                yield from ("", f"[[{_header(here)}]]", *_section_lines(item, (*here, index), origins, is_masked=is_masked))
+                lines = _section_lines(item, (*here, index), origins, None, is_masked=is_masked)
+                yield from ("", f"[[{_header(here)}]]", *lines)
 
 
 def _sections_in(value: object) -> list[Section]:

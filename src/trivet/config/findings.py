@@ -1,14 +1,12 @@
 """Collects what loading a configuration must tell the user: problems, which stop it, and notices, which do not."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trivet.config.keys import KeyPath, dotted
 from trivet.config.masking import hide_in_addresses
 from trivet.errors import ConfigError
+from trivet.key_names import key_name
 
-NameOf = Callable[[str], str]
-"""Returns the name by which the user knows a key: its own, or that of the dialect in which the user wrote it."""
 _MAX_LISTED = 50
 """Problems that are listed. Nobody reads more, and a file can have any number."""
 
@@ -16,11 +14,10 @@ _MAX_LISTED = 50
 class Key:
     """A key of the configuration. Its text is the name by which the user knows it."""
 
-    __slots__ = ("_name_of", "_path")
+    __slots__ = ("_path",)
 
-    def __init__(self, *path: str | int, name_of: NameOf = str) -> None:
+    def __init__(self, *path: str | int) -> None:
         self._path: KeyPath = path
-        self._name_of = name_of
 
     def __getattr__(self, name: str) -> "Key":
         """Return the key `name` below this one."""
@@ -30,34 +27,24 @@ class Key:
 
     def __getitem__(self, part: str | int) -> "Key":
         """Return the key below this one that is called `part`, or the entry of that index."""
-        return Key(*self._path, part, name_of=self._name_of)
+        return Key(*self._path, part)
 
     def __str__(self) -> str:
-        return self._name_of(dotted(self._path))
-
-    @property
-    def root(self) -> "Key":
-        """The key above all others, for the same user."""
-        return Key(name_of=self._name_of)
+        return key_name(dotted(self._path))
 
 
 ROOT = Key()
-"""The key above all others, for a user who writes keys by their own names: `ROOT.max_steps` is `max_steps`."""
+"""The key above all others: `ROOT.max_steps` is `max_steps`."""
 
 
 @dataclass(slots=True)
 class Findings:
     """Collected from every stage, so that one load reports all its problems together."""
 
-    name_of: NameOf = str
     problems: list[str] = field(default_factory=list[str])
     num_unlisted: int = 0
     """Problems beyond those that are listed."""
     notices: list[str] = field(default_factory=list[str])
-
-    def key(self, *path: str | int) -> Key:
-        """Return a key, for the text of a finding; without a path the one above all others."""
-        return Key(*path, name_of=self.name_of)
 
     def refuse(self, problem: str) -> None:
         """Add a problem, unless it was added before: two keys of a run can be one key of the user's."""

@@ -16,7 +16,8 @@ from pydantic_core import ErrorDetails
 
 from trivet.config.arguments import Arguments, parse_arguments
 from trivet.config.check import check
-from trivet.config.findings import Findings, NameOf
+from trivet.config.dump import to_toml
+from trivet.config.findings import Findings, Key
 from trivet.config.keys import KeyPath, Shape, dotted, find_key, nearest_key
 from trivet.config.masking import mask
 from trivet.config.resolve import resolve
@@ -81,7 +82,12 @@ class LoadedConfig(Generic[SectionT]):
     origins: Mapping[str, str]
     """Origin of each value by dotted key; a key that is not here has its default."""
     notices: Sequence[str]
-    name_of: NameOf = str
+    shows_changes: bool = False
+    """`to_shown_toml` leaves out what has its default."""
+
+    def to_shown_toml(self) -> str:
+        """Return the configuration for people: with origins, and without secrets."""
+        return to_toml(self.config, origins=self.origins, is_masked=True, is_changes=self.shows_changes)
 
 
 def load_config(
@@ -163,7 +169,7 @@ def load_sources(
         check(config, findings)
     findings.raise_problems()
     assert config is not None
-    return LoadedConfig(config=config, origins=values.origins(), notices=tuple(findings.notices), name_of=findings.name_of)
+    return LoadedConfig(config=config, origins=values.origins(), notices=tuple(findings.notices))
 
 
 def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:
@@ -224,7 +230,7 @@ def _refuse_unusable(config: Section, findings: Findings, path: KeyPath = ()) ->
         items = as_list(value) or [value]
         for index, item in enumerate(items):
             here = (*path, name, index) if len(items) > 1 else (*path, name)
-            key = findings.key(*here)
+            key = Key(*here)
             if isinstance(item, Section):
                 _refuse_unusable(item, findings, here)
             elif isinstance(item, Path):
@@ -237,14 +243,13 @@ def _refuse_unusable(config: Section, findings: Findings, path: KeyPath = ()) ->
 
 
 def _describe(error: ErrorDetails, path: KeyPath, values: Values, findings: Findings) -> str:
-    key = findings.key(*path)
+    key = Key(*path)
     origin = f" ({values.origin(path)})" if values.find(dotted(path)) is not UNSET else ""
     if error["type"] == "extra_forbidden":
         chooser = (*path[:-1], "type")
         tag = values.find(dotted(chooser))
         return (
-            f'{key} does not apply to {findings.key(*chooser)} "{None if tag is UNSET else tag}"; remove it or change the type'
-            f"{origin}"
+            f'{key} does not apply to {Key(*chooser)} "{None if tag is UNSET else tag}"; remove it or change the type{origin}'
         )
     if error["type"] == "missing":
         return f"{key} is missing: it has no default; set it"

@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
 from trivet.config.dump import literal
-from trivet.config.keys import KeyPath, Shape, dotted, key_of, members
+from trivet.config.keys import KeyPath, Shape, dotted, find_key, key_of, members, nearest_key
 from trivet.config.schema.base import Section
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import InferenceConfig
@@ -25,6 +25,8 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig
+from trivet.errors import ConfigError
+from trivet.shown_text import shorten
 
 
 def field_doc(section: type[Section], name: str) -> str:
@@ -48,7 +50,7 @@ def _docs_of_module(module: str) -> dict[tuple[str, str], str]:
     return docs
 
 
-USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run]"
+USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run [--changed]] [--help [SECTION]]"
 EXAMPLES: dict[type[Section], tuple[str, str]] = {
     RLConfig: ("rl", "rl @ config.toml --trainer.optim.lr 1e-5"),
     TrainerConfig: ("trainer", "trainer @ trainer.toml"),
@@ -88,6 +90,8 @@ class KeyRow:
 class SectionRows:
     """A section with the keys that it holds itself, as text."""
 
+    path: str
+    """The dotted name; empty for the top level."""
     header: str
     """The header in TOML, with brackets; empty for the top level."""
     text: str
@@ -100,10 +104,22 @@ def usage_text(kind: type[Section]) -> str:
     return f"usage: {command} {USAGE}\n e.g.: uv run {example}"
 
 
-def help_text(kind: type[Section]) -> str:
-    """Return the usage and every key of `kind`."""
+def help_text(kind: type[Section], only: str = "") -> str:
+    """Return the usage and every key of `kind`.
+
+    Args:
+        only: the section whose keys alone are wanted, such as `trainer.optim`, with the sections in it.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    sections = [section for section in section_rows(kind) if not only or f"{section.path}.".startswith(f"{only}.")]
+    if not sections:
+        nearest = nearest_key(kind, tuple(only.split("."))) if find_key(kind, tuple(only.split("."))) is None else None
+        hint = f"did you mean {nearest}?" if nearest else "--help alone lists all"
+        raise ConfigError(f"--help {shorten(only)}: there is no such section; {hint}")
     lines = [usage_text(kind)]
-    for section in section_rows(kind):
+    for section in sections:
         lines += ["", f"{section.header}  {section.text}".strip()]
         for row in section.rows:
             text = f". {row.text}" if row.text else ""
@@ -143,7 +159,7 @@ def section_rows(kind: type[Section], path: KeyPath = (), header: str = "", text
     fields = [(name, field, key_of(field)) for name, field in kind.model_fields.items()]
     rows = [_row(kind, name, field) for name, field, key in fields if not key.sections]
     if rows:
-        yield SectionRows(header=header, text=text, rows=rows)
+        yield SectionRows(path=dotted(path), header=header, text=text, rows=rows)
     for name, field, key in fields:
         inner = (*path, name)
         brackets = f"[[{dotted(inner)}]]" if key.shape is Shape.SECTION_LIST else f"[{dotted(inner)}]"

@@ -28,6 +28,7 @@ from trivet.config.schema.shared import (
 from trivet.config.schema.trainer import BenchConfig
 from trivet.config.sources import UNSET, Values
 from trivet.config.tables import as_list
+from trivet.key_names import key_name
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
 CONNECTING = ("host", "advertise", "port", "max_message_mib")
@@ -105,7 +106,7 @@ class _Resolution:
             self._match_server()
 
     def _make_deterministic(self) -> None:
-        values, key = self._values, self._findings.key
+        values, key = self._values, key_name
         if str(values.find("deterministic")).lower() != "true":
             return
         for name, value in DETERMINISTIC.items():
@@ -154,7 +155,7 @@ class _Resolution:
 
     def _agree(self, *keys: str) -> None:
         """Give `keys` one value: any of them sets all, two different ones are refused."""
-        values, key = self._values, self._findings.key
+        values, key = self._values, key_name
         explicit = [name for name in keys if values.has_value(name)]
         for name in explicit:
             first, value, other = explicit[0], values.find(explicit[0]), values.find(name)
@@ -169,7 +170,7 @@ class _Resolution:
 
     def _place_teacher(self) -> None:
         """Fill the section of a teacher's server that the run starts, and point the orchestrator at it."""
-        values, key = self._values, self._findings.key
+        values, key = self._values, key_name
         if values.find("teacher_inference") is UNSET:
             if not values.has_value("teacher_gpu_ids"):
                 return
@@ -197,7 +198,7 @@ class _Resolution:
         self._point_client_at_server(server="teacher_inference", client="orchestrator.teacher_model.client")
 
     def _point_client_at_server(self, *, server: str, client: str) -> None:
-        values, key = self._values, self._findings.key
+        values, key = self._values, key_name
         names = [name for name in (f"{server}.server.host", f"{server}.server.port") if values.has_value(name)]
         given = {name.rpartition(".")[2]: str(values.find(name)) for name in names}
         host, port = given.get("host", ServerConfig().host), given.get("port", str(ServerConfig().port))
@@ -212,8 +213,8 @@ class _Resolution:
             is_same_host = parts.hostname == host or (parts.hostname in LOCAL_HOSTS and host in LOCAL_HOSTS)
             if not is_same_host or _port_of(str(url)) != port:
                 self._findings.refuse(
-                    f"{key(client).base_url} ({url}, {self._source(f'{client}.base_url')}) is not the server of this run,"
-                    f" {key(server).server} ({host}:{port}); remove base_url, or set {key(server)} ="
+                    f"{key(f'{client}.base_url')} ({url}, {self._source(f'{client}.base_url')}) is not the server of this run,"
+                    f" {key(f'{server}.server')} ({host}:{port}); remove base_url, or set {key(server)} ="
                     ' "None" when someone else starts the servers'
                 )
 

@@ -191,10 +191,9 @@ class Values:
                     inner = table[name] = self._nulled.pop(here, {})
                 table = cast("dict[str, object]", inner)
                 continue
-            items = as_list(table.get(name))
-            if items is None:
-                default = key.field.get_default(call_default_factory=True) if key.field else None
-                items = [{} for _ in as_list(default) or ()]
+            default = key.field.get_default(call_default_factory=True) if key.field else None
+            present = as_list(table.get(name))
+            items: list[object] = [{} for _ in as_list(default) or ()] if present is None else present
             table[name] = items
             if not parts[0].isdecimal() and len(items) > 1:
                 raise ValueError(f"{dotted(here)} has {len(items)} entries; say which, e.g. {dotted(here)}.0.{parts[0]}")

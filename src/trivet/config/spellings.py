@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trivet.config.dump import literal
-from trivet.config.findings import Findings
+from trivet.config.findings import Findings, Key
 from trivet.config.keys import Shape, find_key
 from trivet.config.schema.base import Section
 from trivet.config.schema.evaluation import EvalConfig
@@ -212,7 +212,7 @@ def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: F
             gpu_counts[GPU_COUNTS[name]] = entry
             continue
         today = replace(entry, path=current_path(kind, entry.path))
-        old_key, key = findings.key(*entry.path), findings.key(*today.path)
+        old_key, key = Key(*entry.path), Key(*today.path)
         if today.path != entry.path:
             findings.notice(f"{old_key} is called {key} here ({entry.origin})")
             other = by_path.get(today.path)
@@ -281,7 +281,7 @@ def current_path(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...]:
 
 def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
-    named = f"{findings.key(*entry.path)} ({entry.origin})"
+    named = f"{Key(*entry.path)} ({entry.origin})"
     if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
         findings.notice(f"{named}: {SINGLE_VALUES[name]} is the only choice here; remove the key")
     elif old := _longest_prefix(name, IGNORED):

@@ -3,16 +3,16 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from trivet.config.environment_ids import parse_environment_id
-from trivet.config.findings import Findings, Key, NameOf
+from trivet.config.findings import ROOT, Findings
 from trivet.config.keys import find_key
 from trivet.config.load import LoadedConfig, environment_entries, load_sources
 from trivet.config.schema.inference import VLLM_KEYS
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs, VfWandbConfig
 from trivet.config.sources import Entry
+from trivet.key_names import key_name
 
 _ARGS = "trainer.args"
 _CHECKPOINT = re.compile(r"(?:.*/)?checkpoint-(\d+)/?")
@@ -52,7 +52,6 @@ _SAME_MEANING = {
     "vllm_server_timeout": "orchestrator.client.wait_for_ready_timeout",
 }
 """Key of [trainer.args] to the run's key that has its value as it is."""
-_SAMPLING = "orchestrator.sampling."
 _LORA = {
     "lora_rank": "rank",
     "lora_alpha": "alpha",
@@ -62,7 +61,7 @@ _LORA = {
     "lora_use_rslora": "rslora",
 }
 """Key of [trainer.args] to the key below trainer.model.lora that has its value as it is."""
-RUN_KEYS = {
+RUN_NAMES = {
     **{key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items()},
     **{f"trainer.model.lora.{key}": f"{_ARGS}.{name}" for name, key in _LORA.items()},
     **{f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_KEYS.items()},
@@ -72,35 +71,20 @@ RUN_KEYS = {
     ),
     **dict.fromkeys(("ckpt.interval", "ckpt.weights.interval"), f"{_ARGS}.save_steps"),
     "ckpt.resume_step": f"{_ARGS}.resume_from_checkpoint",
+    "ckpt.allow_changes": "the variable TRIVET_CKPT__ALLOW_CHANGES",
     "inference_gpu_ids": "inference.gpus",
     "trainer_gpu_ids": "trainer.gpus",
-}
-"""Key of the run to the key of the dialect that sets it."""
-RUN_NAMES = {
-    **RUN_KEYS,
+    "inference.vllm_args.": "inference.args.",
     "--trainer.ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
     "--ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
     "ckpt.resume_step = -1": f"{_ARGS}.resume_from_checkpoint = true",
     "--clean": f"--{_ARGS}.overwrite-output-dir true",
-    "ckpt.allow_changes": "the variable TRIVET_CKPT__ALLOW_CHANGES",
 }
-"""Names of keys and flags of the run in the messages of its processes."""
-_VLLM_ARGS = "inference.vllm_args."
-
-
-def name_in_dialect(key: str) -> str:
-    """Return the key of the dialect that sets `key` of the run, or `key` itself if none does."""
-    if key.startswith(_VLLM_ARGS):
-        return f"inference.args.{key.removeprefix(_VLLM_ARGS)}"
-    return RUN_KEYS.get(key, key)
+"""Names of keys and flags of the run for a user of the dialect."""
 
 
 def load_run(
-    loaded: LoadedConfig[VfRLConfig],
-    *,
-    environ: Mapping[str, str],
-    run_entries: Sequence[Entry] = (),
-    name_of: NameOf = name_in_dialect,
+    loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str], run_entries: Sequence[Entry] = ()
 ) -> LoadedConfig[RLConfig]:
     """Return the run that a `vf-rl` configuration describes, checked like any other.
 
@@ -108,91 +92,47 @@ def load_run(
         loaded: the configuration in the dialect.
         environ: variables with our prefix set keys of the run; what the user wrote in the dialect wins, its defaults do not.
         run_entries: values of the run's own keys, which win over all others.
-        name_of: returns the name by which the user knows a key of the run or of the dialect.
 
     Raises:
-        ConfigError: lists every problem, by the names that the user wrote.
+        ConfigError: lists every problem.
     """
-    findings = Findings(name_of=name_of)
-    for problem in batch_problems(loaded.config, findings.key()):
+    findings = Findings()
+    for problem in _problems(loaded.config):
         findings.refuse(problem)
     findings.raise_problems()
-    for notice in (*loaded.notices, *notices_of(loaded.config, findings.key())):
+    for notice in (*loaded.notices, *_notices(loaded.config)):
         findings.notice(notice)
-    translated = list(translate(loaded, name_of=name_of))
-    by_default, written = ([value.entry for value in translated if value.is_written == wanted] for wanted in (False, True))
+    by_default, written = list[Entry](), list[Entry]()
+    for key, value, source in _translate(loaded.config):
+        origin = f"{key_name(source)}, {loaded.origins.get(source, 'its default')}"
+        entry = Entry(path=tuple(key.split(".")), value="None" if value is None else value, origin=origin)
+        (written if source in loaded.origins else by_default).append(entry)
     variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
     if any(entry.path == ("trainer", "loss", "type") for entry in run_entries):  # the dialect's defaults are of another loss
         by_default = [entry for entry in by_default if entry.path[:2] != ("trainer", "loss")]
-    return load_sources(RLConfig, [by_default, variables, written, list(run_entries)], findings)
+    return load_sources(RLConfig, [by_default, variables, written, run_entries], findings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Translated:
-    """A value of the dialect as a value of the run."""
-
-    entry: Entry
-    """The value at the run's key. Its origin has the user's name of the dialect's key, and where that was written."""
-    is_written: bool
-    """True if the user wrote it; else it is the dialect's default."""
-
-
-def translate(loaded: LoadedConfig[VfRLConfig], *, name_of: NameOf) -> Iterator[Translated]:
-    """Yield every value of the dialect as a value of the run. A dry run prints its origin, so the name in it is final."""
-
-    def entry(key: str, value: object, source: str) -> Translated:
-        origin = f"{name_of(source)}, {loaded.origins.get(source, 'its default')}"
-        path = tuple(key.split("."))
-        return Translated(
-            entry=Entry(path=path, value="None" if value is None else value, origin=origin),
-            is_written=source in loaded.origins,
-        )
-
-    config = loaded.config
-    args = config.trainer.args
-    yield entry("model.name", config.model, "model")
-    yield entry("orchestrator.env", [_environment(config)], "env.id")
-    yield from (
-        entry(f"inference.{key}", value, source) for key, value, source in _inference(config) if key != "model.max_model_len"
-    )
-    yield entry("max_model_len", *_max_model_len(config))
-    first = config.inference.gpus
-    yield entry("inference_gpu_ids", list(range(first)), "inference.gpus")
-    yield entry("trainer_gpu_ids", list(range(first, first + config.trainer.gpus)), "trainer.gpus")
-    for name, key in _SAME_MEANING.items():
-        value = getattr(args, name)
-        if value is not None or name == "max_grad_norm":
-            yield entry(key, value, f"{_ARGS}.{name}")
-    if args.use_lora:
-        for name, key in _LORA.items():
-            if (value := getattr(args, name)) is not None:
-                yield entry(f"trainer.model.lora.{key}", value, f"{_ARGS}.{name}")
-    for key, value, name in _derived(config):
-        yield entry(key, value, f"{_ARGS}.{name}")
-
-
-def batch_problems(config: VfRLConfig, at: Key) -> Iterator[str]:
+def _problems(config: VfRLConfig) -> Iterator[str]:
     """Yield the problems of batch settings that the dialect alone restricts."""
-    args, num_gpus, keys = config.trainer.args, config.trainer.gpus, at.trainer.args
+    args, num_gpus, keys = config.trainer.args, config.trainer.gpus, ROOT.trainer.args
     at_once = args.micro_batch_size * num_gpus
     if args.batch_size % at_once:
         yield (
-            f"{keys.batch_size} ({args.batch_size}) must be divisible by {keys.micro_batch_size} * {at.trainer.gpus} "
+            f"{keys.batch_size} ({args.batch_size}) must be divisible by {keys.micro_batch_size} * {ROOT.trainer.gpus} "
             f"({args.micro_batch_size} * {num_gpus} = {at_once}): {args.batch_size} % {at_once} = {args.batch_size % at_once}; "
             f"try batch_size = {at_once * max(1, round(args.batch_size / at_once))}"
         )
     if isinstance(args.resume_from_checkpoint, str) and _CHECKPOINT.fullmatch(args.resume_from_checkpoint) is None:
         yield f'{keys.resume_from_checkpoint} must be true, false, or end with checkpoint-N, got "{args.resume_from_checkpoint}"'
-    unknown = sorted({*_reports(args)} - {"wandb", "none", "all"})
-    if unknown:
+    if unknown := sorted({*_reports(args)} - {"wandb", "none", "all"}):
         yield f'{keys.report_to} knows "wandb" and "none", got "{", ".join(unknown)}"'
 
 
-def notices_of(config: VfRLConfig, at: Key) -> Iterator[str]:
+def _notices(config: VfRLConfig) -> Iterator[str]:
     """Yield a notice for each key whose effect here differs from the dialect's."""
-    args, keys = config.trainer.args, at.trainer.args
-    written = args.model_fields_set
-    if "micro_batch_size" in written:
+    args, keys = config.trainer.args, ROOT.trainer.args
+    if "micro_batch_size" in args.model_fields_set:
         yield (
             f"{keys.micro_batch_size}: rows of packed rollouts have at most max_seq_len ({args.max_seq_len}) tokens, however "
             "many rollouts fit"
@@ -200,45 +140,55 @@ def notices_of(config: VfRLConfig, at: Key) -> Iterator[str]:
     if args.max_prompt_len is not None:
         yield f"{keys.max_prompt_len}: prompts are not cut; max_seq_len ({args.max_seq_len}) bounds prompt and completion"
     if "/" in config.env.id:
-        yield f'env.id "{config.env.id}": the package {environment_name(config)} of this machine is used; nothing is downloaded'
+        yield f'env.id "{config.env.id}": the package {_environment_name(config)} of this machine is used; nothing is downloaded'
 
 
-def _environment(config: VfRLConfig) -> dict[str, object]:
-    named = {"name": environment_name(config)} if "/" in config.env.id else {}
-    return {"id": config.env.id, "args": config.env.args, **named}
-
-
-def environment_name(config: VfRLConfig) -> str:
+def _environment_name(config: VfRLConfig) -> str:
     """Return the name of the environment's package, without its owner."""
     return parse_environment_id(config.env.id).name
 
 
-def run_name(config: VfRLConfig) -> str:
-    """Return the name that the run's directory and its W&B run have."""
-    return config.trainer.args.run_name or environment_name(config)
-
-
-def _inference(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
+def _translate(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
+    """Yield every value as one of the run: its key there, the value, and the key of the dialect that it follows from."""
+    first, args = config.inference.gpus, config.trainer.args
+    yield "model.name", config.model, "model"
+    yield "orchestrator.env", [_environment(config)], "env.id"
+    max_model_len: tuple[str, object, str] = "max_model_len", args.max_seq_len, f"{_ARGS}.max_seq_len"
     for name, value in config.inference.args.items():
         argument = name.removeprefix("--").replace("-", "_")
-        yield VLLM_KEYS.get(argument, f"vllm_args.{argument}"), value, f"inference.args.{name}"
+        if argument == "max_model_len":
+            max_model_len = argument, value, f"inference.args.{name}"
+        else:
+            yield f"inference.{VLLM_KEYS.get(argument, f'vllm_args.{argument}')}", value, f"inference.args.{name}"
+    yield max_model_len
+    yield "inference_gpu_ids", list(range(first)), "inference.gpus"
+    yield "trainer_gpu_ids", list(range(first, first + config.trainer.gpus)), "trainer.gpus"
+    for key, value, name in (*_same_values(args), *_derived_values(config), *_schedule(args), *_shown_rollouts(config)):
+        yield key, value, f"{_ARGS}.{name}"
 
 
-def _max_model_len(config: VfRLConfig) -> tuple[object, str]:
-    """Return the longest context, and the key of the dialect that sets it."""
-    written = ((value, source) for key, value, source in _inference(config) if key == "model.max_model_len")
-    return next(written, (config.trainer.args.max_seq_len, f"{_ARGS}.max_seq_len"))
+def _environment(config: VfRLConfig) -> dict[str, object]:
+    named = {"name": _environment_name(config)} if "/" in config.env.id else {}
+    return {"id": config.env.id, "args": config.env.args, **named}
 
 
-def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
-    """Yield keys whose value here is made of other values there: key, value, and the name it follows from."""
+def _same_values(args: VfTrainerArgs) -> Iterator[tuple[str, object, str]]:
+    """Yield keys whose value here is the one there."""
+    for name, key in _SAME_MEANING.items():
+        if (value := getattr(args, name)) is not None or name == "max_grad_norm":
+            yield key, value, name
+    for name, key in _LORA.items() if args.use_lora else ():
+        if (value := getattr(args, name)) is not None:
+            yield f"trainer.model.lora.{key}", value, name
+
+
+def _derived_values(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
+    """Yield keys whose value here is made of other values there."""
     args = config.trainer.args
-    yield "output_dir", args.output_dir or f"outputs/{run_name(config)}", "output_dir" if args.output_dir else "run_name"
-    yield from _schedule(args)
-    if args.bf16 == "auto":
-        yield "trainer.model.compute_dtype", "auto", "bf16"
-    else:
-        yield "trainer.model.compute_dtype", "bfloat16" if args.bf16 else "float32", "bf16"
+    run_name = args.run_name or _environment_name(config)
+    yield "output_dir", args.output_dir or f"outputs/{run_name}", "output_dir" if args.output_dir else "run_name"
+    dtypes: dict[object, str] = {"auto": "auto", True: "bfloat16", False: "float32"}
+    yield "trainer.model.compute_dtype", dtypes[args.bf16], "bf16"
     if args.gradient_checkpointing:
         yield "trainer.model.ac.freq", 1, "gradient_checkpointing"
     if args.sync_ref_model:
@@ -252,46 +202,38 @@ def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
     if args.eval_strategy == "steps":
         yield "orchestrator.eval.interval", args.eval_steps, "eval_steps"
         yield "orchestrator.eval.env", [_environment(config)], "eval_strategy"
-        for name, key in _SAME_MEANING.items():  # measured as it is trained
-            if key.startswith(_SAMPLING) and (value := getattr(args, name)) is not None:
-                yield f"orchestrator.eval.sampling.{key.removeprefix(_SAMPLING)}", value, name
-    yield from _shown_rollouts(config)
-
-
-def _shown_rollouts(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
-    """Yield what W&B and the console show; like `_derived`."""
-    args = config.trainer.args
-    if args.wandb is not None or not {"wandb", "all"}.isdisjoint(_reports(args)):
-        wandb = args.wandb
-        yield "wandb.project", wandb.project if wandb else "trivet", "wandb.project"
-        yield "wandb.name", (wandb.name if wandb else None) or run_name(config), "wandb.name"
-        yield "wandb.offline", wandb.offline if wandb else False, "wandb.offline"
-        # The documented trainer logs sample completions with every line of numbers.
-        yield "wandb.log_extras.interval", args.logging_steps, "logging_steps"
-        yield "wandb.log_extras.samples", args.log_completions, "log_completions"
-    if not args.log_completions:
-        yield "orchestrator.shown_samples", None, "log_completions"
-    else:
-        yield "orchestrator.shown_samples.count", args.num_completions_to_print, "num_completions_to_print"
+        sampling = [(name, key) for name, key in _SAME_MEANING.items() if key.startswith("orchestrator.sampling.")]
+        for name, key in sampling:  # measured as it is trained
+            if (value := getattr(args, name)) is not None:
+                yield f"orchestrator.eval.{key.removeprefix('orchestrator.')}", value, name
 
 
 def _schedule(args: VfTrainerArgs) -> Iterator[tuple[str, object, str]]:
-    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * args.max_steps)
-    source = "warmup_steps" if args.warmup_steps or not args.warmup_ratio else "warmup_ratio"
-    match args.lr_scheduler_type:
-        case "constant":
-            yield "trainer.scheduler.type", "constant", "lr_scheduler_type"
-        case "constant_with_warmup":
-            yield "trainer.scheduler.type", "linear", "lr_scheduler_type"
-            yield "trainer.scheduler.warmup_steps", warmup, source
-            yield "trainer.scheduler.decay_steps", 0, "lr_scheduler_type"
-        case "linear":
-            yield "trainer.scheduler.type", "linear", "lr_scheduler_type"
-            yield "trainer.scheduler.warmup_steps", warmup, source
-            yield "trainer.scheduler.decay_steps", max(0, args.max_steps - warmup), "lr_scheduler_type"
-        case "cosine":
-            yield "trainer.scheduler.type", "cosine", "lr_scheduler_type"
-            yield "trainer.scheduler.warmup_steps", warmup, source
+    kind, warmup = args.lr_scheduler_type, args.warmup_steps or math.ceil(args.warmup_ratio * args.max_steps)
+    yield "trainer.scheduler.type", "linear" if kind == "constant_with_warmup" else kind, "lr_scheduler_type"
+    if kind != "constant":
+        source = "warmup_steps" if args.warmup_steps or not args.warmup_ratio else "warmup_ratio"
+        yield "trainer.scheduler.warmup_steps", warmup, source
+    if kind in ("linear", "constant_with_warmup"):
+        decay_steps = max(0, args.max_steps - warmup) if kind == "linear" else 0
+        yield "trainer.scheduler.decay_steps", decay_steps, "lr_scheduler_type"
+
+
+def _shown_rollouts(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
+    """Yield what W&B and the console show."""
+    args = config.trainer.args
+    if args.wandb is not None or not {"wandb", "all"}.isdisjoint(_reports(args)):
+        wandb = args.wandb or VfWandbConfig()
+        yield "wandb.project", wandb.project, "wandb.project"
+        yield "wandb.name", wandb.name or args.run_name or _environment_name(config), "wandb.name"
+        yield "wandb.offline", wandb.offline, "wandb.offline"
+        # The documented trainer logs sample completions with every line of numbers.
+        yield "wandb.log_extras.interval", args.logging_steps, "logging_steps"
+        yield "wandb.log_extras.samples", args.log_completions, "log_completions"
+    if args.log_completions:
+        yield "orchestrator.shown_samples.count", args.num_completions_to_print, "num_completions_to_print"
+    else:
+        yield "orchestrator.shown_samples", None, "log_completions"
 
 
 def _reports(args: VfTrainerArgs) -> list[str]:

@@ -22,7 +22,8 @@ from trivet.config.schema.trainer import LossConfig, TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.config.sources import Entry
 from trivet.config.spellings import use_current_names
-from trivet.library.process import name_in_python
+from trivet.key_names import use_names
+from trivet.library.process import PYTHON_NAMES
 from trivet.shown_text import printable
 
 logger = logging.getLogger(__name__)
@@ -88,10 +89,11 @@ class RLArguments(_RLKeys):
     if not TYPE_CHECKING:  # an editor completes the fields, which a constructor of its own would hide
 
         def __init__(self, **values: Any) -> None:
-            findings = Findings(name_of=name_in_python)
+            findings = Findings()
             entries = [Entry(path=(*_DIALECT, name), value=value, origin="RLConfig") for name, value in values.items()]
-            current = {entry.path[-1]: entry.value for entry in use_current_names(VfRLConfig, entries, findings)}
-            super().__init__(**_check(_RLKeys, current, findings, origin="RLConfig"))
+            with use_names(PYTHON_NAMES):
+                current = {entry.path[-1]: entry.value for entry in use_current_names(VfRLConfig, entries, findings)}
+                super().__init__(**_check(_RLKeys, current, findings, origin="RLConfig"))
 
 
 class SFTArguments(SftConfig):

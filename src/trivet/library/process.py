@@ -21,7 +21,7 @@ from typing import Any
 
 from trivet.config.dump import to_toml
 from trivet.config.schema.base import Section
-from trivet.dialects.vf_translation import RUN_KEYS
+from trivet.dialects.vf_translation import RUN_NAMES
 from trivet.errors import ConfigError, Diverged, RoleFailed, TrivetError
 from trivet.launcher.logs import last_lines
 from trivet.process.lifetime import module_command, tied_command
@@ -37,7 +37,8 @@ _COMMIT_TIMEOUT_S = 60.0
 _NUM_LINES = 30
 _ARGS = "trainer.args."
 PYTHON_NAMES = {
-    **{key: name.removeprefix(_ARGS) for key, name in RUN_KEYS.items() if name.startswith(_ARGS)},
+    **{key: name.removeprefix(_ARGS) for key, name in RUN_NAMES.items() if name.startswith(_ARGS)},
+    _ARGS: "",
     "model.name": "model",
     "inference.gpus": "inference_gpu_ids",
     "trainer.gpus": "trainer_gpu_ids",
@@ -51,11 +52,6 @@ _ERRORS: Mapping[int, type[TrivetError]] = {2: ConfigError, 3: Diverged}
 """Meanings of a command's exit codes; any other than 0 means that a role failed."""
 _REFUSAL = re.compile(r"^error: ", re.MULTILINE)
 """Prefix of a refusal."""
-
-
-def name_in_python(key: str) -> str:
-    """Return what a user of `RLTrainer` writes for a key of the run or of the dialect."""
-    return PYTHON_NAMES.get(key, key.removeprefix(_ARGS))
 
 
 class RunProcess:

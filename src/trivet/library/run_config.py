@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trivet.config.check_files import file_problems
 from trivet.config.findings import Findings
 from trivet.config.load import load_sources
 from trivet.config.schema.rl import RLConfig
@@ -20,9 +19,10 @@ from trivet.config.sources import Entry
 from trivet.dialects.vf_translation import load_run
 from trivet.environments.packages.installed import LOADER, require_installed
 from trivet.errors import ConfigError
+from trivet.key_names import use_names
 from trivet.library.arguments import RUN_KEYS, RLArguments, SFTArguments, entries_of, show_notices, written_values
 from trivet.library.functions import FunctionFiles, split_partial
-from trivet.library.process import name_in_python
+from trivet.library.process import PYTHON_NAMES
 from trivet.process.imports import file_of
 
 Environment = str | Callable[..., Any]
@@ -41,6 +41,7 @@ class PlannedRun:
     """The files of the program's functions, which are not written yet."""
 
 
+@use_names(PYTHON_NAMES)
 def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args: Mapping[str, Any]) -> PlannedRun:
     """Return the run that the arguments of `RLTrainer` describe.
 
@@ -74,9 +75,9 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
         "inference": {"gpus": len(args.inference_gpu_ids or [0])},
         "trainer": {"gpus": len(args.trainer_gpu_ids or [0]), "args": {**written, "output_dir": str(output_dir)}},
     }
-    loaded = load_sources(VfRLConfig, [entries_of(dialect, origin=_ARGUMENTS)], Findings(name_of=name_in_python))
+    loaded = load_sources(VfRLConfig, [entries_of(dialect, origin=_ARGUMENTS)], Findings())
     run_entries = [*_environment_entries(env, name, args, functions, env_args), *_run_entries(args, functions)]
-    run = load_run(loaded, environ=os.environ, run_entries=run_entries, name_of=name_in_python)
+    run = load_run(loaded, environ=os.environ, run_entries=run_entries)
     show_notices(run.notices)
     for configured in run.config.orchestrator.environments.values():
         if file_of(configured.package) is None:  # the file of a function is written when the run is started
@@ -99,18 +100,6 @@ def plan_sft(model: str | Path | None, data: str | Path | None, args: SFTArgumen
     loaded = load_sources(SftConfig, sources, Findings())
     show_notices(loaded.notices)
     return loaded.config
-
-
-def require_files(config: RLConfig | SftConfig, *, name_of: Callable[[str], str] = str) -> None:
-    """Check that this machine has the files that a configuration names.
-
-    Raises:
-        ConfigError: lists every problem; a model that is named by a path and is no model directory, for one.
-    """
-    findings = Findings(name_of=name_of)
-    for problem in file_problems(config, findings.key()):
-        findings.refuse(problem)
-    findings.raise_problems()
 
 
 def _require_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

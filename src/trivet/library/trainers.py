@@ -15,18 +15,19 @@ from types import TracebackType
 from typing import Any
 
 from trivet.checkpoints.commit import committed_steps
+from trivet.config.check_files import require_files
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError
-from trivet.key_names import to_variable
+from trivet.key_names import to_variable, use_names
 from trivet.launcher.terminal import describe_activity, make_progress
 from trivet.library.arguments import RLArguments, SFTArguments
 from trivet.library.functions import FunctionFiles
-from trivet.library.process import PYTHON_NAMES, RunProcess, name_in_python
+from trivet.library.process import PYTHON_NAMES, RunProcess
 from trivet.library.run import Policy, Run, RunStep, StepReader
-from trivet.library.run_config import Environment, plan_run, plan_sft, require_files
+from trivet.library.run_config import Environment, plan_run, plan_sft
 from trivet.storage.durable import replace_file, write_atomically
 from trivet.view.status import read_status
 from trivet.wire.status import RunStatus
@@ -183,7 +184,8 @@ class RLTrainer(_Trainer):
         """
         args = args or RLArguments()
         planned = plan_run(model, env, args, env_args=env_args or {})
-        require_files(planned.config, name_of=name_in_python)
+        with use_names(PYTHON_NAMES):
+            require_files(planned.config)
         super().__init__(
             planned.config,
             module="trivet.launcher.commands.rl",

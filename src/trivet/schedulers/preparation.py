@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from trivet.config.dump import to_toml
 from trivet.config.load import LoadedConfig
 from trivet.config.masking import mask_table, names_secret
 from trivet.config.schema.evaluation import EvalConfig
@@ -167,4 +166,4 @@ def show_notices(notices: Iterable[str]) -> None:
 
 def show_resolved(loaded: LoadedConfig[Submittable]) -> None:
     """Print the resolved configuration, for `--dry-run`."""
-    print(to_toml(loaded.config, origins=loaded.origins, is_masked=True))
+    print(loaded.to_shown_toml())

@@ -54,12 +54,6 @@ def test_messages_name_keys_as_the_starter_of_the_process_says(
     assert "args.learning_rate is too large" in capsys.readouterr().err
 
 
-def test_names_that_cannot_be_read_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv(VARIABLE, "no JSON")
-    assert run_command(TrainerConfig, Recorder(), []) == 2
-    assert VARIABLE in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("error", "code"), [(Diverged("loss is NaN"), 3), (ConfigError("no"), 2), (EnvironmentLoadError("no"), 2)]
 )
@@ -115,6 +109,35 @@ def test_help_lists_every_key_and_needs_no_valid_configuration(capsys: pytest.Ca
     assert printed.startswith("usage: eval ")
     assert "weights_dir" in printed
     assert "[[env]]" in printed
+
+
+def test_help_of_a_section_lists_its_keys_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(RLConfig, lambda config: 1, ["--help", "trainer.optim"]) == 0
+    printed = capsys.readouterr().out
+    assert '[trainer.optim] type = "adamw"' in printed
+    assert "betas1" in printed
+    assert "[trainer.model]" not in printed
+    assert "[trainer.optim" not in printed.replace("[trainer.optim] type", "")
+    assert run_command(RLConfig, lambda config: 1, ["--help", "trainer.optimizer"]) == 2
+    assert "did you mean trainer.optim?" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_changes_prints_what_is_not_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--optim.lr", "0.5", "--wandb", "--scheduler.type", "cosine", "--max-steps", "3", "--seed", "42", "--dry-run"]
+    assert run_command(TrainerConfig, Recorder(), [*argv, "--changed"]) == 0
+    printed = capsys.readouterr().out
+    assert "lr = 0.5  # flag --optim.lr" in printed
+    assert "[wandb]" in printed
+    assert "seed" not in printed
+    assert "betas1" not in printed
+    file = tmp_path / "changed.toml"
+    file.write_text(printed)
+    assert run_command(TrainerConfig, Recorder(), ["@", str(file), "--dry-run", "--changed"]) == 0
+    assert [line.partition("  #")[0] for line in capsys.readouterr().out.splitlines()] == [
+        line.partition("  #")[0] for line in printed.splitlines()
+    ]
+    assert run_command(TrainerConfig, Recorder(), ["--changed"]) == 2
+    assert "add --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,31 +1,30 @@
 """Findings name keys as the user does, and list every problem once."""
 
+from collections.abc import Iterator
+
 import pytest
 
-from trivet.config.findings import Findings
+from trivet.config.findings import ROOT, Findings, Key
 from trivet.errors import ConfigError
+from trivet.key_names import use_names
 
-NAMES = {"seq_len": "trainer.args.max_seq_len", "trainer.model.seq_len": "trainer.args.max_seq_len"}
 
-
-def name_of(key: str) -> str:
-    return NAMES.get(key, key)
+@pytest.fixture(autouse=True)
+def users_names() -> Iterator[None]:
+    with use_names({"seq_len": "trainer.args.max_seq_len", "trainer.model.seq_len": "trainer.args.max_seq_len"}):
+        yield
 
 
 def test_the_text_of_a_key_is_the_users_name_of_it() -> None:
-    at = Findings(name_of=name_of).key()
-    assert [str(key) for key in (at.seq_len, at.env[0].limit, at.env.root.trainer["model"].seq_len)] == [
-        "trainer.args.max_seq_len",
-        "env.0.limit",
-        "trainer.args.max_seq_len",
-    ]
+    assert str(ROOT.seq_len) == str(Key("trainer")["model"].seq_len) == "trainer.args.max_seq_len"
+    assert str(ROOT.env[0].limit) == "env.0.limit"
 
 
 def test_problems_are_raised_together_each_once() -> None:
-    findings = Findings(name_of=name_of)
+    findings = Findings()
     findings.raise_problems()
-    for key in ("seq_len", "trainer.model.seq_len", "max_steps"):
-        findings.refuse(f"{findings.key(key)} is wrong")
+    for key in (ROOT.seq_len, ROOT.trainer.model.seq_len, ROOT.max_steps):
+        findings.refuse(f"{key} is wrong")
     with pytest.raises(ConfigError) as caught:
         findings.raise_problems()
     assert str(caught.value) == "2 problems in the configuration:\n- trainer.args.max_seq_len is wrong\n- max_steps is wrong"

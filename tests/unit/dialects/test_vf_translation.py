@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,12 @@ ELSEWHERE = {
     "ref_model_sync_steps": "only with sync_ref_model",
     "mask_env_responses": "has one value",
 }
+
+
+@pytest.fixture(autouse=True)
+def users_names() -> Iterator[None]:
+    with use_names(RUN_NAMES):
+        yield
 
 
 def translated(tmp_path: Path, text: str) -> tuple[RLConfig, str]:
@@ -300,8 +307,7 @@ def test_a_file_that_cannot_be_read_is_the_only_complaint(tmp_path: Path) -> Non
     ],
 )
 def test_messages_of_the_runs_processes_name_the_keys_of_the_dialect(key: str, name: str) -> None:
-    with use_names(RUN_NAMES):
-        assert key_name(key) == name
+    assert key_name(key) == name
 
 
 def test_wandb_gets_samples_at_every_logged_step(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ ENTRIES = (
 )
 ADAPTERS = "trivet.environments.apis."
 BLOCKED = (
-    *("torch", "vllm", "pydantic", "pydantic_settings", "zmq", "transformers", "httpx", "openai", "rich", "datasets", "xxhash"),
+    *("torch", "vllm", "pydantic", "zmq", "transformers", "httpx", "openai", "rich", "datasets", "xxhash"),
     *("safetensors", "tokenizers", "verifiers", "packaging", "tomli_w", "wandb", "prometheus_client"),
 )
 

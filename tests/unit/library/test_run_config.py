@@ -10,8 +10,9 @@ import pytest
 
 from trivet.config.schema.trainer import CustomLossConfig, GrpoLossConfig
 from trivet.errors import ConfigError, EnvironmentLoadError
+from trivet.key_names import key_name, use_names
 from trivet.library.arguments import RLArguments, SFTArguments
-from trivet.library.process import name_in_python
+from trivet.library.process import PYTHON_NAMES
 from trivet.library.run_config import name_of_environment, plan_run, plan_sft
 from trivet.library.trainers import RLTrainer
 from trivet.process.imports import file_of
@@ -132,7 +133,8 @@ def test_a_value_of_the_dialect_that_the_run_refuses_has_its_python_name(caplog:
     ],
 )
 def test_a_key_is_named_as_rlconfig_takes_it(key: str, name: str) -> None:
-    assert name_in_python(key) == name
+    with use_names(PYTHON_NAMES):
+        assert key_name(key) == name
 
 
 def test_an_environment_is_named_after_its_function_or_its_file(functions: ModuleType) -> None:
