@@ -1,16 +1,19 @@
 """No process of a run listens beyond loopback, by the kernel's list of every socket."""
 
+import ipaddress
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-from support.listening import Listener, listeners_of
 from support.processes import descendants_of
 from support.rl_run import CONFIG, Run
 from trivet.config.layout import STABLE
@@ -20,6 +23,29 @@ from trivet.secret import read_secret
 MAX_STEPS = 2
 RANKS = 2
 TRAINED_WITHIN_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Listener:
+    protocol: str
+    address: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        address = ipaddress.ip_address(self.address)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def listeners_of(pid: int) -> set[Listener]:
+    """Return TCP sockets that listen, and UDP sockets that are bound and not connected."""
+    with suppress(psutil.NoSuchProcess):
+        return {
+            Listener("tcp" if socket_.type == socket.SOCK_STREAM else "udp", socket_.laddr.ip, socket_.laddr.port)
+            for socket_ in psutil.Process(pid).net_connections("inet")
+            if socket_.status == psutil.CONN_LISTEN or (socket_.type == socket.SOCK_DGRAM and not socket_.raddr)
+        }
+    return set()
 
 
 class Watch:
@@ -45,7 +71,7 @@ class Watch:
         while not self._is_over.wait(0.1):
             self.num_looks += 1
             for pid in [self._pid, *(process.pid for process in descendants_of(self._pid))]:
-                for listener in listeners_of([pid]):
+                for listener in listeners_of(pid):
                     self.found.setdefault(listener, command_of(pid))
 
 
@@ -65,11 +91,11 @@ def test_the_list_tells_what_listens_on_loopback_from_what_listens_everywhere() 
         socket.socket(type=socket.SOCK_DGRAM) as datagrams,
     ):
         datagrams.bind(("0.0.0.0", 0))
-        found = {(listener.protocol, listener.port): listener.is_loopback for listener in listeners_of([os.getpid()])}
+        found = {(listener.protocol, listener.port): listener.is_loopback for listener in listeners_of(os.getpid())}
         for protocol, sock, is_loopback in (
             ("tcp", here, True),
             ("tcp", everywhere, False),
-            ("tcp6", on_both, False),
+            ("tcp", on_both, False),
             ("udp", datagrams, False),
         ):
             assert found[protocol, sock.getsockname()[1]] is is_loopback

@@ -1,17 +1,19 @@
 """The wheel is complete: without the checkout its commands run, and its workspace trains."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 import sysconfig
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from support.documents import ROOT
-from support.wheels import build_wheel, find_uv, install_alone, run_outside
 from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
 from trivet.tools.init import ENVIRONMENTS
@@ -24,15 +26,49 @@ TRAIN_TIMEOUT_S = 3600
 """The quickstart takes four minutes on two idle cores."""
 
 
+_CHECKOUT_VARIABLES = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "UV_NO_SYNC", "PYTHONPATH")
+"""Variables that would lead a workspace's commands back to this checkout."""
+
+
+def find_uv() -> str:
+    uv = os.environ.get("UV") or shutil.which("uv")
+    assert uv is not None, "uv is not on PATH; bash scripts/install.sh brings it"
+    return uv
+
+
+def run_outside(*words: str | Path, cwd: Path, timeout_s: float, **environment: str) -> str:
+    """Run a command in `cwd` like a user without the checkout, and return its output. A failure shows the output's end."""
+    clean: Mapping[str, str] = {name: value for name, value in os.environ.items() if name not in _CHECKOUT_VARIABLES}
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env={**clean, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{words}:\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("dist"))
+    directory = tmp_path_factory.mktemp("dist")
+    run_outside(find_uv(), "build", "--wheel", "--quiet", "--out-dir", directory, ROOT, cwd=ROOT, timeout_s=300)
+    [wheel] = directory.glob("*.whl")
+    return wheel
 
 
 @pytest.fixture(scope="module")
 def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the commands of a virtual environment that has the wheel and nothing else."""
-    return install_alone(wheel, tmp_path_factory.mktemp("installed") / "start")
+    uv, root = find_uv(), tmp_path_factory.mktemp("installed")
+    run_outside(uv, "venv", "--quiet", "--python", sys.executable, "start", cwd=root, timeout_s=120)
+    run_outside(uv, "pip", "install", "--quiet", "--python", "start", "--no-deps", wheel, cwd=root, timeout_s=120)
+    return root / "start" / "bin"
 
 
 @pytest.fixture(scope="module")
