@@ -178,6 +178,7 @@ def run_process(*argv: str, program: str = "trivet.trainer.main", **environ: str
     )
 
 
+@pytest.mark.slow
 def test_a_key_beyond_ascii_is_refused_where_the_locale_has_only_ascii() -> None:
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = run_process("--\u00fcbung", "1", "--dry-run", **plain)
@@ -186,6 +187,7 @@ def test_a_key_beyond_ascii_is_refused_where_the_locale_has_only_ascii() -> None
     assert ended.stderr.count(b"\n") == 1
 
 
+@pytest.mark.slow
 def test_a_path_beyond_ascii_is_refused_where_the_locale_has_only_ascii(tmp_path: Path) -> None:
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = run_process("--output-dir", str(tmp_path / "\u00fc"), **plain)
@@ -249,6 +251,7 @@ def test_a_file_in_another_encoding_is_refused_with_its_line(tmp_path: Path, cap
     assert "line 2 is not text in UTF-8 (byte 0xe9); save the file in UTF-8" in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_a_path_beyond_ascii_on_an_output_of_ascii(tmp_path: Path) -> None:
     ended = run_process("--output-dir", str(tmp_path / "\u00fcbung"), "--dry-run", PYTHONIOENCODING="ascii")
     assert (ended.returncode, ended.stderr) == (0, b"")

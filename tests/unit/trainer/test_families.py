@@ -11,11 +11,17 @@ from trivet.trainer.step import train_step
 
 TOLERANCE = 1e-5
 """Relative tolerance in float32."""
+OFTEN = ("Llama 3", "Qwen3", "Qwen3.5", "Gemma 2", "GPT-OSS")
+"""Families of the default suite: one for each of rope scaling, norms, no packing, windows with caps, and sinks with experts."""
+every_family = pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, id=family.key, marks=[] if family.name in OFTEN else [pytest.mark.slow]) for family in FAMILIES],
+)
 PROMPT = 20
 """Tokens that some of the samples begin with in common: longer than a window, and enough to be computed once."""
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.key)
+@every_family
 def test_a_step_in_bfloat16_differs_by_rounding_alone(family: Family, make_learner, oracle, tmp_path: Path) -> None:
     directory = family.save(tmp_path)
     examples = oracle.make_examples(count=3, vocab_size=96, prompt_length=PROMPT)
@@ -28,7 +34,7 @@ def test_a_step_in_bfloat16_differs_by_rounding_alone(family: Family, make_learn
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.key)
+@every_family
 def test_loss_and_gradient_of_a_packed_step_are_those_of_transformers_alone(
     family: Family, is_tied: bool, make_learner, oracle, tmp_path: Path
 ) -> None:

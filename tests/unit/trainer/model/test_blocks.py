@@ -166,6 +166,7 @@ def operators_in(graph: torch.fx.GraphModule) -> set[str]:
     return {str(node.target) for part in parts for node in part.graph.nodes}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Dynamo looks at what warns, and hides the warnings in vain
 @pytest.mark.parametrize(("attention", "expected"), [("varlen", ["whole block"]), ("by_sample", ["around attention"] * 4)])
 @pytest.mark.parametrize(
@@ -193,6 +194,7 @@ def test_blocks_are_compiled_once_for_all_rows_with_and_without_checkpointing(
         assert graphs == expected
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_rows_of_any_fill_need_one_graph_and_rows_with_shared_prefixes_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first row has as many tokens as the model has features, and one sample fills it."""
@@ -221,6 +223,7 @@ def num_tokens_in(graph: torch.fx.GraphModule) -> list[int | torch.SymInt]:
     return [value.shape[1] for value in values if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[2] == 32]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ac", [None, ActivationCheckpointConfig(keep=["attention"])])
 @pytest.mark.parametrize(
@@ -247,6 +250,7 @@ def test_rows_that_are_all_full_have_one_graph_that_knows_their_length(
     assert graphs == expected
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("keep", "is_computed_again"), [([], True), (["attention"], False)])
 def test_attention_that_is_kept_is_in_no_compiled_backward(
@@ -307,6 +311,7 @@ def train_once(
     return [parameter.grad for parameter in causal_lm.base_model.parameters()], operators.counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paths", PATHS.values(), ids=PATHS.keys())
 @pytest.mark.parametrize(
     ("ac", "attention_runs"),
@@ -331,6 +336,7 @@ def test_attention_that_is_kept_runs_once_and_gradients_stay(
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("paths", PATHS.values(), ids=PATHS.keys())
 def test_attention_outside_of_compiled_blocks_is_kept(paths: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
