@@ -33,124 +33,78 @@ def parse_step(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+class _Below:
+    """A path below the output directory."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, layout: "RunLayout", owner: object = None) -> Path:
+        return layout.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True, slots=True)
 class RunLayout:
     """The paths below one output directory. Nothing is created or read."""
 
     root: Path
 
-    @property
-    def weights(self) -> Path:
-        """The directory of published policies."""
-        return self.root / "weights"
-
-    @property
-    def readers(self) -> Path:
-        """The directory with a file per reader of weights, which holds the version that it has loaded."""
-        return self.root / "weights" / "readers"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """The directory of logs."""
-        return self.root / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        """The directory of metrics, a file per role."""
-        return self.root / "metrics"
-
-    @property
-    def events(self) -> Path:
-        """The file of the run's events."""
-        return self.root / "events.jsonl"
-
-    @property
-    def configs(self) -> Path:
-        """The directory of resolved configurations, a file per role."""
-        return self.root / "configs"
-
-    @property
-    def slurm(self) -> Path:
-        """The directory of batch scripts and of the logs of their jobs, which are older than the run itself."""
-        return self.root / "slurm"
-
-    @property
-    def kubernetes(self) -> Path:
-        """The directory of a JobSet's manifest and configuration, and, in the pods, of what each start notes for later ones."""
-        return self.root / "kubernetes"
-
-    @property
-    def skypilot(self) -> Path:
-        """The directory of a task of SkyPilot and its configuration, and, on its nodes, of what each start notes for later ones."""
-        return self.root / "skypilot"
-
-    @property
-    def secret(self) -> Path:
-        """The file of the run's secret."""
-        return self.root / ".secret"
-
-    @property
-    def yielded_step(self) -> Path:
-        """The file with the last step that a loop of a Python program over the run's steps had."""
-        return self.root / ".yielded_step"
-
-    @property
-    def lock(self) -> Path:
-        """The file that the process which owns the directory locks."""
-        return self.root / ".lock"
+    weights = _Below("weights")
+    """The directory of published policies."""
+    readers = _Below("weights", "readers")
+    """The directory with a file per reader of weights, which holds the version that it has loaded."""
+    checkpoints = _Below("checkpoints")
+    """The directory of checkpoints."""
+    logs = _Below("logs")
+    """The directory of logs."""
+    metrics = _Below("metrics")
+    """The directory of metrics, a file per role."""
+    events = _Below("events.jsonl")
+    """The file of the run's events."""
+    configs = _Below("configs")
+    """The directory of resolved configurations, a file per role."""
+    slurm = _Below("slurm")
+    """The directory of batch scripts and of the logs of their jobs, which are older than the run itself."""
+    kubernetes = _Below("kubernetes")
+    """The directory of a JobSet's manifest and configuration, and, in the pods, of what each start notes for later ones."""
+    skypilot = _Below("skypilot")
+    """The directory of a task of SkyPilot and its configuration, and, on its nodes, of what each start notes for later ones."""
+    secret = _Below(".secret")
+    """The file of the run's secret."""
+    yielded_step = _Below(".yielded_step")
+    """The file with the last step that a loop of a Python program over the run's steps had."""
+    lock = _Below(".lock")
+    """The file that the process which owns the directory locks."""
+    scratch_note = _Below(".scratch")
+    """The file that names the directory of the live run's temporary files."""
+    servers = _Below(".servers")
+    """The file with the address of each inference server of a run of several nodes; one may come back at another address."""
+    control = _Below(".control.json")
+    """The file that says where the first node of a run of several listens for the others."""
+    lease = _Below(".lease.json")
+    """The file that says which first node leads a run of several: `launcher.nodes.lease.Lease`."""
+    run_file = _Below("run.json")
+    """The file of run id and attempt, from which a resumed run takes its identity."""
+    compute_dtype = _Below(".compute_dtype.json")
+    """The file of the dtype that the run computes in and serves: `config.compute_dtype.ChosenDtype`."""
+    status = _Below("status.json")
+    """The run's state, written by its launcher: `wire.status.RunStatus`."""
+    reports = _Below(".reports")
+    """The directory of reports, one by each process of the run about itself: `wire.status.ProcessReport`."""
+    batches = _Below("batches")
+    """The directory of recorded batches."""
+    rollouts = _Below("rollouts")
+    """Return the directory of all rollouts that were trained."""
+    evals = _Below("evals")
+    """The directory of results of evaluations."""
 
     def role_lock(self, role: str) -> Path:
         """Return the file that the only process of a role locks, whoever started it."""
         return self.root / f".lock.{role}"
 
-    @property
-    def scratch_note(self) -> Path:
-        """The file that names the directory of the live run's temporary files."""
-        return self.root / ".scratch"
-
     def scratch_note_of(self, node: int) -> Path:
         """Return the same for a node that is not the first."""
         return self.root / f".scratch.{node}"
-
-    @property
-    def servers(self) -> Path:
-        """The file with the address of each inference server of a run of several nodes; one may come back at another address."""
-        return self.root / ".servers"
-
-    @property
-    def control(self) -> Path:
-        """The file that says where the first node of a run of several listens for the others."""
-        return self.root / ".control.json"
-
-    @property
-    def lease(self) -> Path:
-        """The file that says which first node leads a run of several: `launcher.nodes.lease.Lease`."""
-        return self.root / ".lease.json"
-
-    @property
-    def run_file(self) -> Path:
-        """The file of run id and attempt, from which a resumed run takes its identity."""
-        return self.root / "run.json"
-
-    @property
-    def compute_dtype(self) -> Path:
-        """The file of the dtype that the run computes in and serves: `config.compute_dtype.ChosenDtype`."""
-        return self.root / ".compute_dtype.json"
-
-    @property
-    def status(self) -> Path:
-        """The run's state, written by its launcher: `wire.status.RunStatus`."""
-        return self.root / "status.json"
-
-    @property
-    def reports(self) -> Path:
-        """The directory of reports, one by each process of the run about itself: `wire.status.ProcessReport`."""
-        return self.root / ".reports"
 
     def report_file(self, role: str, rank: int = 0) -> Path:
         """Return the file of the newest report of a process about itself."""
@@ -164,28 +118,13 @@ class RunLayout:
         """Return the directory of the checkpoint of a step."""
         return self.checkpoints / step_name(step)
 
-    @property
-    def batches(self) -> Path:
-        """The directory of recorded batches."""
-        return self.root / "batches"
-
     def recorded_batch(self, step: int) -> Path:
         """Return the file of the recorded batch of a step."""
         return self.batches / f"{step_name(step)}{BATCH_SUFFIX}"
 
-    @property
-    def rollouts(self) -> Path:
-        """Return the directory of all rollouts that were trained."""
-        return self.root / "rollouts"
-
     def rollouts_step(self, step: int) -> Path:
         """Return the directory of the rollouts of a step."""
         return self.rollouts / step_name(step)
-
-    @property
-    def evals(self) -> Path:
-        """The directory of results of evaluations."""
-        return self.root / "evals"
 
     def evals_step(self, step: int, env: str) -> Path:
         """Return the directory of results of an environment at a step."""

@@ -1,7 +1,7 @@
 """Runs the command `vf-rl`: a run described in the dialect of verifiers' trainer, with its console and its checkpoints.
 
 The run itself is `rl`, started as a process of its own. This command prints what it does in the dialect's words and writes
-`checkpoint-N/` into the run's directory. In tmux it shows the inference server's log above that (`dialects.vf_tmux`).
+`checkpoint-N/` into the run's directory (`vf_output`). In tmux it shows the inference server's log above that (`vf_tmux`).
 """
 
 import os
@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from trivet.config.command import run_translated
@@ -20,13 +19,13 @@ from trivet.config.layout import RunLayout
 from trivet.config.load import LoadedConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.vf_rl import VfRLConfig
-from trivet.dialects.vf_checkpoints import VfCheckpoints
-from trivet.dialects.vf_console import VfConsole, follow
+from trivet.dialects.vf_output import VfCheckpoints, VfConsole
 from trivet.dialects.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
 from trivet.dialects.vf_translation import RUN_NAMES, load_run
 from trivet.errors import ConfigError
 from trivet.key_names import to_variable, use_names
 from trivet.launcher.commands import rl
+from trivet.launcher.logs import LogFollower
 from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.process.closed_output import run_until_output_closes
 from trivet.process.lifetime import module_command, tied_command
@@ -42,14 +41,6 @@ _USAGE = f"""usage: vf-rl @ FILE.toml [-s SESSION] [--no-tmux] [--key VALUE …]
 """
 
 
-@dataclass(slots=True, kw_only=True)
-class Options:
-    """Options of the command itself, which are no keys of the run."""
-
-    session: str = DEFAULT_SESSION
-    in_tmux: bool = True
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -58,10 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(words: Sequence[str]) -> int:
     try:
-        options, rest = take_options(words)
+        session, rest = take_options(words)
     except ConfigError as exc:
         print_error(exc)
         return exc.exit_code
+    is_dry_run = "--dry-run" in rest
     dialect: list[VfRLConfig] = []
 
     def translate(loaded: LoadedConfig[VfRLConfig]) -> LoadedConfig[RLConfig]:
@@ -69,15 +61,15 @@ def _run_command(words: Sequence[str]) -> int:
         return load_run(loaded, environ=os.environ)
 
     def start(config: RLConfig) -> int:
-        if options.in_tmux:
+        if session is not None:
             command = module_command("trivet.dialects.vf_rl", *rest, "--no-tmux")
-            return run_in_tmux(command, session=options.session, layout=RunLayout(config.output_dir))
-        return run(config, dialect[0])
+            return run_in_tmux(command, session=session, layout=RunLayout(config.output_dir))
+        return _run(config, dialect[0])
 
     def check(config: RLConfig) -> None:
-        if options.in_tmux and "--dry-run" not in rest:
-            require_tmux(options.session)
-        if options.in_tmux or "--dry-run" in rest:  # else the run's own process checks it
+        if session is not None and not is_dry_run:
+            require_tmux(session)
+        if session is not None or is_dry_run:  # else the run's own process checks it
             rl.check(config)
             rl.check_for_dry_run(config)
 
@@ -87,27 +79,26 @@ def _run_command(words: Sequence[str]) -> int:
         return run_translated(VfRLConfig, start, rest, translate=translate, check=check)
 
 
-def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """Return the command's own options, and the words that remain.
+def take_options(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the tmux session, None for this terminal, and the words that are no options of the command itself.
 
     Raises:
         ConfigError: `-s` without a name that tmux can address.
     """
-    options, rest = Options(), list[str]()
+    session: str | None = DEFAULT_SESSION
+    rest: list[str] = []
     remaining = iter(words)
     for word in remaining:
         if word in ("-s", "--session"):
-            options.session = next(remaining, "")
-            if not options.session or set(options.session) & set(".:"):
-                raise ConfigError(f"{word} needs the name of a session, without '.' and ':', got {options.session!r}")
-        elif word == "--no-tmux":
-            options.in_tmux = False
-        else:
+            session = next(remaining, "")
+            if not session or set(session) & set(".:"):
+                raise ConfigError(f"{word} needs the name of a session, without '.' and ':', got {session!r}")
+        elif word != "--no-tmux":
             rest.append(word)
-    return options, rest
+    return None if "--no-tmux" in words else session, rest
 
 
-def run(config: RLConfig, dialect: VfRLConfig) -> int:
+def _run(config: RLConfig, dialect: VfRLConfig) -> int:
     """Run `config` to its end in this terminal; return the exit code of the training."""
     layout, args = RunLayout(config.output_dir), dialect.trainer.args
     assert config.max_steps is not None, "the dialect always has max_steps"
@@ -124,34 +115,34 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch:
         file, output = Path(scratch) / "run.toml", Path(scratch) / "launcher.stdout"
         write_private(file, to_toml(config))
-        show_new_lines = follow(output, show=show, console=console)
+        follower = LogFollower(output, offset=0)
+
+        def show_news() -> None:
+            for line in follower.read_lines():
+                for translated in console.translate(line):
+                    show(translated)
+            for line in console.step_lines():
+                show(line)
+            for path in checkpoints.write_due():
+                show(f"Saved {path}")
+
         with Interrupts(clock=time.monotonic) as interrupts, output.open("wb") as stdout:
-            launcher = _start(file, stdout=stdout.fileno())
+            launcher = subprocess.Popen(  # ends when this process does
+                tied_command(module_command("trivet.launcher.commands.rl", "@", str(file))),
+                env=os.environ | to_variable(RUN_NAMES),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             forwarded = 0
             while launcher.poll() is None:
-                show_new_lines()
-                for path in checkpoints.write_due():
-                    show(f"Saved {path}")
+                show_news()
                 forwarded = forward(interrupts, launcher.send_signal, forwarded)
                 time.sleep(_POLL_INTERVAL_S)
-        show_new_lines()
-        for path in checkpoints.write_due():
-            show(f"Saved {path}")
+        show_news()
     code = launcher.returncode
     return code if code >= 0 else 128 - code
-
-
-def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
-    """Start `rl` on the resolved configuration, with messages in the dialect; it ends when this process does."""
-    command = module_command("trivet.launcher.commands.rl", "@", str(file))
-    return subprocess.Popen(
-        tied_command(command),
-        env=os.environ | to_variable(RUN_NAMES),
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
 
 
 def show(line: str) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from trivet.checkpoints.run_record import RunRecord
 from trivet.config.layout import RunLayout
-from trivet.dialects.vf_checkpoints import STATE, VfCheckpoints
-from trivet.dialects.vf_console import VfConsole, read_steps
+from trivet.dialects.vf_output import STATE, VfCheckpoints, VfConsole, read_steps
 from trivet.dialects.vf_rl import main, show, take_options
 from trivet.errors import ConfigError
 from trivet.storage.durable import write_json_atomically
@@ -188,9 +187,9 @@ def test_checkpoints_of_the_run_before_go_once_the_new_one_has_taken_the_directo
 
 
 def test_the_commands_own_options_are_taken_out() -> None:
-    options, rest = take_options(["@", "a.toml", "-s", "second", "--no-tmux", "--trainer.args.max-steps", "3"])
-    assert (options.session, options.in_tmux) == ("second", False)
-    assert rest == ["@", "a.toml", "--trainer.args.max-steps", "3"]
+    rest = ["@", "a.toml", "--trainer.args.max-steps", "3"]
+    assert take_options([*rest[:2], "-s", "second", *rest[2:]]) == ("second", rest)
+    assert take_options([*rest, "-s", "second", "--no-tmux"]) == (None, rest)
     with pytest.raises(ConfigError, match="needs the name of a session"):
         take_options(["-s", "a.b"])
 
