@@ -40,6 +40,7 @@ import trivet.orchestrator.loop as loop_module
 import trivet.transport.zeromq as zeromq_module
 from trivet.algorithms.advantages import mean_baseline
 from trivet.config.layout import RunLayout
+from trivet.config.schema.environment import EnvConfig, SamplingConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, TransportConfig
 from trivet.environments.apis.requests import request_arguments
@@ -48,10 +49,8 @@ from trivet.environments.apis.v0.host import V0Host
 from trivet.environments.local_pool import LocalPool
 from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
-from trivet.orchestrator.dispatch_limits import Limits
-from trivet.orchestrator.dispatcher import Dispatcher
+from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher
 from trivet.orchestrator.group_runner import RunDrawnGroup, group_runner
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
@@ -197,12 +196,12 @@ def make_loop(
     )
     sampler = ExampleSampler({"toy": examples}, seed=1)
     dispatcher = Dispatcher(
+        config,
         sampler=sampler,
         buffer=buffer,
         run_group=run_group,
         servers=OneServer(),
         advantage=mean_baseline,
-        limits=Limits.of(config),
         on_group_end=fill_changed.notify,
     )
     POLICIES.version, POLICIES.step = PolicyVersion(0), Step(1)
@@ -222,6 +221,9 @@ def make_loop(
 
 
 ARGUMENTS = SamplingArguments(temperature=1.0, fields={"max_tokens": 64})
+RUNNER_CONFIG = OrchestratorConfig(
+    env=[EnvConfig(id="toy")], rollouts_per_example=GROUP_SIZE, sampling=SamplingConfig(temperature=1.0, max_tokens=64)
+)
 
 
 def rate_of_verifiers(num_rollouts: int, num_tokens: int) -> float:
@@ -246,7 +248,7 @@ def rate_through_verifiers(num_rollouts: int, num_tokens: int, directory: Path) 
     servers = ServerAccess(base_urls=[instant_server.ROOT], key_variables=["OPENAI_API_KEY"])
     settings = HostSettings(env_id="toy", name="toy", args={}, model_name="m", servers=servers)
     host = V0Host(make_environment(), settings, make_client=lambda _: instant_client(num_tokens))
-    run_group = group_runner(LocalPool({"toy": host}), sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
+    run_group = group_runner(LocalPool({"toy": host}), RUNNER_CONFIG)
     _, watched = run_loop(
         nullcontext(run_group), directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 10, examples=EXAMPLES
     )
@@ -266,7 +268,7 @@ def through_worker(num_rollouts: int, num_tokens: int, directory: Path) -> dict[
     @asynccontextmanager
     async def open_pool() -> AsyncIterator[RunDrawnGroup]:
         async with open_worker_pool([settings], log_of=lambda name: directory / "worker.log", limits=PoolLimits()) as pool:
-            yield group_runner(pool, sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
+            yield group_runner(pool, RUNNER_CONFIG)
 
     shape = {"num_rollouts": num_rollouts, "in_flight": num_rollouts // 10, "examples": EXAMPLES, "publishes": False}
     _, with_worker = run_loop(open_pool(), directory / "with", **shape)

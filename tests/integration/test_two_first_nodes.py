@@ -55,7 +55,7 @@ class TwoMachines:
         rewards = (0.0, 1.0, 0.0, 1.0)
         for step in range(1, MAX_STEPS + 1):
             groups = [make_group(4 * step + number, rewards) for number in range(4)]
-            write_rollouts(record, Step(step), groups, recorded_for="recorded")
+            write_rollouts(record, Step(step), groups, run_id="recorded", is_replayable=True)
         self._flags = (
             "--orchestrator.replay",
             str(record.root),

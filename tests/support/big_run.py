@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from trivet.config.layout import RunLayout
-from trivet.wire.rollout_tokens import TOKENS_FILE, pack_tokens
-from trivet.wire.rollouts import Rollout, Sample
+from trivet.transport.recorded_groups import GROUPS_FILE, pack_groups
+from trivet.wire.rollouts import Group, GroupId, Rollout, Sample
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
@@ -151,7 +151,9 @@ def write_rollouts(layout: RunLayout, step: int, count: int, *, random: np.rando
     directory.mkdir(parents=True)
     records = [rollout_record(step, index) for index in range(count)]
     rollouts = [Rollout(index=index % 8, reward=0.0, samples=[sample(step, random)]) for index in range(count)]
-    directory.joinpath(TOKENS_FILE).write_bytes(pack_tokens(rollouts))
+    group = Group(group_id=GroupId(0), env="toy", example_id=0, rollouts=rollouts)
+    content = pack_groups([group], run_id="big", step=Step(step), is_replayable=False)
+    directory.joinpath(GROUPS_FILE).write_bytes(content)
     directory.joinpath("rollouts.jsonl").write_bytes(b"".join(_encode(record) + b"\n" for record in records))
 
 

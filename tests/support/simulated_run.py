@@ -21,10 +21,8 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig
 from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, ServerGone, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
-from trivet.orchestrator.dispatch_limits import Limits
-from trivet.orchestrator.dispatcher import Dispatcher
+from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
@@ -321,12 +319,12 @@ class SimulatedRun:
         )
         sampler = ExampleSampler(EXAMPLES, seed=1)
         dispatcher = Dispatcher(
+            config,
             sampler=sampler,
             buffer=buffer,
             run_group=self.run_group,
             servers=self.pool,
             advantage=mean_baseline,
-            limits=Limits.of(config),
             on_group_end=fill_changed.notify,
             clock=clock,
         )

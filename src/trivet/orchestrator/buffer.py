@@ -17,13 +17,24 @@ A batch of two groups, at most one step off-policy (in flight / ready):
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from trivet.algorithms.filters import FilterReason, RolloutFilters, filter_reason, mask_rollouts
+from trivet.algorithms.difficulty import has_passed
+from trivet.algorithms.filters import (
+    FilterReason,
+    Gibberish,
+    Repetition,
+    RolloutFilter,
+    RolloutFilters,
+    filter_reason,
+    mask_rollouts,
+)
+from trivet.algorithms.rounding import are_equal, rounding_error
 from trivet.algorithms.staleness import is_stale
-from trivet.orchestrator.counters import FinishedGroup, GroupCounters
-from trivet.orchestrator.prompt_lengths import PromptLimits
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.orchestrator.prompt_lengths import MAX_NAMED, PromptLimits
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, GroupId
@@ -44,6 +55,91 @@ class BufferState(msgspec.Struct, kw_only=True):
     def in_flight_ids(self) -> list[GroupId]:
         """The ids of the groups in flight."""
         return [draw.group_id for draw in self.in_flight]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedGroup:
+    """The properties of a group that metrics need, without its tokens."""
+
+    env: str
+    example_id: int
+    num_rollouts: int
+    num_passed: int
+    """Rollouts that succeeded: see `has_passed`."""
+    is_flat: bool
+    """All rewards are equal."""
+    is_solved: bool
+    """All rewards are above 0."""
+    found: Sequence[RolloutFilter]
+    """What the filters found in its rollouts."""
+    filtered: FilterReason | None
+    """Why it is not trained on."""
+
+    @classmethod
+    def of(cls, group: Group, *, found: Sequence[RolloutFilter] = (), filtered: FilterReason | None = None) -> "FinishedGroup":
+        """Summarize `group`, with the findings of the filters."""
+        rewards = group.rewards
+        return cls(
+            env=group.env,
+            example_id=group.example_id,
+            num_rollouts=len(rewards),
+            num_passed=sum(has_passed(reward) for reward in rewards.tolist()),
+            is_flat=are_equal(rewards),
+            is_solved=bool(rewards.min() > rounding_error(rewards)),
+            found=tuple(found),
+            filtered=filtered,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostGroup:
+    """A group that failed or was dropped."""
+
+    env: str
+    reason: str
+    """Type of the error of a failed group, or why it was dropped."""
+    is_infrastructure: bool = False
+    """A server, a worker or the network failed it, and nothing that the policy did."""
+
+
+@dataclass(slots=True)
+class GroupCounters:
+    """The groups that ended since the last batch. The loop takes it when a batch is formed and puts a new one in its place."""
+
+    finished: list[FinishedGroup] = field(default_factory=list[FinishedGroup])
+    failed: list[LostGroup] = field(default_factory=list[LostGroup])
+    dropped: list[LostGroup] = field(default_factory=list[LostGroup])
+
+    def report_overlong(self, *, step: Step) -> None:
+        """Log the examples whose prompts did not fit."""
+        found = [group for group in self.finished if group.filtered is FilterReason.OVERLONG_PROMPT]
+        if found:
+            examples = sorted({(group.env, group.example_id) for group in found})
+            named = [f"{example} of {env}" for env, example in examples[:MAX_NAMED]] + ["..."] * (len(examples) > MAX_NAMED)
+            logger.warning(
+                "prompts that do not fit step=%s groups=%s of %s examples=%s",
+                *(step, len(found), len(self.finished), ", ".join(named)),
+            )
+
+
+def rollout_filters(config: OrchestratorConfig) -> RolloutFilters:
+    """Return the filters to apply to each rollout, and which of them mask it."""
+    filters = config.filters
+    sections = {
+        RolloutFilter.REPETITION: filters.repetition,
+        RolloutFilter.GIBBERISH: filters.gibberish,
+        RolloutFilter.ZERO_ADVANTAGE: filters.zero_advantage,
+    }
+    enforced = {name for name, section in sections.items() if section is not None and section.enforce}
+    if config.mask_truncated_completions:
+        enforced.add(RolloutFilter.TRUNCATED)
+    repetition, gibberish = filters.repetition, filters.gibberish
+    return RolloutFilters(
+        repetition=repetition and Repetition(window=repetition.window, prob_threshold=repetition.prob_threshold),
+        gibberish=gibberish and Gibberish(token_id_threshold=gibberish.token_id_threshold, max_logprob=gibberish.max_logprob),
+        is_measuring_zero_advantage=filters.zero_advantage is not None,
+        enforced=frozenset(enforced),
+    )
 
 
 class GroupBuffer:
@@ -122,12 +218,13 @@ class GroupBuffer:
             self.fruitless_in_a_row = 0
             self._first_failure = self._first_filtered = ""
             return
-        said = f"its rewards are {_range(rewards.min(), rewards.max())}"
+        low, high = f"{rewards.min():g}", f"{rewards.max():g}"
+        cause = f"its rewards are {f'all {low}' if low == high else f'{low} to {high}'}"
         if reason is FilterReason.OVERLONG_PROMPT and limits is not None:
-            said = f"the prompt of example {group.example_id} does not fit, and {limits.explain(group.env)}"
-        what = f"group {group.group_id} of {group.env} was filtered ({reason}): {said}"
-        self._first_filtered = self._first_filtered or what
-        self._fruitless(what)
+            cause = f"the prompt of example {group.example_id} does not fit, and {limits.explain(group.env)}"
+        message = f"group {group.group_id} of {group.env} was filtered ({reason}): {cause}"
+        self._first_filtered = self._first_filtered or message
+        self._count_fruitless(message)
         self._write_event(Filter(group_id=group.group_id, reason=reason))
 
     def failed(self, group_id: GroupId, error: str, *, kind: str, is_infrastructure: bool = False) -> None:
@@ -139,35 +236,35 @@ class GroupBuffer:
             is_infrastructure: see `LostGroup`.
         """
         draw, _ = self._in_flight.pop(group_id)
-        self.counters.add_failed(draw.env, kind=kind, is_infrastructure=is_infrastructure)
-        what = f"group {group_id} of {draw.env} failed: {error}"
-        self._first_failure = self._first_failure or what
-        self._fruitless(what)
+        self.counters.failed.append(LostGroup(env=draw.env, reason=kind, is_infrastructure=is_infrastructure))
+        message = f"group {group_id} of {draw.env} failed: {error}"
+        self._first_failure = self._first_failure or message
+        self._count_fruitless(message)
         self._write_event(Drop(group_id=group_id, reason=f"failed: {error[:500]}"))
 
     def cancelled(self, group_id: GroupId, reason: str) -> None:
         """Drop a group that was cancelled for `reason`."""
         draw, _ = self._in_flight.pop(group_id)
-        self.counters.add_dropped(draw.env, reason)
-        self._write_event(Drop(group_id=group_id, reason=reason))
+        self._drop(draw, reason)
 
     def gone(self, draws: Sequence[Draw]) -> None:
         """Drop groups of a checkpoint whose examples the data sets no longer have."""
         for draw in draws:
-            self.counters.add_dropped(draw.env, "example_gone")
-            self._write_event(Drop(group_id=draw.group_id, reason="example_gone"))
+            self._drop(draw, "example_gone")
 
     def stale_in_flight(self, step: Step) -> list[GroupId]:
         """Groups whose first tokens are already too old for the batch being filled."""
-        return [
-            group_id
-            for group_id, (_, version) in self._in_flight.items()
-            if is_stale(step=step, oldest=version, max_off_policy_steps=self._max_off_policy_steps)
-        ]
+        return [group_id for group_id, (_, version) in self._in_flight.items() if self._is_stale(step, version)]
 
     def take_batch(self, step: Step, *, num_groups: int) -> list[Group] | None:
         """The oldest `num_groups` ready groups for batch `step`, None while there are fewer; stale ones are dropped first."""
-        self._drop_stale(step)
+        fresh: list[Group] = []
+        for group in self._ready:
+            if self._is_stale(step, group.oldest_version):
+                self._drop(group, "stale")
+            else:
+                fresh.append(group)
+        self._ready = fresh
         if len(self._ready) < num_groups:
             return None
         groups, self._ready = self._ready[:num_groups], self._ready[num_groups:]
@@ -187,23 +284,17 @@ class GroupBuffer:
         Args:
             also_in_flight: groups of an earlier checkpoint that were not started again yet.
         """
-        owed = {draw.group_id: draw for draw in (*also_in_flight, *(draw for draw, _ in self._in_flight.values()))}
-        return BufferState(ready=list(self._ready), in_flight=[owed[group_id] for group_id in sorted(owed)])
+        draws = {draw.group_id: draw for draw in (*also_in_flight, *(draw for draw, _ in self._in_flight.values()))}
+        return BufferState(ready=list(self._ready), in_flight=[draws[group_id] for group_id in sorted(draws)])
 
-    def _drop_stale(self, step: Step) -> None:
-        kept: list[Group] = []
-        for group in self._ready:
-            if is_stale(step=step, oldest=group.oldest_version, max_off_policy_steps=self._max_off_policy_steps):
-                self.counters.add_dropped(group.env, "stale")
-                self._write_event(Drop(group_id=group.group_id, reason="stale"))
-            else:
-                kept.append(group)
-        self._ready = kept
+    def _is_stale(self, step: Step, oldest: PolicyVersion) -> bool:
+        return is_stale(step=step, oldest=oldest, max_off_policy_steps=self._max_off_policy_steps)
 
-    def _fruitless(self, what: str) -> None:
+    def _drop(self, group: Draw | Group, reason: str) -> None:
+        """Count a dropped group under the part of `reason` before a colon, and write its event."""
+        self.counters.dropped.append(LostGroup(env=group.env, reason=reason.split(":", 1)[0]))
+        self._write_event(Drop(group_id=group.group_id, reason=reason))
+
+    def _count_fruitless(self, message: str) -> None:
         self.fruitless_in_a_row += 1
-        logger.debug(what)
-
-
-def _range(low: float, high: float) -> str:
-    return f"all {low:g}" if f"{low:g}" == f"{high:g}" else f"{low:g} to {high:g}"
+        logger.debug(message)

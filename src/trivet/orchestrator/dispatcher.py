@@ -14,6 +14,10 @@
 
 Each group is a task of its own; its failure costs that group only. A try that was lost with its server or its worker is made
 again, under the same id.
+
+A deterministic run starts its groups in rounds. A round is what the batch being filled still lacks. The next one starts when every
+group of the last has ended, and they are handed on in the order of their ids. So nothing is in flight when a policy is loaded or a
+checkpoint is formed, and the groups, the policy and the state of the sampler are the same in every run, resumed or not.
 """
 
 import asyncio
@@ -22,20 +26,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from trivet.algorithms.advantages import AdvantageFunction
+from trivet.algorithms.concurrency import TokenBucket
+from trivet.algorithms.rounding import round_down
+from trivet.algorithms.staleness import may_dispatch, required_version
+from trivet.backoff import backoff_s
+from trivet.client.server_pool import ServerPool
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.change_event import ChangeEvent
-from trivet.orchestrator.dispatch_limits import Limits
-from trivet.orchestrator.dispatch_rounds import DispatchRounds
-from trivet.orchestrator.group_runner import RunDrawnGroup, has_older_tokens, make_group
-from trivet.orchestrator.retry_queue import RetryQueue
+from trivet.orchestrator.group_runner import RunDrawnGroup, make_group
 from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.wire.rollouts import GroupId, Rollout
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
@@ -43,26 +48,33 @@ _IDLE_WAIT_S = 5.0
 """The dispatcher looks again at least this often, so that a missed notification costs seconds and not the run."""
 _STARTS_AT_ONCE = 64
 """Groups started before the event loop runs other tasks. With all at once, sockets would wait for thousands of starts."""
+_BURST_S = 5.0
+"""Seconds' worth of `tasks_per_minute` that may start at once: a limit of few per minute still fills whole groups."""
+_MAX_TRIES = 5
+"""Tries of a group. Their pauses add up to 7 s: more than the 5 s between two probes that notice the loss of a server."""
+_RETRY_PAUSE_S = 1.0
+"""Before the third try; doubles with each. The second follows at once, most likely on another server."""
 
 
-class DispatchServers(Protocol):
-    """The servers as the dispatcher sees them. Adapter: `client.server_pool.ServerPool`."""
+class ChangeEvent:
+    """An asyncio.Event that is cleared by the wait that it ends. A notification before the wait is kept, so none is lost."""
 
-    def pick(self, *, num_rollouts: int) -> str | None:
-        """Return the base URL of a server that gets `num_rollouts` more, None while there is none."""
-        ...
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
 
-    def release(self, root: str, *, num_rollouts: int) -> None:
-        """Count the rollouts as ended."""
-        ...
+    def notify(self) -> None:
+        """End the wait of the task that waits, or the next wait."""
+        self._event.set()
 
-    async def is_at_fault(self, root: str) -> bool:
-        """Return whether the server at `root`, where a group failed, does not answer as it should."""
-        ...
-
-    def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
-        """Call `on_down` with the address of a server that is lost, and `on_up` after one came."""
-        ...
+    async def wait(self, timeout_s: float) -> bool:
+        """Return True when notified, False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+        except TimeoutError:
+            return False
+        self._event.clear()
+        return True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,9 +82,11 @@ class _Try:
     """One attempt at a group."""
 
     draw: Draw
-    number: int
-    server: str
-    version: PolicyVersion
+    number: int = 1
+    not_before: float = float("-inf")
+    """Time of the dispatcher's clock."""
+    server: str = ""
+    version: PolicyVersion = START_VERSION
     """The policy that the server served when the try began, or a newer one."""
     task: asyncio.Task[None] | None = None
 
@@ -82,13 +96,13 @@ class Dispatcher:
 
     def __init__(
         self,
+        config: OrchestratorConfig,
         *,
         sampler: ExampleSampler,
         buffer: GroupBuffer,
         run_group: RunDrawnGroup,
-        servers: DispatchServers,
+        servers: ServerPool,
         advantage: AdvantageFunction,
-        limits: Limits,
         on_group_end: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -97,29 +111,34 @@ class Dispatcher:
         Args:
             on_group_end: called after every group that ended.
         """
+        self._config = config
         self._sampler = sampler
         self._buffer = buffer
         self._run_group = run_group
         self._servers = servers
         self._advantage = advantage
-        self._limits = limits
         self._on_group_end = on_group_end
         self._clock = clock
+        self._group_size = config.rollouts_per_example
+        self._rollouts_per_step = round_down(config.batch_size * config.oversampling_factor)
         self._undispatched = deque[Draw]()
-        self._retries = RetryQueue()
+        self._retries = deque[_Try]()
+        """Tries of groups that are in flight, whose last try was lost; in the order of the losses."""
         self._tries: dict[GroupId, _Try] = {}
-        self._turn = asyncio.Lock()
+        self._ended: dict[GroupId, Callable[[], None]] = {}
+        """Groups of a deterministic run that ended before others of their round, with what hands each on."""
+        self._accounting = asyncio.Lock()
         self._stale_checked_for = Step(0)
-        self._rounds: DispatchRounds | None = None
-        if limits.groups_per_round is not None:
-            self._rounds = DispatchRounds(num_groups=limits.groups_per_round, max_async_level=limits.max_async_level)
-        self._bucket = limits.make_bucket(clock())
+        self._bucket: TokenBucket | None = None
+        if config.tasks_per_minute is not None:
+            burst = max(self._group_size, config.tasks_per_minute / 60 * _BURST_S)
+            self._bucket = TokenBucket(per_minute=config.tasks_per_minute, burst=burst, now=clock())
         self.changed = ChangeEvent()
         self.step = Step(1)
         """The batch being filled."""
-        self.version = PolicyVersion(0)
+        self.version = START_VERSION
         """The policy that the servers serve, or a newer one."""
-        self.max_in_flight = limits.max_rollouts_in_flight
+        self.max_in_flight = min(self._rollouts_per_step, config.max_concurrent or self._rollouts_per_step)
         """Rollouts; adapted to the servers' load."""
         servers.subscribe(on_down=self.server_down, on_up=self.changed.notify)
 
@@ -131,8 +150,7 @@ class Dispatcher:
     @property
     def rollouts_in_flight(self) -> int:
         """Rollouts of all groups in flight."""
-        num_ended = self._rounds.num_ended if self._rounds else 0
-        return (self._buffer.num_in_flight - num_ended) * self._limits.rollouts_per_example
+        return (self._buffer.num_in_flight - len(self._ended)) * self._group_size
 
     async def run(self) -> None:
         """Start groups as they may start, until cancelled."""
@@ -159,140 +177,154 @@ class Dispatcher:
     def server_down(self, root: str) -> None:
         """Retry every group on the server at `root`: its tries are lost."""
         for attempt in [attempt for attempt in self._tries.values() if attempt.server == root]:
-            if attempt.task is not None:
-                attempt.task.cancel()
-            self._end(attempt)
+            self._cancel(attempt)
             self._lost(attempt, f"the server {root} was marked unhealthy")
         self.changed.notify()
         self._on_group_end()
-
-    def _pause_s(self) -> float:
-        """Return the seconds until the next group may start; 0 when one may now."""
-        now, limits = self._clock(), self._limits
-        in_flight = self.rollouts_in_flight
-        has_place = in_flight + limits.rollouts_per_example <= max(self.max_in_flight, limits.rollouts_per_example)
-        ahead = in_flight + self._buffer.num_ready * limits.rollouts_per_example
-        # A group whose last try was lost has its place in flight already.
-        if self._retries.is_due(now) or (has_place and self._may_start(ahead)):
-            return self._bucket.wait_s(limits.rollouts_per_example, now=now) if self._bucket else 0.0
-        return self._retries.wait_s(now, otherwise=_IDLE_WAIT_S)
-
-    def _draw_round(self) -> None:
-        """Draw what the batch still lacks in a deterministic run, once every group drawn before has ended."""
-        if self._rounds is None or self._undispatched or self._buffer.num_in_flight:
-            return
-        for _ in range(self._rounds.num_to_draw(step=self.step, version=self.version, num_ready=self._buffer.num_ready)):
-            if (draw := self._sampler.take(self.step)) is not None:
-                self._undispatched.append(draw)
-
-    def _may_start(self, rollouts_ahead: int) -> bool:
-        if self._rounds is not None:
-            return bool(self._undispatched or self._retries)
-        return self._limits.may_dispatch(step=self.step, version=self.version, rollouts_ahead=rollouts_ahead)
-
-    def _start_next(self, tasks: asyncio.TaskGroup) -> bool:
-        """Start a lost group, else one of the checkpoint, else a new one; False when there is no group or no server for it."""
-        is_retry = self._retries.is_due(self._clock())
-        if is_retry and not self._may_start(0):
-            return False
-        num_rollouts = self._limits.rollouts_per_example
-        server = self._servers.pick(num_rollouts=num_rollouts)
-        if server is None:
-            return False
-        number = 1
-        if is_retry:
-            retry = self._retries.take()
-            draw, number = retry.draw, retry.number
-        else:
-            draw = self._undispatched.popleft() if self._undispatched else self._sampler.take(self.step)
-        if draw is None:
-            self._servers.release(server, num_rollouts=num_rollouts)
-            return False
-        if self._bucket:
-            self._bucket.take(num_rollouts)
-        reach("dispatch.before", step=self.step)
-        self._buffer.dispatched(draw, version=self.version, server=server)
-        reach("dispatch.after", step=self.step)
-        attempt = _Try(draw=draw, number=number, server=server, version=self.version)
-        self._tries[draw.group_id] = attempt
-        attempt.task = tasks.create_task(self._run(attempt), name=f"group-{draw.group_id}")
-        return True
 
     def _cancel_stale(self) -> None:
         if self.step == self._stale_checked_for:
             return  # a group in flight grows old with the step alone
         self._stale_checked_for = self.step
         for group_id in self._buffer.stale_in_flight(self.step):
-            attempt = self._tries.get(group_id)
-            if attempt is None:
-                continue  # waits for its next try, which starts from a newer policy
-            if attempt.task is not None:
-                attempt.task.cancel()
-            self._end(attempt)
-            self._buffer.cancelled(group_id, "stale")
+            if (attempt := self._tries.get(group_id)) is not None:  # else it waits for a try, which starts from a newer policy
+                self._cancel(attempt)
+                self._buffer.cancelled(group_id, "stale")
+
+    def _draw_round(self) -> None:
+        """Draw what the batch still lacks in a deterministic run, once every group drawn before has ended."""
+        required = required_version(step=self.step, max_async_level=self._config.max_async_level)
+        is_over = not (self._undispatched or self._buffer.num_in_flight)
+        if self._config.deterministic and is_over and self.version == required:
+            num_groups = self._config.batch_size // self._group_size - self._buffer.num_ready
+            draws = [self._sampler.take(self.step) for _ in range(num_groups)]
+            self._undispatched.extend(draw for draw in draws if draw is not None)
+
+    def _pause_s(self) -> float:
+        """Return the seconds until the next group may start; 0 when one may now."""
+        now, in_flight = self._clock(), self.rollouts_in_flight
+        has_place = in_flight + self._group_size <= max(self.max_in_flight, self._group_size)
+        ahead = in_flight + self._buffer.num_ready * self._group_size
+        # A group whose last try was lost has its place in flight already.
+        if self._is_retry_due(now) or (has_place and self._may_start(ahead)):
+            return self._bucket.wait_s(self._group_size, now=now) if self._bucket else 0.0
+        return self._retries[0].not_before - now if self._retries else _IDLE_WAIT_S
+
+    def _is_retry_due(self, now: float) -> bool:
+        return bool(self._retries) and self._retries[0].not_before <= now
+
+    def _may_start(self, rollouts_ahead: int) -> bool:
+        """Return whether a rollout that starts now would be young enough for its batch.
+
+        Args:
+            rollouts_ahead: rollouts in flight or ready, which go into batches before it.
+        """
+        if self._config.deterministic:
+            return bool(self._undispatched) or self._is_retry_due(self._clock())
+        return may_dispatch(
+            step=self.step,
+            version=self.version,
+            rollouts_ahead=rollouts_ahead,
+            rollouts_per_step=self._rollouts_per_step,
+            max_async_level=self._config.max_async_level,
+        )
+
+    def _start_next(self, tasks: asyncio.TaskGroup) -> bool:
+        """Start a lost group, else one of the checkpoint, else a new one; False when there is no group or no server for it."""
+        is_retry = self._is_retry_due(self._clock())
+        if is_retry and not self._may_start(0):
+            return False
+        server = self._servers.pick(num_rollouts=self._group_size)
+        if server is None:
+            return False
+        if is_retry:
+            attempt = self._retries.popleft()
+        elif draw := self._undispatched.popleft() if self._undispatched else self._sampler.take(self.step):
+            attempt = _Try(draw=draw)
+        else:
+            self._servers.release(server, num_rollouts=self._group_size)
+            return False
+        if self._bucket:
+            self._bucket.take(self._group_size)
+        attempt.server, attempt.version = server, self.version
+        reach("dispatch.before", step=self.step)
+        self._buffer.dispatched(attempt.draw, version=self.version, server=server)
+        reach("dispatch.after", step=self.step)
+        group_id = attempt.draw.group_id
+        self._tries[group_id] = attempt
+        attempt.task = tasks.create_task(self._run(attempt), name=f"group-{group_id}")
+        return True
 
     async def _run(self, attempt: _Try) -> None:
-        lost, error, failure, rollouts = "", "", None, list[Rollout]()
+        draw = attempt.draw
+        lost = error = kind = ""
+        is_infrastructure = False
+        rollouts: list[Rollout] = []
         try:
-            rollouts = await self._run_group(attempt.draw, base_url=attempt.server)
+            rollouts = await self._run_group(draw, base_url=attempt.server)
         except WorkerLost as exc:
             lost = str(exc)
         except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this group only
-            error = f"{type(exc).__name__}: {exc}"
-            failure = exc if isinstance(exc, RolloutFailed) else RolloutFailed(error, kind=type(exc).__name__)
+            error, kind = f"{type(exc).__name__}: {exc}", type(exc).__name__
+            if isinstance(exc, RolloutFailed):
+                kind, is_infrastructure = exc.kind, exc.is_infrastructure
             if await self._servers.is_at_fault(attempt.server):
                 lost = f"the server {attempt.server} failed: {error}"
-        # However many groups end at one moment, each takes a turn of the event loop of its own: timers and sockets are looked at
-        # between them.
-        async with self._turn:
-            self._account(attempt, rollouts, lost=lost, error=error, failure=failure)
+        # However many groups end at one moment, timers and sockets are looked at after each.
+        async with self._accounting:
+            if self._tries.get(draw.group_id) is not attempt:
+                return  # ended meanwhile, and accounted for
+            self._end(attempt)
+            runs = (run for rollout in rollouts for sample in rollout.samples for run in sample.versions)
+            if not (lost or error) and any(run.version < attempt.version for run in runs):
+                lost = f"the server {attempt.server} answered with an older policy than it served: it was started again"
+            if lost:
+                self._lost(attempt, lost)
+            elif error:
+                logger.warning("group failed group=%s env=%s: %s", draw.group_id, draw.env, error)
+                self._fail(draw, error, kind=kind, is_infrastructure=is_infrastructure)
+            else:
+                self._settle(draw, lambda: self._finish(draw, rollouts))
+            self.changed.notify()
+            self._on_group_end()
             await asyncio.sleep(0)
 
-    def _account(self, attempt: _Try, rollouts: list[Rollout], *, lost: str, error: str, failure: RolloutFailed | None) -> None:
-        """Retry the group whose try is over, or settle it as failed or finished."""
-        draw = attempt.draw
-        if self._tries.get(draw.group_id) is not attempt:
-            return  # ended meanwhile, and accounted for
-        self._end(attempt)
-        if not (lost or failure) and has_older_tokens(rollouts, attempt.version):
-            lost = f"the server {attempt.server} answered with an older policy than it served: it was started again"
-        if lost:
-            self._lost(attempt, lost)
-        elif failure is not None:
-            logger.warning("group failed group=%s env=%s: %s", draw.group_id, draw.env, error)
-            kind, is_infrastructure = failure.kind, failure.is_infrastructure
-            self._settle(
-                draw.group_id,
-                lambda: self._buffer.failed(draw.group_id, error, kind=kind, is_infrastructure=is_infrastructure),
-            )
-        else:
-            self._settle(draw.group_id, lambda: self._finish(draw, rollouts))
-        self.changed.notify()
-        self._on_group_end()
-
-    def _settle(self, group_id: GroupId, end: Callable[[], None]) -> None:
+    def _settle(self, draw: Draw, end: Callable[[], None]) -> None:
         """Hand on how a group ended: at once, or in a deterministic run when its whole round has."""
-        if self._rounds is None:
+        if not self._config.deterministic:
             end()
             return
-        self._rounds.add_ended(group_id, end)
+        self._ended[draw.group_id] = end
         if not (self._undispatched or self._retries or self._tries):
-            self._rounds.release()
+            ended, self._ended = self._ended, {}
+            for group_id in sorted(ended):
+                ended[group_id]()
 
     def _finish(self, draw: Draw, rollouts: list[Rollout]) -> None:
-        group = make_group(draw, rollouts, limits=self._limits, advantage=self._advantage)
+        group = make_group(draw, rollouts, config=self._config, advantage=self._advantage)
         self._buffer.finished(group)
         self._sampler.finished(group, draw, step=self.step)
 
+    def _fail(self, draw: Draw, error: str, *, kind: str, is_infrastructure: bool) -> None:
+        failed = self._buffer.failed
+        self._settle(draw, lambda: failed(draw.group_id, error, kind=kind, is_infrastructure=is_infrastructure))
+
+    def _cancel(self, attempt: _Try) -> None:
+        if attempt.task is not None:
+            attempt.task.cancel()
+        self._end(attempt)
+
     def _end(self, attempt: _Try) -> None:
         del self._tries[attempt.draw.group_id]
-        self._servers.release(attempt.server, num_rollouts=self._limits.rollouts_per_example)
+        self._servers.release(attempt.server, num_rollouts=self._group_size)
 
     def _lost(self, attempt: _Try, reason: str) -> None:
         """Retry the group of a lost try after a pause that grows. After the last try the group failed."""
-        group_id, number = attempt.draw.group_id, attempt.number
-        if self._retries.add(attempt.draw, lost_tries=number, now=self._clock()):
-            logger.info("group is dispatched again group=%s tries=%s: %s", group_id, number, reason)
+        draw, number = attempt.draw, attempt.number
+        if number >= _MAX_TRIES:
+            error = f"WorkerLost: lost {number} times, the last time because {reason}"
+            self._fail(draw, error, kind="WorkerLost", is_infrastructure=True)
             return
-        error = f"WorkerLost: lost {number} times, the last time because {reason}"
-        self._settle(group_id, lambda: self._buffer.failed(group_id, error, kind="WorkerLost", is_infrastructure=True))
+        pause_s = backoff_s(number - 1, first_s=_RETRY_PAUSE_S) if number > 1 else 0.0
+        self._retries.append(_Try(draw=draw, number=number + 1, not_before=self._clock() + pause_s))
+        logger.info("group is dispatched again group=%s tries=%s: %s", draw.group_id, number, reason)

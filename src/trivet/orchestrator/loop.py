@@ -14,12 +14,18 @@
 
 Dispatcher, policy watcher and background tasks run in one asyncio.TaskGroup, so a failure of any of them ends all. Packing and
 writing run in threads and sending is awaited, so the dispatcher collects groups for the next batch meanwhile.
+
+A full garbage collection looks at every object that may be part of a cycle: with ten thousand rollouts in flight and the modules
+of the libraries, a fifth of a second at a time, every second. Hardly anything here is in cycles, so the loop has full collections
+happen by the clock instead of by the number of objects, and never look at what was there at the start.
 """
 
 import asyncio
+import gc
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,16 +35,12 @@ from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError
-from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.buffer import GroupBuffer, GroupCounters
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, write_part
-from trivet.orchestrator.counters import GroupCounters
-from trivet.orchestrator.dispatcher import Dispatcher
-from trivet.orchestrator.garbage import collect_by_the_clock, rare_collections
+from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
 from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.prompt_lengths import report_overlong
 from trivet.orchestrator.replay import ReplaySource, UnservedPolicy
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
@@ -47,7 +49,6 @@ from trivet.telemetry.metrics import timed
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.wire.batches import Batch, BatchPurpose
-from trivet.wire.events import RolloutsWritten
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -60,6 +61,35 @@ _MAX_ALIVE_INTERVAL_S = 30.0
 """Longest time between two `say_alive` messages to the trainer. A tenth of `rollout_transport.timeout_s` if that is shorter."""
 _SLOW_FILL_S = 60.0
 """If no group ends for this long, a warning says that the batch is not filled."""
+_YOUNG_OBJECTS = 50_000
+"""New objects until the young ones are looked at, which takes milliseconds."""
+_YOUNG_COLLECTIONS = 20
+"""Collections of the young until the middle generation is looked at too."""
+_NEVER = 1_000_000
+"""A threshold of the full collection that no run reaches."""
+_FULL_COLLECTION_INTERVAL_S = 60.0
+"""Between two full collections, each of which stops the event loop for about a fifth of a second."""
+
+
+@contextmanager
+def rare_collections() -> Generator[None, None, None]:
+    """Within it no full collection happens by itself; afterwards all is as before."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+async def _collect_at_intervals() -> None:
+    """Collect cycles of long-lived objects, so that they do not pile up, until cancelled."""
+    while True:
+        await asyncio.sleep(_FULL_COLLECTION_INTERVAL_S)
+        gc.collect()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,25 +130,22 @@ class Loop:
     async def run(self) -> None:
         """Fill and send batches until `max_steps` is reached or the run is preempted."""
         with rare_collections():
-            await self._run_tasks()
-
-    async def _run_tasks(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
-            others = {
-                "policy-watcher": self.watcher.run,
-                "alive": self._send_alive,
-                "garbage": collect_by_the_clock,
-                **self.background_tasks,
-            }
-            running = [tasks.create_task(run(), name=name) for name, run in others.items()]
-            evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
-            await self._run_steps(dispatching)
-            dispatching.cancel()
-            if evaluating is not None:
-                await self._finish_evals(evaluating)
-            for task in running:
-                task.cancel()
+            async with asyncio.TaskGroup() as tasks:
+                dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
+                others = {
+                    "policy-watcher": self.watcher.run,
+                    "alive": self._send_alive,
+                    "garbage": _collect_at_intervals,
+                    **self.background_tasks,
+                }
+                running = [tasks.create_task(run(), name=name) for name, run in others.items()]
+                evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
+                await self._run_steps(dispatching)
+                dispatching.cancel()
+                if evaluating is not None:
+                    await self._finish_evals(evaluating)
+                for task in running:
+                    task.cancel()
 
     async def _send_alive(self) -> None:
         """Tell the trainer at intervals that the orchestrator is alive.
@@ -153,7 +180,13 @@ class Loop:
                 await self._send_ending(step, unwritten)
                 return
             # No await until `_hand_over`: checkpoint part and counters describe the state at the moment the batch was formed.
-            part, is_due = self._part(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
+            part = OrchestratorPart(
+                progress=self.progress,
+                sampler=self.sampler.snapshot(),
+                buffer=self.buffer.snapshot(also_in_flight=self.dispatcher.undispatched_draws),
+                rollouts_per_example=self.config.rollouts_per_example,
+            )
+            is_due = self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
             counters, self.buffer.counters = self.buffer.counters, GroupCounters()
             values = flow_metrics(
                 counters,
@@ -164,7 +197,7 @@ class Loop:
                 num_in_flight=self.buffer.num_in_flight,
                 num_ready=self.buffer.num_ready,
             )
-            report_overlong(counters, step=step)
+            counters.report_overlong(step=step)
             values |= self.sampler.metrics()
             if step == self.config.max_steps:
                 dispatching.cancel()
@@ -205,7 +238,11 @@ class Loop:
         with timed(times, "wait_for_receipt"), process_report.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
         process_report.set_numbers(step=step)
-        self.telemetry.write_event(await asyncio.to_thread(_write_rollouts, self.layout, step, groups, self.config))
+        await asyncio.to_thread(require_newest_attempt, self.layout, self.config.run)  # another may have written this step
+        written = await asyncio.to_thread(
+            write_rollouts, self.layout, step, groups, run_id=self.config.run.id, is_replayable=self.config.record_rollouts
+        )
+        self.telemetry.write_event(written)
         measured = await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
         if self.config.replay is not None:  # versions of another run say nothing of this run's steps
             measured = {name: value for name, value in measured.items() if not name.startswith("batch/off_policy_")}
@@ -275,19 +312,6 @@ class Loop:
             if self.buffer.num_ready >= num_groups:
                 groups = self.buffer.take_batch(step, num_groups=num_groups)
         return groups
-
-    def _part(self) -> OrchestratorPart:
-        return OrchestratorPart(
-            progress=self.progress,
-            sampler=self.sampler.snapshot(),
-            buffer=self.buffer.snapshot(also_in_flight=self.dispatcher.undispatched_draws),
-            rollouts_per_example=self.config.rollouts_per_example,
-        )
-
-
-def _write_rollouts(layout: RunLayout, step: Step, groups: list[Group], config: OrchestratorConfig) -> RolloutsWritten:
-    require_newest_attempt(layout, config.run)  # another may have written this step while the machine stood still
-    return write_rollouts(layout, step, groups, recorded_for=config.run.id if config.record_rollouts else "")
 
 
 def _make_batch(step: Step, groups: list[Group], *, seq_len: int, has_part: bool) -> Batch:

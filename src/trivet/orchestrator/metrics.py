@@ -11,8 +11,8 @@ import numpy as np
 
 from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.algorithms.staleness import staleness
+from trivet.orchestrator.buffer import FinishedGroup, GroupCounters
 from trivet.orchestrator.checkpoint import RunTotals
-from trivet.orchestrator.counters import FinishedGroup, GroupCounters
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import PolicyVersion, Step, count_tokens
 

@@ -7,10 +7,8 @@ far as `max_async_level` lets it.
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig, ValConfig
@@ -20,7 +18,8 @@ from trivet.environments.sampling import sampling_arguments
 from trivet.evaluation.evaluate import EvalSeries, Evaluator, make_series
 from trivet.evaluation.results import EarlierResults, read_summary
 from trivet.evaluation.scores import Summary, eval_metrics
-from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.dispatcher import ChangeEvent
+from trivet.orchestrator.policy import PolicyWatcher
 from trivet.step_directories import discard_after, list_steps
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
@@ -36,14 +35,6 @@ DEFAULT_MAX_CONCURRENT = 64
 """Rollouts of validations in flight, where `eval.max_concurrent` does not say."""
 
 
-def is_due(version: PolicyVersion, *, last: PolicyVersion | None, interval: int) -> bool:
-    """Return whether a multiple of `interval` was reached or passed since the evaluation of `last`.
-
-    A policy that jumps over a multiple is evaluated at the version that it lands on.
-    """
-    return last is None or version // interval > last // interval
-
-
 @dataclass(slots=True, kw_only=True)
 class ScheduledSeries:
     """The evaluations of one environment over a run."""
@@ -52,6 +43,15 @@ class ScheduledSeries:
     is_val: bool
     last: PolicyVersion | None = None
     """The newest version that was evaluated; None: none yet."""
+
+    def is_due(self, version: PolicyVersion, *, is_last: bool) -> bool:
+        """Return whether a multiple of the interval was reached or passed since the last evaluation, or `version` is the last.
+
+        A policy that jumps over a multiple is evaluated at the version that it lands on.
+        """
+        if self.last is None or is_last:
+            return self.last != version
+        return version // self.series.interval > self.last // self.series.interval
 
 
 def schedule_series(
@@ -74,7 +74,9 @@ def schedule_series(
     for one in scheduled:
         name = one.series.name
         one.series.make_task(pool.infos[one.series.pool_name], step=0, digest="")  # refuses now what it would refuse later
-        one.last = _last_evaluated(layout, name, until=resumed_from)
+        evaluated = [step for step in list_steps(layout.evals) if step <= resumed_from]
+        complete = [step for step in evaluated if read_summary(layout.evals_step(step, name)) is not None]
+        one.last = PolicyVersion(max(complete)) if complete else None
         if one.last is None and (one.is_val or (evals is not None and not evals.eval_base_model)):
             one.last = START_VERSION  # which is left out, so the first multiple is the first to be due, resumed or not
         elif evals is not None and not evals.skip_eval_on_resume and one.last == resumed_from:
@@ -99,31 +101,9 @@ def _val_series(env: EnvConfig, val: ValConfig, config: OrchestratorConfig) -> E
     )
 
 
-def _last_evaluated(layout: RunLayout, name: str, *, until: PolicyVersion) -> PolicyVersion | None:
-    """The newest version, `until` at most, whose evaluation is complete on disk."""
-    done = [
-        step for step in list_steps(layout.evals) if step <= until and read_summary(layout.evals_step(step, name)) is not None
-    ]
-    return PolicyVersion(max(done)) if done else None
-
-
 def discard_evals_after(layout: RunLayout, version: PolicyVersion) -> None:
     """Remove evaluations of later policies, which will be others when the run reaches them again."""
     discard_after(layout.evals, version)
-
-
-class PinnablePolicy(Protocol):
-    """The policy that the servers serve. Adapter: `orchestrator.policy.PolicyWatcher`."""
-
-    version: PolicyVersion
-
-    def pinned(self) -> AbstractAsyncContextManager[PolicyVersion]:
-        """Keep the policy for the time of the block."""
-        ...
-
-    def subscribe(self, on_policy_served: Callable[[PolicyVersion], None]) -> None:
-        """Call `on_policy_served` once the servers serve a new policy."""
-        ...
 
 
 class OnlineEval:
@@ -134,19 +114,13 @@ class OnlineEval:
         scheduled: Sequence[ScheduledSeries],
         *,
         evaluator: Evaluator,
-        policy: PinnablePolicy,
-        digest: Callable[[], str],
+        policy: PolicyWatcher,
         telemetry: Telemetry,
     ) -> None:
-        """Subscribe to the policies that the servers serve.
-
-        Args:
-            digest: of the policy that the servers serve.
-        """
+        """Subscribe to the policies that the servers serve: `policy` says which, and keeps the one that is measured."""
         self._scheduled = list(scheduled)
         self._evaluator = evaluator
         self._policy = policy
-        self._digest = digest
         self._telemetry = telemetry
         self._final: PolicyVersion | None = None
         self._val_reward: dict[str, float] = {}
@@ -159,11 +133,7 @@ class OnlineEval:
         while True:
             version = self._policy.version
             is_last = self._final is not None and version >= self._final
-            due = [
-                one
-                for one in self._scheduled
-                if (one.last != version if is_last else is_due(version, last=one.last, interval=one.series.interval))
-            ]
+            due = [one for one in self._scheduled if one.is_due(version, is_last=is_last)]
             if due:
                 await self._evaluate(due)
             elif is_last:
@@ -185,7 +155,7 @@ class OnlineEval:
         async with self._policy.pinned() as version:
             logger.info("evaluating version=%s envs=%s", version, ", ".join(one.series.name for one in due))
             summaries = await self._evaluator.evaluate(
-                [one.series for one in due], step=version, digest=self._digest(), earlier=EarlierResults.CONTINUE
+                [one.series for one in due], step=version, digest=self._policy.digest, earlier=EarlierResults.CONTINUE
             )
         done = list(zip(due, summaries, strict=True))
         for one, summary in done:

@@ -91,3 +91,8 @@ async def _score(samples: Sequence[Sequence[int]], client: InferenceClient, *, m
         temperatures_T=np.ones(len(position_ids_T), dtype=np.float32),
         sequence_lengths_S=lengths_S,
     )
+
+
+def empty_probe(step: Step) -> Batch:
+    """Return the probe of a run that has one already, or for which none can be made."""
+    return Batch(step=step, purpose=BatchPurpose.PROBE, micro_batches=[], group_ids=[], num_rollouts=0)

@@ -1,4 +1,4 @@
-"""Knows how long a prompt may be, and names those that are longer: before the first batch, and of each step.
+"""Knows how long a prompt may be, and names those that are longer before the first batch.
 
 A server refuses a prompt that leaves too little of its context, and the trainer sees the first seq_len tokens of a sample alone. A
 group of such a prompt has nothing to train on.
@@ -8,12 +8,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trivet.algorithms.filters import FilterReason
 from trivet.client.inference_client import InferenceClient
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import BatchError, InferenceError
-from trivet.orchestrator.counters import GroupCounters
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.groups import Split
 
@@ -21,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 NUM_CHECKED = 64
 """Prompts whose length is measured at the start: seconds, whatever the size of the data."""
-_MAX_NAMED = 5
+MAX_NAMED = 5
 """Examples that a message names."""
 
 
@@ -37,11 +35,9 @@ class PromptLimits:
 
     def explain(self, env: str) -> str:
         """Say what a prompt of `env` may have, with the arithmetic."""
-        trained = f"{self.max_prompt(env)} tokens at most"
-        parts = [f"orchestrator.seq_len {self.seq_len} - 1 that is trained on"]
-        if self.context is not None:
-            parts.insert(0, f"max_model_len {self.context} - sampling.max_tokens {self.max_tokens[env]}")
-        return f"a prompt of {env} may have {trained} (the least of {', '.join(parts)})"
+        served = "" if self.context is None else f"max_model_len {self.context} - sampling.max_tokens {self.max_tokens[env]}, "
+        trained = f"orchestrator.seq_len {self.seq_len} - 1 that is trained on"
+        return f"a prompt of {env} may have {self.max_prompt(env)} tokens at most (the least of {served}{trained})"
 
     def max_prompt(self, env: str) -> int:
         """Return the most tokens that a prompt of `env` may have."""
@@ -50,10 +46,8 @@ class PromptLimits:
 
 def limits_of(config: OrchestratorConfig) -> PromptLimits:
     """Return the limits that the configuration alone gives."""
-    merged = {env.label: env.sampling.over(config.sampling) for env in config.env}
-    return PromptLimits(
-        seq_len=config.seq_len, max_tokens={name: sampling.max_tokens or 1 for name, sampling in merged.items()}
-    )
+    max_tokens = {env.label: env.sampling.over(config.sampling).max_tokens or 1 for env in config.env}
+    return PromptLimits(seq_len=config.seq_len, max_tokens=max_tokens)
 
 
 async def check_prompts(
@@ -77,25 +71,12 @@ async def check_prompts(
         if count > limits.max_prompt(draw.env):
             found.append((draw, count))
     if found:
-        named = ", ".join(f"example {draw.example_id} of {draw.env}: {count} tokens" for draw, count in found[:_MAX_NAMED])
-        said = (
-            f"{len(found)} of {len(draws)} prompts looked at do not fit ({named}{', ...' if len(found) > _MAX_NAMED else ''})"
-        )
+        named = [f"example {draw.example_id} of {draw.env}: {count} tokens" for draw, count in found[:MAX_NAMED]]
+        named += ["..."] * (len(found) > MAX_NAMED)
+        finding = f"{len(found)} of {len(draws)} prompts looked at do not fit ({', '.join(named)})"
         reasons = "; ".join(limits.explain(env) for env in sorted({draw.env for draw, _ in found}))
         advice = "raise max_model_len and seq_len, lower sampling.max_tokens, or leave such examples out"
         if len(found) == len(draws):
-            raise BatchError(f"{said}: {reasons}; {advice}")
-        logger.warning("%s: %s; they are left out of training, %s", said, reasons, advice)
+            raise BatchError(f"{finding}: {reasons}; {advice}")
+        logger.warning("%s: %s; they are left out of training, %s", finding, reasons, advice)
     return limits
-
-
-def report_overlong(counters: GroupCounters, *, step: int) -> None:
-    """Log the examples whose prompts did not fit since the last batch."""
-    found = [group for group in counters.finished if group.filtered is FilterReason.OVERLONG_PROMPT]
-    if found:
-        examples = sorted({(group.env, group.example_id) for group in found})
-        named = ", ".join(f"{example} of {env}" for env, example in examples[:_MAX_NAMED])
-        logger.warning(
-            "prompts that do not fit step=%s groups=%s of %s examples=%s%s",
-            *(step, len(found), len(counters.finished), named, ", ..." if len(examples) > _MAX_NAMED else ""),
-        )

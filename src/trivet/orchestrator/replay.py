@@ -13,23 +13,22 @@ applies.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+import msgspec
 
 from trivet.algorithms.advantages import AdvantageFunction
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.change_event import ChangeEvent
-from trivet.orchestrator.dispatch_limits import Limits
+from trivet.orchestrator.dispatcher import ChangeEvent
 from trivet.orchestrator.group_runner import make_group
 from trivet.orchestrator.sampler import Draw, SamplerState
 from trivet.transport.recorded_groups import read_groups, recorded_files
-from trivet.wire.rollouts import Group, GroupId
+from trivet.wire.rollouts import Group, GroupId, Sample
 from trivet.wire.versions import PolicyVersion, Step
 
 UNLIMITED_STEPS = 1 << 62
 """Limit on staleness of replayed groups, whose versions are not comparable with this run's steps: none."""
-
-
 _IDLE_WAIT_S = 60.0
 """The source looks again at least this often, so that a missed notification costs a minute and not the run."""
 
@@ -39,19 +38,16 @@ class ReplaySource:
 
     def __init__(
         self,
-        directory: Path,
+        config: OrchestratorConfig,
         *,
         buffer: GroupBuffer,
         advantage: AdvantageFunction,
-        limits: Limits,
-        groups_per_batch: int,
         on_group_end: Callable[[], None],
         state: SamplerState,
     ) -> None:
-        """Start with the first recorded group, or where `state` ends.
+        """Start with the first group recorded in `config.replay`, or where `state` ends.
 
         Args:
-            directory: output_dir of the recorded run.
             on_group_end: called after every group, and when the record has ended.
             state: of the checkpoint that is resumed.
 
@@ -59,21 +55,21 @@ class ReplaySource:
             BatchError: the record cannot be read.
             CheckpointError: `state` is of another record.
         """
-        self._directory = directory
+        assert config.replay is not None
+        self._config = config
+        self._directory = config.replay
         self._buffer = buffer
         self._advantage = advantage
-        self._limits = limits
-        self._groups_per_batch = groups_per_batch
         self._on_group_end = on_group_end
-        self._files = deque(recorded_files(directory))
+        self._files = deque(recorded_files(self._directory))
         self._groups = deque[Group]()
         self._num_to_skip = self.next_group_id = state.next_group_id
         self.run_id = read_groups(self._files[0]).run_id
         """The run that sampled the groups."""
         if state.replayed_run not in ("", self.run_id):
             raise CheckpointError(
-                f"the checkpoint was made by a replay of run {state.replayed_run!r}, and orchestrator.replay ({directory}) holds "
-                f"run {self.run_id!r}; give the directory of the first"
+                f"the checkpoint was made by a replay of run {state.replayed_run!r}, and orchestrator.replay ({self._directory}) "
+                f"holds run {self.run_id!r}; give the directory of the first"
             )
         self.changed = ChangeEvent()
         self.step = Step(1)
@@ -92,10 +88,13 @@ class ReplaySource:
         Raises:
             BatchError: a file of the record cannot be read.
         """
+        groups_per_batch = self._config.batch_size // self._config.rollouts_per_example
         while True:
-            while self._buffer.num_ready < self._groups_per_batch and not self.is_drained:
+            while self._buffer.num_ready < groups_per_batch and not self.is_drained:
                 if not self._groups:
-                    await self._read_file()
+                    recorded = await asyncio.to_thread(read_groups, self._files[0])
+                    self._groups.extend(recorded.groups)
+                    self._files.popleft()  # not before: `is_drained` must not hold while the last file is read
                 elif self._num_to_skip:
                     self._groups.popleft()
                     self._num_to_skip -= 1
@@ -120,11 +119,6 @@ class ReplaySource:
         """Say that the record has ended."""
         return f"the record in {self._directory} is used up after {self.next_group_id} groups"
 
-    async def _read_file(self) -> None:
-        recorded = await asyncio.to_thread(read_groups, self._files[0])
-        self._groups.extend(recorded.groups)
-        self._files.popleft()  # not before: `is_drained` must not hold while the last file is read
-
     def _hand_on(self, recorded: Group) -> None:
         """Take a group through the states of one that is sampled; no await, so that every checkpoint sees it whole."""
         draw = Draw(
@@ -136,8 +130,19 @@ class ReplaySource:
         )
         self.next_group_id = GroupId(self.next_group_id + 1)
         self._buffer.dispatched(draw, version=recorded.oldest_version)
-        self._buffer.finished(make_group(draw, recorded.rollouts, limits=self._limits, advantage=self._advantage))
+        for rollout in recorded.rollouts:
+            rollout.samples = [_unmask(sample) for sample in rollout.samples]
+        self._buffer.finished(make_group(draw, recorded.rollouts, config=self._config, advantage=self._advantage))
         self._on_group_end()
+
+
+def _unmask(sample: Sample) -> Sample:
+    """Return the sample as it was before a filter masked it: the replaying run has filters of its own."""
+    if sample.masked is None:
+        return sample
+    return msgspec.structs.replace(
+        sample, loss_mask_T=sample.masked.loss_mask_T, logprobs_T=sample.masked.logprobs_T, masked=None
+    )
 
 
 class UnservedPolicy:

@@ -1,7 +1,7 @@
 """Writes `rollouts/step_N/`: the rollouts trained in step N.
 
-`rollouts.jsonl` is for a human to read. From `tokens.msgpack.z`, `trivet view` shows which tokens were likely and which policy
-sampled them. From `groups.msgpack.z`, another run can train on them (`orchestrator.replay`).
+`rollouts.jsonl` is for a human to read. From `groups.msgpack.z`, `trivet view` shows which tokens were likely and which policy
+sampled them, and another run can train on them (`orchestrator.replay`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from trivet.step_directories import discard_after
 from trivet.storage.durable import digest_of, hash_bytes, replace_file
 from trivet.transport.recorded_groups import GROUPS_FILE, pack_groups
 from trivet.wire.events import RolloutsWritten
-from trivet.wire.rollout_tokens import TOKENS_FILE, pack_tokens
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import Step, VersionRun
 
@@ -37,27 +36,27 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     completion: list[dict[str, object]]
 
 
-def write_rollouts(layout: RunLayout, step: Step, groups: Sequence[Group], *, recorded_for: str = "") -> RolloutsWritten:
-    """Each file appears whole, or not at all; the tokens first, so that who sees the rollouts finds them too.
+def write_rollouts(
+    layout: RunLayout, step: Step, groups: Sequence[Group], *, run_id: str = "", is_replayable: bool = False
+) -> RolloutsWritten:
+    """Each file appears whole, or not at all; the groups first, so that who sees the rollouts finds them too.
 
     Args:
-        recorded_for: id of this run, if another run is to replay its groups; empty: no file is written for that.
+        is_replayable: another run is to train on the groups.
 
     Returns:
         The event that describes the files.
     """
     encoder = msgspec.json.Encoder()
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     lines = [encoder.encode(_record(group, rollout)) + b"\n" for group in groups for rollout in group.rollouts]
-    directory = layout.rollouts_step(step)
-    contents = {TOKENS_FILE: pack_tokens(rollouts)}
-    if recorded_for:
-        contents[GROUPS_FILE] = pack_groups(groups, run_id=recorded_for, step=step)
-    contents[ROLLOUTS_FILE] = b"".join(lines)
+    contents = {
+        GROUPS_FILE: pack_groups(groups, run_id=run_id, step=step, is_replayable=is_replayable),
+        ROLLOUTS_FILE: b"".join(lines),
+    }
     for name, content in contents.items():
-        replace_file(directory / name, content)
+        replace_file(layout.rollouts_step(step) / name, content)
     digest = digest_of({name: hash_bytes(content) for name, content in contents.items()})
-    return RolloutsWritten(step=step, num_rollouts=len(rollouts), digest=digest)
+    return RolloutsWritten(step=step, num_rollouts=len(lines), digest=digest)
 
 
 def discard_rollouts_after(layout: RunLayout, step: Step) -> None:

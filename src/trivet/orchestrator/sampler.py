@@ -1,22 +1,25 @@
 """Chooses the example of the next group: a state machine whose state is in every checkpoint.
 
 Examples of all environments stand in one queue, shuffled anew each epoch; with `env_ratios` each environment has a queue of its
-own and the queues take turns. A parked example (orchestrator.pools) is passed over. What was drawn is remembered in its `Draw`,
+own and the queues take turns. An example that is parked as easy or hard is passed over. It is named by its hash, so that the pools
+survive a data set that changes between two attempts; examples with one hash are one. What was drawn is remembered in its `Draw`,
 so a group dispatched again is of the same example, sampled at the same temperature, whatever has changed since.
 Called by the dispatcher, and by the loop at the start of a step.
 """
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from trivet.algorithms.difficulty import Difficulty, FairTurns
+from trivet.algorithms.difficulty import Difficulty, FairTurns, difficulty_of
+from trivet.algorithms.rounding import round_down
 from trivet.algorithms.seeds import derive_seed
 from trivet.config.schema.orchestrator import BufferConfig
-from trivet.orchestrator.pools import DifficultyPools, ParkedExample
 from trivet.wire.rollouts import Group, GroupId
 from trivet.wire.versions import Step
 
@@ -49,6 +52,15 @@ class RowState(msgspec.Struct, kw_only=True):
     """Hash of the seed and the examples. If it changes, a new epoch starts."""
 
 
+class ParkedExample(msgspec.Struct, frozen=True, kw_only=True):
+    """An example that is easy or hard and passed over for now."""
+
+    example_hash: str
+    difficulty: Difficulty
+    step: Step
+    """The batch being filled when it was parked."""
+
+
 class SamplerState(msgspec.Struct, kw_only=True):
     """The sampler's state in a checkpoint."""
 
@@ -60,6 +72,96 @@ class SamplerState(msgspec.Struct, kw_only=True):
     """By environment, longest parked first."""
     replayed_run: str = ""
     """The run whose recorded groups are replayed, of which `next_group_id` were; empty in a run that samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """Rows of one environment's data set by pool."""
+
+    easy: int
+    normal: int
+    hard: int
+
+
+class DifficultyPools:
+    """Keeps which examples are parked."""
+
+    def __init__(
+        self,
+        examples: Mapping[str, Sequence[str]],
+        *,
+        rules: BufferConfig,
+        parked: Mapping[str, Sequence[ParkedExample]] | None = None,
+    ) -> None:
+        """Restore the pools of a checkpoint, or start with every example normal.
+
+        Args:
+            examples: hash of each row by environment.
+            parked: of the checkpoint; its easy and hard fractions return to normal, longest parked first.
+        """
+        self._rules = rules
+        self._num_rows = {env: Counter(hashes) for env, hashes in examples.items()}
+        self._totals = {env: len(hashes) for env, hashes in examples.items()}
+        self._parked: dict[str, dict[str, ParkedExample]] = {env: {} for env in examples}
+        """By hash, longest parked first."""
+        self._num_parked_rows: Counter[tuple[str, Difficulty]] = Counter()
+        self.evicted: Counter[tuple[str, Difficulty]] = Counter()
+        """Examples that left the normal pool since the caller last cleared it."""
+        fractions = {Difficulty.EASY: rules.easy_fraction, Difficulty.HARD: rules.hard_fraction}
+        for env, members in (parked or {}).items():
+            known = [example for example in members if example.example_hash in self._num_rows.get(env, ())]
+            counts = Counter(example.difficulty for example in known)
+            to_return = {difficulty: round_down(counts[difficulty] * share) for difficulty, share in fractions.items()}
+            for example in known:
+                if to_return[example.difficulty]:
+                    to_return[example.difficulty] -= 1
+                else:
+                    self._add(env, example)
+
+    def is_parked(self, env: str, example_hash: str) -> bool:
+        """Return whether the example is passed over."""
+        return example_hash in self._parked[env]
+
+    def sizes(self, env: str) -> PoolSizes:
+        """Return the rows of each pool of `env`."""
+        easy, hard = (self._num_parked_rows[env, difficulty] for difficulty in (Difficulty.EASY, Difficulty.HARD))
+        return PoolSizes(easy=easy, hard=hard, normal=self._totals[env] - easy - hard)
+
+    def judge(self, env: str, example_hash: str, *, mean_reward: float, step: Step) -> Difficulty:
+        """Put an example where its group's mean reward says; its time in a pool starts anew."""
+        rules = self._rules
+        difficulty = difficulty_of(mean_reward, easy_threshold=rules.easy_threshold, hard_threshold=rules.hard_threshold)
+        was_parked = self._remove(env, example_hash)
+        if difficulty is not Difficulty.NORMAL:
+            self._add(env, ParkedExample(example_hash=example_hash, difficulty=difficulty, step=step))
+            self.evicted[env, difficulty] += not was_parked
+        return difficulty
+
+    def release(self, step: Step) -> int:
+        """Return examples to normal that were parked `recheck_interval` steps before batch `step`; return how many."""
+        interval = self._rules.recheck_interval
+        if interval is None:
+            return 0
+        parked = [(env, example) for env, members in self._parked.items() for example in members.values()]
+        due = [(env, example) for env, example in parked if step - example.step >= interval]
+        for env, example in due:
+            self._remove(env, example.example_hash)
+        return len(due)
+
+    def snapshot(self) -> dict[str, list[ParkedExample]]:
+        """Return the parked examples by environment, for a checkpoint."""
+        return {env: list(members.values()) for env, members in self._parked.items() if members}
+
+    def _add(self, env: str, parked: ParkedExample) -> None:
+        self._parked[env][parked.example_hash] = parked
+        self._num_parked_rows[env, parked.difficulty] += self._num_rows[env][parked.example_hash]
+
+    def _remove(self, env: str, example_hash: str) -> bool:
+        parked = self._parked[env].pop(example_hash, None)
+        if parked is None:
+            return False
+        self._num_parked_rows[env, parked.difficulty] -= self._num_rows[env][example_hash]
+        return True
 
 
 class ExampleSampler:
@@ -96,7 +198,7 @@ class ExampleSampler:
     @property
     def is_drained(self) -> bool:
         """No example is left to draw."""
-        return not any(self._pools.num_normal(env) for env in self._examples)
+        return not any(self._pools.sizes(env).normal for env in self._examples)
 
     def begin_step(self, step: Step) -> None:
         """Return parked examples to the normal pool whose time has come."""
@@ -109,8 +211,12 @@ class ExampleSampler:
         Args:
             step: the batch being filled.
         """
-        able = [name for name, row in self._rows.items() if any(self._pools.num_normal(env) for env in row.envs)]
-        self._report_empty()
+        sizes = {env: self._pools.sizes(env) for env in self._examples}
+        able = [name for name, row in self._rows.items() if any(sizes[env].normal for env in row.envs)]
+        empty = {env for env, size in sizes.items() if not size.normal}
+        for env in sorted(empty - self._empty):
+            logger.warning("no example is left to draw env=%s easy=%s hard=%s", env, sizes[env].easy, sizes[env].hard)
+        self._empty = empty
         if not able:
             return None
         env, example_id = self._rows[self._turns.take(able)].take(self._pools)
@@ -193,13 +299,6 @@ class ExampleSampler:
             " take other examples"
         )
 
-    def _report_empty(self) -> None:
-        empty = {env for env in self._examples if not self._pools.num_normal(env)}
-        for env in sorted(empty - self._empty):
-            size = self._pools.sizes(env)
-            logger.warning("no example is left to draw env=%s easy=%s hard=%s", env, size.easy, size.hard)
-        self._empty = empty
-
 
 class _Row:
     """The examples of some environments in endless passes, each shuffled anew."""
@@ -212,7 +311,12 @@ class _Row:
         self._examples = examples
         self._seed = seed
         self._ends = np.cumsum([len(examples[env]) for env in envs])
-        self._fingerprint = _fingerprint(seed, envs, examples)
+        digest = hashlib.sha256(str(seed).encode())
+        for env in envs:
+            digest.update(f"\n{env}\n".encode())
+            for example_hash in examples[env]:
+                digest.update(example_hash.encode())
+        self._fingerprint = digest.hexdigest()
         self._epoch = self._position = 0
         if state is not None and state.fingerprint == self._fingerprint:
             self._epoch, self._position = state.epoch, state.position
@@ -246,12 +350,3 @@ class _Row:
     def _permutation(self) -> np.ndarray:
         rng = np.random.Generator(np.random.PCG64(derive_seed(self._seed, *self._path, self._epoch)))
         return rng.permutation(int(self._ends[-1]))
-
-
-def _fingerprint(seed: int, envs: Sequence[str], examples: Mapping[str, Sequence[str]]) -> str:
-    digest = hashlib.sha256(str(seed).encode())
-    for env in envs:
-        digest.update(f"\n{env}\n".encode())
-        for example_hash in examples[env]:
-            digest.update(example_hash.encode())
-    return digest.hexdigest()

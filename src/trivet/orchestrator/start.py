@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import resolve_resume_step
@@ -11,29 +12,27 @@ from trivet.checkpoints.data_record import compare_data
 from trivet.checkpoints.parts import ORCHESTRATOR
 from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
-from trivet.client.server_pool import ServerPool
+from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.examples import training_problem
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import CheckpointError, EnvironmentLoadError
-from trivet.orchestrator.assembly import RunContext, make_loop, make_replay_loop
+from trivet.orchestrator.assembly import make_loop, make_replay_loop
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, data_of, read_part
 from trivet.orchestrator.connections import inference_client, open_sender, open_servers, open_teacher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import discard_evals_after
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.probe import NUM_PROMPTS, make_probe
+from trivet.orchestrator.probe import NUM_PROMPTS, empty_probe, make_probe
 from trivet.orchestrator.prompt_lengths import NUM_CHECKED, check_prompts
 from trivet.orchestrator.rollout_log import discard_rollouts_after
-from trivet.orchestrator.sampler import ExampleSampler, SamplerState
-from trivet.orchestrator.teacher import Teacher
+from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.transport.recorded_groups import read_groups, recorded_files
 from trivet.weights.manifest import read_manifest
-from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Start, Stop
 from trivet.wire.groups import Split
 from trivet.wire.versions import PolicyVersion, Step
@@ -98,27 +97,53 @@ async def _begin_sampling(
     process_report.begin_waiting("servers that answer", on="inference")
     servers = await opened.enter_async_context(open_servers(config, telemetry))
     teacher = await opened.enter_async_context(open_teacher(config))
-    loop = make_loop(
-        RunContext(
-            config=config,
-            layout=RunLayout(config.output_dir),
-            part=part,
-            environments=pool,
-            servers=servers,
-            sender=await opened.enter_async_context(open_sender(config)),
-            telemetry=telemetry,
-            teacher=teacher,
-        )
-    )
+    sender = await opened.enter_async_context(open_sender(config))
+    loop = make_loop(config, part, environments=pool, servers=servers, sender=sender, telemetry=telemetry, teacher=teacher)
+    assert isinstance(loop.sampler, ExampleSampler)
     _report_numbers(loop)
     process_report.begin_waiting("a policy to start from", on="trainer")
     await _ensure_first_policy(loop, config)
-    if teacher is not None:
-        await _check_teacher(teacher, loop, config, pool, servers)
-    process_report.begin("measuring prompts")
-    await _check_prompts(loop, config, pool, servers)
-    process_report.begin_waiting("the probe to be compared", on="trainer")
-    await _send_probe(loop, config, pool, servers)
+
+    async def read_prompts(draws: Sequence[Draw]) -> list[list[dict[str, Any]]]:
+        """Return the prompt of each draw."""
+        return [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws]
+
+    async with _asking(config, servers.roots) as clients:
+        if teacher is not None:
+            process_report.begin_waiting("a teacher that answers", on="teacher")
+            await teacher.wait_ready()
+            messages = next(iter(await read_prompts(loop.sampler.preview(1))), None)
+            await teacher.require_same_tokens(clients[0], model=config.model.name, messages=messages)
+        process_report.begin("measuring prompts")
+        assert loop.buffer.prompt_limits is not None
+        loop.buffer.prompt_limits = await check_prompts(
+            loop.sampler.preview(NUM_CHECKED),
+            limits=loop.buffer.prompt_limits,
+            pool=pool,
+            client=clients[0],
+            model=config.model.name,
+        )
+        process_report.begin_waiting("the probe to be compared", on="trainer")
+        step = Step(part.progress.step)
+        # Its acknowledgement says that the trainer has cleared away what an earlier attempt left.
+        batch = empty_probe(step)
+        has_probe = step > 0 and read_manifest(loop.layout.weights_step(step)).probe is not None
+        if config.weights.probe_tokens and loop.watcher.version == step and not has_probe:
+            batch = await make_probe(
+                await read_prompts(loop.sampler.preview(NUM_PROMPTS)),
+                clients=clients,
+                model_name=config.model.name,
+                sampling=config.sampling,
+                temperature=config.sampling.temperature_at(1, max_steps=config.max_steps),
+                num_tokens=config.weights.probe_tokens,
+                step=step,
+            )
+    if batch.micro_batches and loop.before_send is not None:  # the trainer needs the GPU's memory to compute
+        await loop.before_send()
+        await sender.send(batch)
+        await _ensure_first_policy(loop, config)
+    else:
+        await sender.send(batch)
     return loop
 
 
@@ -127,10 +152,10 @@ async def _begin_replay(
 ) -> Loop:
     """Return the loop of a replay, once the trainer has received a probe, which is empty without a server."""
     sender = await opened.enter_async_context(open_sender(config))
-    loop = make_replay_loop(part, config=config, layout=RunLayout(config.output_dir), sender=sender, telemetry=telemetry)
+    loop = make_replay_loop(config, part, sender=sender, telemetry=telemetry)
     _report_numbers(loop)
     process_report.begin_waiting("the probe to be received", on="trainer")
-    await sender.send(_empty_probe(Step(part.progress.step)))
+    await sender.send(empty_probe(Step(part.progress.step)))
     return loop
 
 
@@ -177,20 +202,6 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
     return part
 
 
-async def _check_teacher(
-    teacher: Teacher, loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool
-) -> None:
-    process_report.begin_waiting("a teacher that answers", on="teacher")
-    await teacher.wait_ready()
-    assert isinstance(loop.sampler, ExampleSampler)
-    messages = [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in loop.sampler.preview(1)]
-    policy = inference_client(config.client, servers.roots[0])
-    try:
-        await teacher.require_same_tokens(policy, model=config.model.name, messages=next(iter(messages), None))
-    finally:
-        await policy.aclose()
-
-
 async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
     """Have the servers serve the policy of the step that the run starts from, before the first rollout.
 
@@ -206,59 +217,11 @@ async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
         await loop.watcher.start_from_base(reload=config.reload_weights_on_start or loop.progress.step > 0)
 
 
-async def _check_prompts(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool) -> None:
-    """Name prompts that do not fit among the first of the run, and tell the buffer how long they may be."""
-    assert isinstance(loop.sampler, ExampleSampler)
-    assert loop.buffer.prompt_limits is not None
-    client = inference_client(config.client, servers.roots[0], timeout_s=config.client.timeout)
-    try:
-        loop.buffer.prompt_limits = await check_prompts(
-            loop.sampler.preview(NUM_CHECKED),
-            limits=loop.buffer.prompt_limits,
-            pool=pool,
-            client=client,
-            model=config.model.name,
-        )
-    finally:
-        await client.aclose()
-
-
-async def _send_probe(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool) -> None:
-    """Send the probe of a new run; an empty one where the run has one already, or none can be made.
-
-    Its acknowledgement says that the trainer has cleared away what an earlier attempt left.
-    """
-    assert isinstance(loop.sampler, ExampleSampler)
-    step = Step(loop.progress.step)
-    batch = _empty_probe(step)
-    if config.weights.probe_tokens and loop.watcher.version == step and not _has_probe(loop.layout, step):
-        draws = loop.sampler.preview(NUM_PROMPTS)
-        clients = [inference_client(config.client, root, timeout_s=config.client.timeout) for root in servers.roots]
-        try:
-            batch = await make_probe(
-                [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws],
-                clients=clients,
-                model_name=config.model.name,
-                sampling=config.sampling,
-                temperature=config.sampling.temperature_at(1, max_steps=config.max_steps),
-                num_tokens=config.weights.probe_tokens,
-                step=step,
-            )
-        finally:
-            for asked in clients:
-                await asked.aclose()
-    if batch.micro_batches and loop.before_send is not None:  # the trainer needs the GPU's memory to compute
-        await loop.before_send()
-        await loop.sender.send(batch)
-        await _ensure_first_policy(loop, config)
-    else:
-        await loop.sender.send(batch)
-
-
-def _has_probe(layout: RunLayout, step: Step) -> bool:
-    """Return whether the policy that a run goes on from carries the run's probe."""
-    return step > 0 and read_manifest(layout.weights_step(step)).probe is not None
-
-
-def _empty_probe(step: Step) -> Batch:
-    return Batch(step=step, purpose=BatchPurpose.PROBE, micro_batches=[], group_ids=[], num_rollouts=0)
+@asynccontextmanager
+async def _asking(config: OrchestratorConfig, roots: Sequence[str]) -> AsyncGenerator[list[InferenceClient], None]:
+    """Yield a client for each server, which is asked and not changed."""
+    async with AsyncExitStack() as opened:
+        clients = [inference_client(config.client, root) for root in roots]
+        for client in clients:
+            opened.push_async_callback(client.aclose)
+        yield clients

@@ -1,8 +1,7 @@
-"""Encodes the groups of a step whole, so that another run can train on them without an inference server.
+"""Keeps the groups of a step on disk: `trivet view` shows their tokens, and another run can train on them (`orchestrator.replay`).
 
-The orchestrator writes the file next to `rollouts.jsonl` with `orchestrator.record_rollouts`, and reads it with
-`orchestrator.replay`. It is one MessagePack message compressed with zlib. `tokens.msgpack.z` does not replace it: there
-log-probabilities have three digits, which is too few for an importance ratio.
+The orchestrator writes `groups.msgpack.z` next to `rollouts.jsonl`: one MessagePack message, compressed with zlib. Without
+`orchestrator.record_rollouts` it leaves out what only a replay needs, so that the file takes less disk space.
 """
 
 import zlib
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from trivet.config.layout import ROLLOUTS_FILE, RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
@@ -34,32 +34,50 @@ class RecordedGroups(msgspec.Struct, kw_only=True):
     run_id: str
     """The run that sampled them."""
     step: Step
+    is_replayable: bool = True
+    """False where messages are left out, and log-probabilities have three digits: enough for colours of tokens, too few for an
+    importance ratio."""
     groups: list[Group]
-    """In the order of the batch, as they were before a filter masked samples."""
+    """In the order of the batch, and so of the lines of `rollouts.jsonl`."""
 
 
-def pack_groups(groups: Sequence[Group], *, run_id: str, step: Step) -> bytes:
+def pack_groups(groups: Sequence[Group], *, run_id: str, step: Step, is_replayable: bool) -> bytes:
     """Return the content of the file for the groups of batch `step`."""
-    recorded = RecordedGroups(run_id=run_id, step=step, groups=[_unmasked_group(group) for group in groups])
-    return zlib.compress(encode(recorded), _LEVEL)
+    kept = list(groups) if is_replayable else [_shorten(group) for group in groups]
+    return zlib.compress(encode(RecordedGroups(run_id=run_id, step=step, is_replayable=is_replayable, groups=kept)), _LEVEL)
+
+
+def unpack_groups(data: bytes) -> RecordedGroups:
+    """Decode the content of the file.
+
+    Raises:
+        MessageRefused: `data` is damaged, or written by another schema.
+    """
+    unzip = zlib.decompressobj()
+    try:
+        unpacked = unzip.decompress(data, _MAX_UNPACKED_BYTES)
+    except zlib.error as exc:
+        raise MessageRefused(str(exc)) from exc
+    if not unzip.eof:
+        raise MessageRefused(f"it ends early, or holds more than {_MAX_UNPACKED_BYTES} bytes")
+    recorded = decode(unpacked, RecordedGroups)
+    if recorded.schema != SCHEMA_VERSION:
+        raise MessageRefused(f"it has schema {recorded.schema}, this version reads {SCHEMA_VERSION}")
+    return recorded
 
 
 def read_groups(path: Path) -> RecordedGroups:
-    """Return the groups in the file at `path`.
+    """Return the groups in the file at `path`, for a replay.
 
     Raises:
-        BatchError: it is missing, damaged, or written by another schema.
+        BatchError: it is missing, damaged, written by another schema, or not replayable.
     """
     try:
-        unzip = zlib.decompressobj()
-        unpacked = unzip.decompress(path.read_bytes(), _MAX_UNPACKED_BYTES)
-        if not unzip.eof:
-            raise MessageRefused(f"it ends early, or holds more than {_MAX_UNPACKED_BYTES} bytes")
-        recorded = decode(unpacked, RecordedGroups)
-    except (OSError, zlib.error, MessageRefused) as exc:
+        recorded = unpack_groups(path.read_bytes())
+    except (OSError, MessageRefused) as exc:
         raise BatchError(f"{path} cannot be read: {exc}") from exc
-    if recorded.schema != SCHEMA_VERSION:
-        raise BatchError(f"{path} has schema {recorded.schema}, this version reads {SCHEMA_VERSION}: replay it with its own")
+    if not recorded.is_replayable:
+        raise BatchError(f"{path} was not recorded with orchestrator.record_rollouts = true; record a run with that key")
     return recorded
 
 
@@ -89,7 +107,7 @@ def require_replayable(config: OrchestratorConfig) -> None:
             f"{missing[0]}/{GROUPS_FILE}: it was not recorded with orchestrator.record_rollouts = true; record a run with that key"
         )
     try:
-        recorded = read_groups(files[0])
+        recorded, _ = read_groups(files[0]), read_groups(files[-1])
     except BatchError as exc:
         raise ConfigError(f"{key} cannot be replayed: {exc}") from exc
     sizes = sorted({len(group.rollouts) for group in recorded.groups})
@@ -100,17 +118,17 @@ def require_replayable(config: OrchestratorConfig) -> None:
         )
 
 
-def _unmasked_group(group: Group) -> Group:
-    return msgspec.structs.replace(group, rollouts=[_unmasked_rollout(rollout) for rollout in group.rollouts])
+def _shorten(group: Group) -> Group:
+    rollouts = [
+        Rollout(index=rollout.index, reward=rollout.reward, samples=[_round(sample) for sample in rollout.samples])
+        for rollout in group.rollouts
+    ]
+    return msgspec.structs.replace(group, rollouts=rollouts)
 
 
-def _unmasked_rollout(rollout: Rollout) -> Rollout:
-    return msgspec.structs.replace(rollout, advantage=0.0, samples=[_unmasked(sample) for sample in rollout.samples])
+def _round(sample: Sample) -> Sample:
+    def rounded(logprobs_T: np.ndarray) -> np.ndarray:
+        return logprobs_T.astype(np.float16).astype(np.float32)
 
-
-def _unmasked(sample: Sample) -> Sample:
-    """Return the sample as it was before a filter masked it: the replaying run has filters of its own."""
-    if sample.masked is None:
-        return sample
-    masked = sample.masked
-    return msgspec.structs.replace(sample, loss_mask_T=masked.loss_mask_T, logprobs_T=masked.logprobs_T, masked=None)
+    masked = sample.masked and msgspec.structs.replace(sample.masked, logprobs_T=rounded(sample.masked.logprobs_T))
+    return msgspec.structs.replace(sample, logprobs_T=rounded(sample.logprobs_T), teacher_logprobs_T=None, masked=masked)

@@ -23,7 +23,7 @@ from trivet.view.rollouts import PageQuery
 from trivet.view.run import ViewedRun
 from trivet.view.status import describe_run, is_over, read_status, standing_error
 from trivet.view.timeline import make_timeline
-from trivet.wire.rollout_tokens import Tokens
+from trivet.wire.rollouts import Sample
 
 _MAX_POINTS = 5000
 """Points of a curve: more than a screen has pixels across."""
@@ -170,24 +170,23 @@ def _rollout(run: ViewedRun, query: Query) -> object:
     fault, samples = "", []
     if "eval" not in query:
         try:
-            samples = [_token_table(run, tokens) for tokens in run.rollouts.tokens(path.parent, line)]
+            samples = [_token_table(run, sample) for sample in run.rollouts.samples(path.parent, line)]
         except NotServed as exc:
             fault = str(exc)
     return {"record": record, "samples": samples, "fault": fault}
 
 
-def _token_table(run: ViewedRun, tokens: Tokens) -> dict[str, Any]:
+def _token_table(run: ViewedRun, sample: Sample) -> dict[str, Any]:
     """Return columns over the tokens of a sample, null where the model did not sample, and whether it is masked from the loss."""
-    token_ids = tokens.token_ids_T.tolist()
-    logprobs = iter(float(f"{value:.4g}") for value in tokens.logprobs_N.tolist())
-    versions = iter([version.version for version in tokens.versions for _ in range(version.length)])
-    is_sampled = tokens.is_sampled_T.tolist()
+    token_ids, sampled = sample.token_ids_T.tolist(), sample.masked or sample
+    versions = iter([part.version for part in sample.versions for _ in range(part.length)])
+    is_sampled, logprobs = sampled.loss_mask_T.tolist(), sampled.logprobs_T.tolist()
     return {
         "token_ids": token_ids,
         "texts": run.token_text.pieces(token_ids),
-        "logprobs": [next(logprobs) if sampled else None for sampled in is_sampled],
-        "versions": [next(versions, None) if sampled else None for sampled in is_sampled],
-        "is_masked": tokens.is_masked,
+        "logprobs": [float(f"{value:.4g}") if known else None for value, known in zip(logprobs, is_sampled, strict=True)],
+        "versions": [next(versions, None) if known else None for known in is_sampled],
+        "is_masked": sample.masked is not None,
     }
 
 

@@ -16,8 +16,9 @@ from trivet.errors import MessageRefused
 from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.telemetry.console import conversation_text
+from trivet.transport.recorded_groups import GROUPS_FILE, unpack_groups
 from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, stamp_of
-from trivet.wire.rollout_tokens import TOKENS_FILE, Tokens, unpack_tokens
+from trivet.wire.rollouts import Rollout, Sample
 
 _KEPT_FILES = 4
 """Files whose lines stay in memory, for paging back and forth."""
@@ -99,7 +100,7 @@ class RolloutFiles:
         self._layout = layout
         self._steps: tuple[FileStamp | None, list[int]] = (None, [])
         self._indexed: OrderedDict[Path, _Indexed] = OrderedDict()
-        self._tokens: tuple[Path | None, FileStamp | None, list[list[Tokens]]] = (None, None, [])
+        self._recorded: tuple[Path | None, FileStamp | None, list[Rollout]] = (None, None, [])
 
     @property
     def directory(self) -> Path:
@@ -148,23 +149,24 @@ class RolloutFiles:
             raise NotServed(f"{path.parent.name} has no rollout {line}; there are {len(indexed.rows)}, counted from 0")
         return msgspec.json.decode(indexed.lines[line])
 
-    def tokens(self, directory: Path, line: int) -> list[Tokens]:
+    def samples(self, directory: Path, line: int) -> list[Sample]:
         """Return the samples of one rollout; none where their file is missing, as in runs of earlier versions.
 
         Raises:
             NotServed: the file cannot be read.
         """
-        path = directory / TOKENS_FILE
+        path = directory / GROUPS_FILE
         stamp = stamp_of(path)
         if stamp is None:
             return []
-        if (path, stamp) != self._tokens[:2]:
+        if (path, stamp) != self._recorded[:2]:
             try:
-                self._tokens = (path, stamp, unpack_tokens(read_inside(self._layout.root, path)))
+                recorded = unpack_groups(read_inside(self._layout.root, path))
             except MessageRefused as exc:
-                raise NotServed(str(exc)) from exc
-        rollouts = self._tokens[2]
-        return rollouts[line] if line < len(rollouts) else []
+                raise NotServed(f"{GROUPS_FILE} cannot be read: {exc}") from exc
+            self._recorded = (path, stamp, [rollout for group in recorded.groups for rollout in group.rollouts])
+        rollouts = self._recorded[2]
+        return rollouts[line].samples if line < len(rollouts) else []
 
     def _index(self, path: Path) -> _Indexed:
         check_inside(self._layout.root, path)

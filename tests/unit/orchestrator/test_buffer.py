@@ -2,7 +2,8 @@ import pytest
 
 from support.groups import make_draw, make_group, make_sample
 from trivet.algorithms.filters import FilterReason, RolloutFilter, RolloutFilters
-from trivet.orchestrator.buffer import GroupBuffer
+from trivet.config.schema.orchestrator import FiltersConfig, OrchestratorConfig, RepetitionFilterConfig
+from trivet.orchestrator.buffer import GroupBuffer, rollout_filters
 from trivet.orchestrator.prompt_lengths import PromptLimits
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, GroupId, Rollout
@@ -183,3 +184,14 @@ def test_failures_are_counted_by_the_error_behind_them(events):
     buffer.dispatched(make_draw(0), version=PolicyVersion(0))
     buffer.failed(GroupId(0), "RolloutFailed: reward function judge of environment 'toy': KeyError: 'x'", kind="KeyError")
     assert [(lost.env, lost.reason) for lost in buffer.counters.failed] == [("toy", "KeyError")]
+
+
+def test_filters_are_measured_unless_they_are_enforced_and_can_be_taken_away() -> None:
+    assert rollout_filters(OrchestratorConfig()).enforced == frozenset()
+    assert rollout_filters(OrchestratorConfig(mask_truncated_completions=True)).enforced == {RolloutFilter.TRUNCATED}
+    filters = FiltersConfig(gibberish=None, repetition=RepetitionFilterConfig(window=9, enforce=True))
+    found = rollout_filters(OrchestratorConfig(filters=filters))
+    assert found.gibberish is None
+    assert found.repetition is not None
+    assert found.repetition.window == 9
+    assert found.enforced == {RolloutFilter.REPETITION}

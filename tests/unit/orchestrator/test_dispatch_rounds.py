@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
 
@@ -9,15 +10,13 @@ from support.fake_servers import FakeServers
 from support.groups import make_examples, make_sample
 from support.virtual_time import run_virtually
 from trivet.algorithms.advantages import mean_baseline
-from trivet.config.schema.orchestrator import BufferConfig
+from trivet.config.schema.orchestrator import BufferConfig, OrchestratorConfig
 from trivet.errors import WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.dispatch_limits import Limits
-from trivet.orchestrator.dispatch_rounds import DispatchRounds
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.wire.events import Dispatch, Event
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
 GROUPS = 3
@@ -26,37 +25,18 @@ LAG = 1
 RULES = BufferConfig(easy_threshold=0.9, hard_threshold=0.1)
 
 
-def test_a_wave_is_what_the_batch_lacks_once_its_policy_is_ended() -> None:
-    rounds = DispatchRounds(num_groups=4, max_async_level=1)
-    assert rounds.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 4
-    assert rounds.num_to_draw(step=Step(2), version=PolicyVersion(0), num_ready=3) == 1
-    assert rounds.num_to_draw(step=Step(3), version=PolicyVersion(0), num_ready=0) == 0
-    assert rounds.num_to_draw(step=Step(3), version=PolicyVersion(1), num_ready=4) == 0
-
-
-def test_groups_are_handed_on_together_in_the_order_of_their_ids() -> None:
-    rounds, ended = DispatchRounds(num_groups=3, max_async_level=1), list[int]()
-    for group_id in (7, 5, 6):
-        rounds.add_ended(GroupId(group_id), lambda group_id=group_id: ended.append(group_id))
-    assert rounds.num_ended == 3
-    assert rounds.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 0
-    rounds.release()
-    assert ended == [5, 6, 7]
-    assert rounds.num_ended == 0
-
-
 class Runs:
-    """Groups whose reward follows from their id and whose duration is random. Some are lost once, some always fail."""
+    """Groups whose reward follows from their id and whose duration is random. Some are lost up to three times, some always fail."""
 
     def __init__(self, timing: random.Random) -> None:
         self._timing = timing
-        self._lost: set[int] = set()
+        self._num_lost: Counter[int] = Counter()
         self.version = 0
 
     async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]:
         await asyncio.sleep(self._timing.uniform(0.1, 30.0))
-        if draw.group_id % 4 == 1 and draw.group_id not in self._lost and self._timing.random() < 0.5:
-            self._lost.add(draw.group_id)
+        if draw.group_id % 4 == 1 and self._num_lost[draw.group_id] < 3 and self._timing.random() < 0.7:
+            self._num_lost[draw.group_id] += 1
             raise WorkerLost("its worker ended")
         if draw.group_id % 7 == 5:
             raise ValueError("this example is broken")
@@ -74,19 +54,19 @@ async def play(timing: random.Random, *, from_step: int = 0, state: SamplerState
     buffer = GroupBuffer(write_event=events.append, online_difficulty_filtering=True, max_off_policy_steps=8)
     sampler = ExampleSampler(make_examples(toy=20), seed=3, rules=RULES, state=state)
     dispatcher = Dispatcher(
+        OrchestratorConfig(
+            batch_size=2 * GROUPS,
+            rollouts_per_example=2,
+            max_concurrent=timing.choice([2, 4, 2 * GROUPS]),
+            max_async_level=LAG,
+            seq_len=64,
+            deterministic=True,
+        ),
         sampler=sampler,
         buffer=buffer,
         run_group=runs,
-        servers=FakeServers(),
+        servers=FakeServers(),  # type: ignore[arg-type]  stand in for ServerPool
         advantage=mean_baseline,
-        limits=Limits(
-            rollouts_per_example=2,
-            rollouts_per_step=2 * GROUPS,
-            max_rollouts_in_flight=timing.choice([2, 4, 2 * GROUPS]),
-            max_async_level=LAG,
-            seq_len=64,
-            groups_per_round=GROUPS,
-        ),
         on_group_end=changed.set,
         clock=asyncio.get_running_loop().time,
     )

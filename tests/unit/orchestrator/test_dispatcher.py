@@ -10,9 +10,9 @@ from support.fake_servers import FakeServers
 from support.groups import make_sample
 from support.virtual_time import run_virtually
 from trivet.algorithms.advantages import mean_baseline
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.dispatch_limits import Limits
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.wire.events import Dispatch, Drop, Event, Filter, Finish
@@ -65,7 +65,7 @@ class Stage:
         max_off_policy_steps: int = 8,
         tasks_per_minute: int | None = None,
         max_rollouts_in_flight: int = 8,
-        is_truncated_worth_nothing: bool = False,
+        zero_truncated_completions: bool = False,
     ) -> None:
         self.events: list[Event] = []
         self.script = Script()
@@ -78,20 +78,20 @@ class Stage:
         )
         draws = {group_id: sampler.preview(group_id + 1)[group_id] for group_id in resumed_draws}
         self.dispatcher = Dispatcher(
-            sampler=sampler,
-            buffer=self.buffer,
-            run_group=self.script,
-            servers=self.servers,
-            advantage=mean_baseline,
-            limits=Limits(
+            OrchestratorConfig(
+                batch_size=8,
                 rollouts_per_example=2,
-                rollouts_per_step=8,
-                max_rollouts_in_flight=max_rollouts_in_flight,
+                max_concurrent=max_rollouts_in_flight,
                 max_async_level=max_async_level,
                 seq_len=64,
                 tasks_per_minute=tasks_per_minute,
-                is_truncated_worth_nothing=is_truncated_worth_nothing,
+                zero_truncated_completions=zero_truncated_completions,
             ),
+            sampler=sampler,
+            buffer=self.buffer,
+            run_group=self.script,
+            servers=self.servers,  # type: ignore[arg-type]  stand in for ServerPool
+            advantage=mean_baseline,
             on_group_end=lambda: None,
             clock=asyncio.get_running_loop().time,
         )
@@ -313,7 +313,7 @@ def test_a_group_without_signal_is_filtered_and_replaced():
 @pytest.mark.parametrize(("is_worth_nothing", "rewards"), [(False, [1.0, 1.0, 0.5]), (True, [0.0, 0.0, 0.5])])
 def test_a_truncated_rollout_keeps_its_reward_unless_it_is_worth_nothing(is_worth_nothing: bool, rewards: list[float]):
     async def scenario() -> None:
-        async with staged(is_truncated_worth_nothing=is_worth_nothing) as stage:
+        async with staged(zero_truncated_completions=is_worth_nothing) as stage:
             rollouts = [
                 Rollout(index=0, reward=1.0, samples=[make_sample(completion=100)]),  # longer than seq_len
                 Rollout(index=1, reward=1.0, samples=[make_sample()], ran_out_of_context=True),

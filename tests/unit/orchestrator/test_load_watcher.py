@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from support.virtual_time import run_virtually
 from trivet.client.load import ServerLoad
 from trivet.config.schema.inference import ConcurrencyConfig
-from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.dispatcher import ChangeEvent
 from trivet.orchestrator.load_watcher import LoadWatcher
 
 

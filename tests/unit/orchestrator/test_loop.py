@@ -21,10 +21,8 @@ from trivet.config.schema.orchestrator import BufferConfig, OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
-from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
-from trivet.orchestrator.dispatch_limits import Limits
-from trivet.orchestrator.dispatcher import Dispatcher
+from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.telemetry.events import read_events
@@ -103,12 +101,12 @@ def run_loop(
     )
     sampler = ExampleSampler(EXAMPLES, seed=config.seed, rules=rules, state=part.sampler)
     dispatcher = Dispatcher(
+        config,
         sampler=sampler,
         buffer=buffer,
         run_group=run_group,
         servers=FakeServers(),
         advantage=mean_baseline,
-        limits=Limits.of(config),
         on_group_end=fill_changed.notify,
     )
     dispatcher.resume(part.buffer.in_flight)

@@ -4,7 +4,7 @@ import pytest
 
 from support.groups import make_group, make_sample
 from trivet.algorithms.filters import FilterReason, RolloutFilter
-from trivet.orchestrator.counters import FinishedGroup, GroupCounters
+from trivet.orchestrator.buffer import FinishedGroup, GroupCounters, LostGroup
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import PolicyVersion, Step
@@ -98,10 +98,10 @@ def test_groups_whose_prompts_do_not_fit_are_counted():
 def test_failures_are_told_by_error_and_environment():
     counters = GroupCounters()
     counters.finished.append(FinishedGroup.of(group_of("math", (0.0, 1.0))))
-    counters.add_failed("math", kind="ValueError")
-    counters.add_failed("code", kind="ValueError")
-    counters.add_failed("code", kind="WorkerLost", is_infrastructure=True)
-    counters.add_dropped("code", "stale")
+    counters.failed.append(LostGroup(env="math", reason="ValueError"))
+    counters.failed.append(LostGroup(env="code", reason="ValueError"))
+    counters.failed.append(LostGroup(env="code", reason="WorkerLost", is_infrastructure=True))
+    counters.dropped.append(LostGroup(env="code", reason="stale"))
     values = flow(counters, [])
     assert (values["error/mean"], values["error/ValueError"], values["error/code/WorkerLost"]) == (0.75, 0.5, 0.25)
     assert (values["error/infrastructure"], values["error/environment"]) == (0.25, 0.5)

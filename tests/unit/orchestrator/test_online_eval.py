@@ -14,7 +14,7 @@ from trivet.config.schema.shared import RunIdentity
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.evaluate import Evaluator
 from trivet.evaluation.scores import Summary
-from trivet.orchestrator.online_eval import OnlineEval, discard_evals_after, is_due, schedule_series, val_metrics
+from trivet.orchestrator.online_eval import OnlineEval, discard_evals_after, schedule_series, val_metrics
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
@@ -31,10 +31,14 @@ CONFIG = {
 class Policy:
     """Servers whose policy the test moves. `moves` are made whenever nothing is pinned."""
 
-    def __init__(self, version=0):
-        self.version, self.num_pins = version, 0
+    def __init__(self, version, weights):
+        self.version, self.num_pins, self._weights = version, 0, weights
         self.is_free = asyncio.Event()
         self.is_free.set()
+
+    @property
+    def digest(self):
+        return f"{self._weights}-{self.version}"
 
     def subscribe(self, on_policy_served):
         self.subscribed = on_policy_served
@@ -87,7 +91,7 @@ class Bench:
     def __init__(self, root, *, resumed_from=0, weights="a", **changes):
         self.layout = RunLayout(root)
         self.config = OrchestratorConfig.model_validate(CONFIG | changes)
-        self.policy = Policy(resumed_from)
+        self.policy = Policy(resumed_from, weights)
         self.pool = Pool(self.policy)
         self.servers = Servers()
         series = schedule_series(self.config, self.pool, layout=self.layout, resumed_from=resumed_from)
@@ -96,7 +100,6 @@ class Bench:
             series,
             evaluator=Evaluator(pool=self.pool, servers=self.servers, layout=self.layout, max_concurrent=4),
             policy=self.policy,
-            digest=lambda: f"{weights}-{self.policy.version}",
             telemetry=self.telemetry,
         )
 
@@ -123,14 +126,6 @@ class Bench:
         """Return the versions that were evaluated in this attempt."""
         pool_name = "letters" if name == "letters" else "words-eval"
         return sorted({version for version, env, _ in self.pool.requests if env == pool_name})
-
-
-@pytest.mark.parametrize(
-    ("version", "last", "expected"),
-    [(0, None, True), (9, 0, False), (10, 0, True), (11, 9, True), (11, 10, False), (25, 9, True)],
-)
-def test_an_evaluation_is_due_when_a_multiple_was_reached_or_passed(version, last, expected):
-    assert is_due(version, last=last, interval=10) is expected
 
 
 def test_base_model_crossed_multiples_and_the_last_policy_are_evaluated(tmp_path):

@@ -9,8 +9,8 @@ from support.groups import make_draw, make_group
 from trivet.algorithms.filters import FilterReason
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, InferenceError
-from trivet.orchestrator.counters import FinishedGroup, GroupCounters
-from trivet.orchestrator.prompt_lengths import PromptLimits, check_prompts, limits_of, report_overlong
+from trivet.orchestrator.buffer import FinishedGroup, GroupCounters
+from trivet.orchestrator.prompt_lengths import PromptLimits, check_prompts, limits_of
 
 LIMITS = PromptLimits(seq_len=256, max_tokens={"toy": 16})
 
@@ -77,11 +77,11 @@ def test_a_step_names_the_examples_whose_prompts_did_not_fit(caplog: pytest.LogC
     counters = GroupCounters()
     counters.finished.append(FinishedGroup.of(make_group(0, (1.0, 0.0))))
     with caplog.at_level(logging.WARNING):
-        report_overlong(counters, step=3)
+        counters.report_overlong(step=3)
         assert caplog.text == ""
         for example_id in range(7):
             group = make_group(example_id, (0.0, 0.0))
             group.example_id = example_id
             counters.finished.append(FinishedGroup.of(group, filtered=FilterReason.OVERLONG_PROMPT))
-        report_overlong(counters, step=3)
+        counters.report_overlong(step=3)
     assert "step=3 groups=7 of 8 examples=0 of toy, 1 of toy, 2 of toy, 3 of toy, 4 of toy, ..." in caplog.text

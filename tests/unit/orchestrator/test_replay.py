@@ -50,7 +50,7 @@ def fresh() -> OrchestratorPart:
 
 def record(root: Path, *steps: list[Group], run_id: str = "first") -> Path:
     for step, groups in enumerate(steps, start=1):
-        write_rollouts(RunLayout(root / run_id), Step(step), groups, recorded_for=run_id)
+        write_rollouts(RunLayout(root / run_id), Step(step), groups, run_id=run_id, is_replayable=True)
     return root / run_id
 
 
@@ -74,7 +74,7 @@ def replay(root: Path, record: Path, part: OrchestratorPart, *, max_steps: int |
     telemetry.write_event(Start(run_id="new", from_step=part.progress.step, replayed_run="first"))
     reason = "failed"
     try:
-        loop = make_replay_loop(part, config=config, layout=layout, sender=sender, telemetry=telemetry)
+        loop = make_replay_loop(config, part, sender=sender, telemetry=telemetry)
         asyncio.run(loop.run())
         reason = "exhausted" if loop.is_exhausted else "done"
     finally:

@@ -1,4 +1,3 @@
-import copy
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +8,22 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, ConfigError
 from trivet.orchestrator.rollout_log import write_rollouts
-from trivet.transport.recorded_groups import GROUPS_FILE, read_groups, recorded_files, require_replayable
+from trivet.transport.recorded_groups import (
+    GROUPS_FILE,
+    pack_groups,
+    read_groups,
+    recorded_files,
+    require_replayable,
+    unpack_groups,
+)
 from trivet.wire.rollouts import MaskedTokens
 from trivet.wire.versions import Step
 
 
-def record(root: Path, *, steps: int = 2, recorded_for: str = "first") -> RunLayout:
+def record(root: Path, *, steps: int = 2, is_replayable: bool = True) -> RunLayout:
     layout = RunLayout(root / "recorded")
     for step in range(1, steps + 1):
-        write_rollouts(layout, Step(step), [make_group(step)], recorded_for=recorded_for)
+        write_rollouts(layout, Step(step), [make_group(step)], run_id="first", is_replayable=is_replayable)
     return layout
 
 
@@ -30,7 +36,7 @@ def test_groups_come_back_as_they_were_with_log_probabilities_of_full_precision(
     group = make_group(4)
     group.rollouts[0].samples[0].logprobs_T[-1] = np.float32(-1.2345678)
     layout = RunLayout(tmp_path)
-    write_rollouts(layout, Step(3), [group], recorded_for="first")
+    write_rollouts(layout, Step(3), [group], run_id="first", is_replayable=True)
     recorded = read_groups(layout.rollouts_step(3) / GROUPS_FILE)
     assert (recorded.run_id, recorded.step) == ("first", 3)
     [found] = recorded.groups
@@ -38,24 +44,31 @@ def test_groups_come_back_as_they_were_with_log_probabilities_of_full_precision(
     np.testing.assert_array_equal(found.rollouts[1].samples[0].token_ids_T, group.rollouts[1].samples[0].token_ids_T)
 
 
-def test_a_sample_that_a_filter_masked_is_recorded_unmasked_and_stays_masked_in_the_run(tmp_path: Path) -> None:
+def test_without_the_key_tokens_masks_and_versions_stay_and_log_probabilities_have_three_digits() -> None:
     group = make_group(4)
-    sample = group.rollouts[0].samples[0]
-    before = copy.deepcopy(sample)
-    sample.masked = MaskedTokens(loss_mask_T=sample.loss_mask_T, logprobs_T=sample.logprobs_T)
-    sample.loss_mask_T, sample.logprobs_T = np.zeros_like(sample.loss_mask_T), np.zeros_like(sample.logprobs_T)
-    layout = RunLayout(tmp_path)
-    write_rollouts(layout, Step(1), [group], recorded_for="first")
-    found = read_groups(layout.rollouts_step(1) / GROUPS_FILE).groups[0].rollouts[0].samples[0]
-    assert found.masked is None
-    np.testing.assert_array_equal(found.loss_mask_T, before.loss_mask_T)
-    np.testing.assert_array_equal(found.logprobs_T, before.logprobs_T)
-    assert not sample.loss_mask_T.any()
+    group.rollouts[0].prompt = [{"role": "user", "content": "2+2?"}]
+    sample, masked = (rollout.samples[0] for rollout in group.rollouts)
+    sample.logprobs_T[-4:] = np.float32([-1e-4, -0.1234567, -1.234567, -60.01])
+    masked.masked = MaskedTokens(loss_mask_T=masked.loss_mask_T, logprobs_T=masked.logprobs_T)
+    masked.loss_mask_T = np.zeros_like(masked.loss_mask_T)
+    recorded = unpack_groups(pack_groups([group], run_id="first", step=Step(1), is_replayable=False))
+    assert not recorded.is_replayable
+    first, second = recorded.groups[0].rollouts
+    assert first.prompt == []
+    np.testing.assert_array_equal(first.samples[0].token_ids_T, sample.token_ids_T)
+    np.testing.assert_array_equal(first.samples[0].loss_mask_T, sample.loss_mask_T)
+    assert first.samples[0].versions == sample.versions
+    # Half precision rounds to 11 significant bits: a relative error of at most 2**-11.
+    np.testing.assert_allclose(first.samples[0].logprobs_T, sample.logprobs_T, rtol=2**-11)
+    assert second.samples[0].masked is not None
+    assert second.samples[0].masked.loss_mask_T.any()
+    assert not second.samples[0].loss_mask_T.any()
 
 
-def test_a_run_without_the_key_writes_no_groups(tmp_path: Path) -> None:
-    layout = record(tmp_path, recorded_for="")
-    assert not (layout.rollouts_step(1) / GROUPS_FILE).exists()
+def test_a_record_without_the_key_is_refused(tmp_path: Path) -> None:
+    record(tmp_path, is_replayable=False)
+    with pytest.raises(ConfigError, match=r"was not recorded with orchestrator\.record_rollouts = true"):
+        require_replayable(config(tmp_path))
 
 
 def test_the_record_is_listed_in_the_order_of_its_steps(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from support.big_run import rollout_record, write_rollouts
 from trivet.config.layout import RunLayout
+from trivet.transport.recorded_groups import GROUPS_FILE
 from trivet.view.files import NotServed
 from trivet.view.rollouts import PageQuery, RolloutFiles
 from trivet.view.token_text import TokenText, split_text
-from trivet.wire.rollout_tokens import TOKENS_FILE
 
 
 @pytest.fixture
@@ -97,13 +97,13 @@ def test_a_link_that_leads_out_of_the_run_is_not_followed(layout: RunLayout, tmp
 
 def test_tokens_belong_to_their_line_and_may_be_missing(layout: RunLayout):
     files = RolloutFiles(layout)
-    [tokens] = files.tokens(layout.rollouts_step(2), 4)
-    assert len(tokens.token_ids_T) == 64
-    (layout.rollouts_step(1) / TOKENS_FILE).unlink()
-    assert files.tokens(layout.rollouts_step(1), 4) == []
-    (layout.rollouts_step(10) / TOKENS_FILE).write_bytes(b"damaged")
+    [sample] = files.samples(layout.rollouts_step(2), 4)
+    assert len(sample.token_ids_T) == 64
+    (layout.rollouts_step(1) / GROUPS_FILE).unlink()
+    assert files.samples(layout.rollouts_step(1), 4) == []
+    (layout.rollouts_step(10) / GROUPS_FILE).write_bytes(b"damaged")
     with pytest.raises(NotServed, match="cannot be read"):
-        files.tokens(layout.rollouts_step(10), 4)
+        files.samples(layout.rollouts_step(10), 4)
 
 
 def byte_tokenizer() -> Tokenizer:
