@@ -12,8 +12,7 @@ from pathlib import Path
 
 from support.groups import make_sample
 from trivet.algorithms.advantages import mean_baseline
-from trivet.client.inference_client import PolicyStatus
-from trivet.client.load import ServerLoad
+from trivet.client.inference_client import PolicyStatus, ServerLoad
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import ClientConfig, ConcurrencyConfig, ElasticConfig
@@ -127,7 +126,7 @@ class SimulatedServer:
 
     async def server_load(self) -> ServerLoad:
         await self._answer(30.0)
-        return ServerLoad(num_running=min(self.num_running, 4), num_waiting=0, cache_usage=0.5, num_preemptions=0)
+        return ServerLoad(num_running=min(self.num_running, 4), num_waiting=0, num_preemptions=0)
 
     async def aclose(self) -> None:
         pass

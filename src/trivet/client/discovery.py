@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from trivet.client.health import PROBE_TIMEOUT_S, ServerHealthMonitor
 from trivet.client.inference_client import InferenceClient
-from trivet.client.server import Server
-from trivet.client.server_set import ServerSet
+from trivet.client.server_set import Server, ServerSet
 from trivet.config.schema.inference import ElasticConfig
 from trivet.errors import InferenceError
 from trivet.wire.servers import server_root

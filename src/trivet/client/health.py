@@ -10,8 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from trivet.backoff import backoff_s
-from trivet.client.server import Server
-from trivet.client.server_set import ServerSet
+from trivet.client.server_set import Server, ServerSet
 from trivet.errors import ForeignPolicy, InferenceError
 
 logger = logging.getLogger(__name__)

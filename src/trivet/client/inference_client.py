@@ -5,15 +5,17 @@ itself (environments.apis).
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import httpx
 import msgspec
 
-from trivet.client.load import ServerLoad, read_load
 from trivet.errors import ConfigError, InferenceError, InferenceTimeout, PolicyRefused, ServerGone
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.storage.durable import DECODE_ERRORS
@@ -54,6 +56,35 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the model read, for a completion of messages."""
 
 
+_LOAD = re.compile(r"^vllm:num_(requests_running|requests_waiting|preemptions_total)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLoad:
+    """Sums over the engines of one server."""
+
+    num_running: int
+    """Sequences in the batch being computed."""
+    num_waiting: int
+    """Requests that have no place in it yet."""
+    num_preemptions: int
+    """Sequences thrown out of the cache since the server started: each is computed again."""
+
+
+def read_load(text: str) -> ServerLoad | None:
+    """Return the load that an answer of `/metrics` in Prometheus' text form describes; None when a number is missing."""
+    values: dict[str, float] = {}
+    for name, value in _LOAD.findall(text):
+        values[name] = values.get(name, 0.0) + float(value)
+    if len(values) < len(fields(ServerLoad)):
+        return None
+    return ServerLoad(
+        num_running=int(values["requests_running"]),
+        num_waiting=int(values["requests_waiting"]),
+        num_preemptions=int(values["preemptions_total"]),
+    )
+
+
 class _TokenLogprob(msgspec.Struct):
     logprob: float
 
@@ -71,6 +102,13 @@ class _Choice(msgspec.Struct):
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
     prompt_token_ids: list[int] | None = None
+
+    @property
+    def generation(self) -> Generation:
+        [choice, *_] = self.choices
+        logprobs = [token.logprob for token in choice.logprobs.content]
+        prompt_ids = self.prompt_token_ids or []
+        return Generation(token_ids=choice.token_ids, logprobs=logprobs, versions=choice.policy_versions, prompt_ids=prompt_ids)
 
 
 class _Scored(msgspec.Struct):
@@ -167,7 +205,7 @@ class InferenceClient:
         Raises:
             InferenceError: it does not, or not in time.
         """
-        await self._request("GET", "/health", timeout_s=min(self._timeout_s, timeout_s))
+        await self._request("GET", "/health", timeout_s=timeout_s)
 
     async def served_policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
         """Ask which policy the server serves."""
@@ -179,7 +217,7 @@ class InferenceClient:
         Raises:
             InferenceError: it does not answer, or not now.
         """
-        response = await self._send("GET", "/policy", timeout_s=min(self._timeout_s, timeout_s))
+        response = await self._send("GET", "/policy", timeout_s=timeout_s)
         if response.is_server_error:
             raise InferenceError(f"GET {self.base_url}/policy was answered with {response.status_code}: {_reason(response)}")
         try:
@@ -190,8 +228,7 @@ class InferenceClient:
 
     async def server_load(self) -> ServerLoad | None:
         """Ask how busy the server is; None when it does not say."""
-        response = await self._request("GET", "/metrics", timeout_s=self._timeout_s)
-        return read_load(response.text)
+        return read_load((await self._request("GET", "/metrics")).text)
 
     async def update_weights(self, directory: Path) -> PolicyStatus:
         """Have the server load the published weights in `directory`, which it must see under the same path.
@@ -214,7 +251,7 @@ class InferenceClient:
             PolicyRefused: the server was started without `inference.sleep_while_training`.
             ServerGone: nothing listens at its address.
         """
-        await self._request("POST", "/sleep", timeout_s=self._timeout_s, token=self._find_token())
+        await self._request("POST", "/sleep", token=self._find_token())
 
     async def model_name(self) -> str:
         """Ask for the name that requests must give; a server of ours names it first."""
@@ -236,10 +273,8 @@ class InferenceClient:
             temperature: 0 takes the likeliest token each time.
         """
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": 0}
-        answer = await self._ask(
-            "POST", "/inference/v1/generate", _Answer, body={"token_ids": list(token_ids), "sampling_params": sampling}
-        )
-        return _generation(answer)
+        body = {"token_ids": list(token_ids), "sampling_params": sampling}
+        return (await self._ask("POST", "/inference/v1/generate", _Answer, body=body)).generation
 
     async def complete_chat(
         self, messages: Sequence[Mapping[str, Any]], *, model: str, fields: Mapping[str, Any]
@@ -258,7 +293,7 @@ class InferenceClient:
             raise InferenceError(
                 f"{self.base_url} answered a chat completion without prompt_token_ids; is it `uv run inference`?"
             )
-        return _generation(answer)
+        return answer.generation
 
     async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
         """Have the server's model score tokens that someone else sampled. Any vLLM server answers, not only ours.
@@ -284,14 +319,13 @@ class InferenceClient:
 
     async def count_tokens(self, messages: Sequence[Mapping[str, Any]], *, model: str) -> tuple[int, int | None]:
         """Return the tokens of messages under the server's chat template, and the tokens of its context if it says them."""
-        asked = {"model": model, "messages": list(messages)}
-        answer = await self._ask("POST", "/tokenize", _Tokens, body=asked)
+        answer = await self._ask("POST", "/tokenize", _Tokens, body={"model": model, "messages": list(messages)})
         return len(answer.tokens), answer.max_model_len
 
     async def tokenize(self, text: str | Sequence[Mapping[str, Any]], *, model: str) -> list[int]:
         """Return the token ids of a plain text, or of messages under the server's chat template."""
-        given = {"prompt": text, "add_special_tokens": False} if isinstance(text, str) else {"messages": list(text)}
-        return (await self._ask("POST", "/tokenize", _Tokens, body={"model": model, **given})).tokens
+        body = {"prompt": text, "add_special_tokens": False} if isinstance(text, str) else {"messages": list(text)}
+        return (await self._ask("POST", "/tokenize", _Tokens, body={"model": model, **body})).tokens
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str) -> str:
         """Return the text of `token_ids`."""
@@ -301,18 +335,8 @@ class InferenceClient:
         """Close the connection. May be called again."""
         await self._http.aclose()
 
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        kind: type[AnswerT],
-        *,
-        body: dict[str, Any] | None = None,
-        timeout_s: float | None = None,
-        token: str | None = None,
-    ) -> AnswerT:
-        limit_s = min(self._timeout_s, timeout_s or self._timeout_s)
-        response = await self._request(method, path, body=body, timeout_s=limit_s, token=token)
+    async def _ask(self, method: str, path: str, kind: type[AnswerT], **options: Any) -> AnswerT:
+        response = await self._request(method, path, **options)
         try:
             return msgspec.json.decode(response.content, type=kind)
         except DECODE_ERRORS as exc:
@@ -321,38 +345,33 @@ class InferenceClient:
                 f"{response.text[:_REASON_CHARS]}; is it `uv run inference`?"
             ) from exc
 
-    async def _request(
-        self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None, token: str | None = None
-    ) -> httpx.Response:
-        response = await self._send(method, path, timeout_s=timeout_s, body=body, token=token)
+    async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        response = await self._send(method, path, **options)
         if response.is_error:
             kind = PolicyRefused if response.status_code == int(httpx.codes.CONFLICT) else InferenceError
             raise kind(f"{method} {self.base_url}{path} was answered with {response.status_code}: {_reason(response)}")
         return response
 
     async def _send(
-        self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None, token: str | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+        token: str | None = None,
     ) -> httpx.Response:
-        asked = f"{method} {self.base_url}{path}"
+        limit_s = min(self._timeout_s, timeout_s or self._timeout_s)
+        request = f"{method} {self.base_url}{path}"
         headers = {"Authorization": f"Bearer {token}"} if token else None
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._http.request(method, path, json=body, timeout=timeout_s, headers=headers)
+            async with asyncio.timeout(limit_s):
+                return await self._http.request(method, path, json=body, timeout=limit_s, headers=headers)
         except (TimeoutError, httpx.TimeoutException) as exc:
-            raise InferenceTimeout(f"{asked} was not answered within {timeout_s:.0f} s") from exc
+            raise InferenceTimeout(f"{request} was not answered within {limit_s:.0f} s") from exc
         except httpx.HTTPError as exc:
             kind = ServerGone if _was_refused(exc) else InferenceError
-            raise kind(f"{asked} failed: {type(exc).__name__}: {exc}") from exc
-
-
-def _generation(answer: _Answer) -> Generation:
-    choice = answer.choices[0]
-    return Generation(
-        token_ids=choice.token_ids,
-        logprobs=[token.logprob for token in choice.logprobs.content],
-        versions=choice.policy_versions,
-        prompt_ids=answer.prompt_token_ids or [],
-    )
+            raise kind(f"{request} failed: {type(exc).__name__}: {exc}") from exc
 
 
 def _absolute(directory: Path) -> str:
@@ -372,12 +391,10 @@ def _was_refused(error: BaseException | None) -> bool:
 
 def _reason(response: httpx.Response) -> str:
     """Return the reason that the server gives: ours say `reason`, vLLM `error.message`."""
-    try:
-        body = response.json()
-    except ValueError:
-        return response.text[:_REASON_CHARS]
-    match body:
-        case {"reason": str(reason)} | {"error": {"message": str(reason)}}:
-            return reason
-        case _:
-            return response.text[:_REASON_CHARS]
+    with suppress(ValueError):
+        match response.json():
+            case {"reason": str(reason)} | {"error": {"message": str(reason)}}:
+                return reason
+            case _:
+                pass
+    return response.text[:_REASON_CHARS]

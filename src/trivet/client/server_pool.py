@@ -28,18 +28,20 @@ from dataclasses import replace
 
 from trivet.client.discovery import Resolve, ServerDiscovery, resolve
 from trivet.client.health import ServerHealthMonitor
-from trivet.client.inference_client import InferenceClient
-from trivet.client.load import ServerLoad
-from trivet.client.server import Server, TargetPolicy
-from trivet.client.server_set import ServerSet
-from trivet.client.sleeping import sleep_all
+from trivet.client.inference_client import InferenceClient, ServerLoad
+from trivet.client.server_set import Server, ServerSet, TargetPolicy
 from trivet.config.schema.inference import ClientConfig
-from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
+from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused, ServerGone
+from trivet.key_names import key_name
 from trivet.wire.events import Event
 from trivet.wire.versions import START_VERSION
 
 logger = logging.getLogger(__name__)
 
+_RETRY_INTERVAL_S = 1.0
+"""Seconds between two requests to a server that does not sleep yet."""
+_REPORT_INTERVAL_S = 30.0
+"""Seconds between two reports of the servers that are waited for."""
 _LATE_S = 30.0
 """When half of the servers have loaded a policy, the others have this time, or as long again if that is more. A server that reads
 weights from busy shared storage takes longer than the others; one that was lost never answers."""
@@ -117,8 +119,13 @@ class ServerPool:
         """
         self._servers.may_wake = True
         waiting = [server for server in self._servers.known if server.is_admitted or server in self._answered]
-        if policy.directory is None and not reset:
-            await self._require_start_model(waiting)
+        for server in waiting if policy.directory is None and not reset else ():
+            status = await server.client.served_policy()
+            if status.version != START_VERSION:
+                raise InferenceError(
+                    f"{server.root} holds policy {status.version} and the run starts from the base model; set "
+                    "orchestrator.reload_weights_on_start = true"
+                )
         errors: list[InferenceError] = []
         while waiting and policy.digest is None:  # the first that serves the start model says its digest
             policy, error = await self._load_and_admit(waiting.pop(0), policy)
@@ -160,13 +167,58 @@ class ServerPool:
     async def sleep(self) -> None:
         """Have every server free its GPU memory. Until the next `ensure_policy` no server is admitted or woken.
 
+        A server counts as done when it says that it sleeps. Any other answer, or none, may mean that it holds its memory, and it is
+        asked again: a server of `client.base_url` that refuses connections may be starting, and takes memory before it listens.
+        A server of `client.elastic` that refuses them counts as done, because it need not come back. A stuck engine gives up and
+        says so after at most 1,200 s (`inference.policy_loader`: 600 s to pause, 600 s to sleep), which is more than
+        `client.admin_timeout` allows for one answer. So the whole wait has the longer limit `client.wait_for_ready_timeout`,
+        which is checked after each round of questions.
+
         Raises:
             InferenceError: a server was started without `inference.sleep_while_training`, or kept its memory for
                 `client.wait_for_ready_timeout`.
         """
         self._servers.may_wake = False
-        timeout_s = self._config.wait_for_ready_timeout
-        await sleep_all(self._servers, timeout_s=timeout_s, clock=self._clock, sleep=self._sleep)
+        timeout_s, begun, reported_at = self._config.wait_for_ready_timeout, self._clock(), float("-inf")
+        for server in self._servers.known:
+            server.is_asleep = False  # the server may have been started again since
+        while True:
+            awake = [server for server in self._servers.known if not server.is_asleep]
+            errors = [error for error in await asyncio.gather(*map(self._put_to_sleep, awake)) if error is not None]
+            for error in errors:
+                if isinstance(error, PolicyRefused):
+                    raise InferenceError(
+                        f"{key_name('orchestrator.sleep_servers')} = true, but {error}; start that server with "
+                        f"{key_name('inference.sleep_while_training')} = true, or set "
+                        f"{key_name('orchestrator.sleep_servers')} = false"
+                    ) from error
+            if not errors:
+                return
+            reasons, waited_s = "; ".join(map(str, errors)), self._clock() - begun
+            if waited_s >= timeout_s:
+                raise InferenceError(
+                    "the batch was not sent, because a server may still hold GPU memory that the trainer needs: it does not "
+                    f"sleep after {waited_s:.0f} s (client.wait_for_ready_timeout = {timeout_s:g}): {reasons}; see "
+                    "logs/inference.stdout, and restart each server whose process has ended"
+                )
+            if self._clock() - reported_at >= _REPORT_INTERVAL_S:
+                reported_at = self._clock()
+                logger.warning("the batch waits for servers to free their GPU memory seconds=%.0f: %s", waited_s, reasons)
+            await self._sleep(_RETRY_INTERVAL_S)
+
+    async def _put_to_sleep(self, server: Server) -> InferenceError | None:
+        """Ask the server to sleep. Return why it may still hold its GPU memory; None when it holds none."""
+        try:
+            async with server.changing:
+                if self._servers.find(server.root) is server:  # else removed meanwhile, and its client closed
+                    await server.client.sleep()
+                    server.is_asleep = True
+        except ServerGone as exc:
+            self._servers.mark_unhealthy(server, str(exc))
+            return None if server.is_elastic else exc
+        except InferenceError as exc:
+            return exc
+        return None
 
     async def run(self) -> None:
         """Watch the servers until cancelled.
@@ -200,28 +252,23 @@ class ServerPool:
 
     def probe_metrics(self) -> dict[str, float]:
         """Return `probe/mismatch` of the admitted server that reproduces its policy least closely; nothing without a probe."""
-        found = [server.status.probe_mismatch for server in self._servers.admitted if server.status is not None]
-        known = [mismatch for mismatch in found if mismatch is not None]
+        statuses = [server.status for server in self._servers.admitted if server.status is not None]
+        known = [status.probe_mismatch for status in statuses if status.probe_mismatch is not None]
         return {"probe/mismatch": max(known)} if known else {}
 
     async def server_loads(self) -> list[ServerLoad]:
         """Return how busy the admitted servers are. Those that do not say are left out."""
-        answers = await asyncio.gather(*(_ask_load(server) for server in self._servers.admitted))
-        return [load for load in answers if load is not None]
+        questions = [server.client.server_load() for server in self._servers.admitted]
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+        for error in answers:
+            if isinstance(error, BaseException) and not isinstance(error, InferenceError):
+                raise error
+        return [answer for answer in answers if isinstance(answer, ServerLoad)]
 
     async def aclose(self) -> None:
         """Close every client. May be called again."""
         for server in self._servers.known:
             await self._servers.remove(server.root).client.aclose()
-
-    async def _require_start_model(self, servers: list[Server]) -> None:
-        for server in servers:
-            status = await server.client.served_policy()
-            if status.version != START_VERSION:
-                raise InferenceError(
-                    f"{server.root} holds policy {status.version} and the run starts from the base model; set "
-                    "orchestrator.reload_weights_on_start = true"
-                )
 
     async def _ensure_on_most(self, servers: list[Server], policy: TargetPolicy) -> list[InferenceError | None]:
         """Return the error of each server that ended in time; servers that are much later than half of all are not waited for."""
@@ -233,10 +280,18 @@ class ServerPool:
             nonlocal num_loaded, num_ended
             has_error = True
             try:
-                error = await self._ensure_on(server, policy)
-                num_loaded += error is None
-                has_error = False
-                return error
+                try:
+                    await server.ensure_policy(policy, is_known_to_differ=True)
+                except ForeignPolicy:
+                    raise
+                except InferenceError as exc:
+                    self._servers.mark_unhealthy(server, f"it did not load policy {policy.version}: {exc}")
+                    has_error = False
+                    return exc
+                num_loaded, has_error = num_loaded + 1, False
+                if server.is_admitted:
+                    self._servers.record_load(server, policy)
+                return None
             finally:
                 num_ended += 1
                 if has_error or 2 * num_loaded >= len(servers) or num_ended == len(servers):
@@ -255,23 +310,3 @@ class ServerPool:
         for task in late:
             self._servers.mark_unhealthy(loads[task], f"it did not load policy {policy.version} when half of the servers had")
         return errors
-
-    async def _ensure_on(self, server: Server, policy: TargetPolicy) -> InferenceError | None:
-        try:
-            await server.ensure_policy(policy, is_known_to_differ=True)
-        except ForeignPolicy:
-            raise
-        except InferenceError as exc:
-            self._servers.mark_unhealthy(server, f"it did not load policy {policy.version}: {exc}")
-            return exc
-        if server.is_admitted:
-            self._servers.record_load(server, policy)
-        return None
-
-
-async def _ask_load(server: Server) -> ServerLoad | None:
-    try:
-        return await server.client.server_load()
-    except InferenceError as exc:
-        logger.debug("no load of %s: %s", server.root, exc)
-        return None

@@ -1,6 +1,6 @@
 """Translates InferenceConfig into what vLLM is started with: engine and server arguments, environment variables. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,30 @@ def choose_overrides(dtype: str, *, is_cpu: bool) -> dict[str, Any]:
         dtype: the dtype of the served weights.
     """
     return {"head_dtype": "float32"} if dtype == "bfloat16" and not is_cpu else {}
+
+
+def position_overrides(config: InferenceConfig, overrides: Mapping[str, object]) -> dict[str, object]:
+    """Return vLLM's `hf_overrides`: `overrides` and the positions of `model.rope_scaling`. Empty without rope_scaling.
+
+    The positions are complete, because vLLM replaces the model's own.
+
+    Args:
+        overrides: the other overrides of the model's own configuration.
+
+    Raises:
+        ConfigError: the model cannot be read, or its layers share no rotary positions.
+    """
+    model = config.model
+    if model.rope_scaling is None:
+        return {}
+    from transformers import AutoConfig
+
+    try:
+        hf_config = AutoConfig.from_pretrained(model.name, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"model.name = {model.name!r} cannot be loaded: {exc}") from exc
+    own = getattr(hf_config, "rope_parameters", None)
+    return {"hf_overrides": {**overrides, "rope_parameters": model.rope_scaling.over(own, model=model.name)}}
 
 
 def _memory_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:

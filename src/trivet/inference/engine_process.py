@@ -12,8 +12,12 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from trivet.errors import InferenceError
 from trivet.process.lifetime import die_with_parent
+from trivet.process.listening import listen
+from trivet.process.server_shard import ServerShard
 from trivet.process.stacks import ignore_until_listening, show_stacks_on_signal
 
 _END_TIMEOUT_S = 5.0
@@ -80,3 +84,29 @@ def find_openmp() -> list[str]:
     package = Path(spec.origin).parent
     found = [*package.parent.glob("torch.libs/libgomp*.so*"), *package.glob("lib/libgomp*.so*")]
     return [str(found[0])] if found else []
+
+
+def open_store(shard: ServerShard) -> Any:
+    """Open the store in which the ranks of all shards find each other, at one address of the first shard's node.
+
+    A server over several nodes is started as vLLM does it with `--nnodes`, `--node-rank` and `--headless`. Its first shard is a
+    server like any other, whose engine also has the ranks of the other nodes. Every other shard starts the ranks of its node and
+    answers no requests. The store closes when the returned object is deleted.
+
+    Raises:
+        InferenceError: another program has the port.
+    """
+    from torch._C._distributed_c10d import TCPStore  # here: torch takes long to import
+
+    try:
+        listener = listen(shard.host, shard.port)
+    except OSError as exc:
+        raise InferenceError(f"the ranks of this server cannot meet at {shard.host}:{shard.port}: {exc.strerror}") from exc
+    return TCPStore(
+        shard.host,
+        shard.port,
+        None,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )

@@ -32,12 +32,11 @@ from trivet.inference.arguments import (
     LOOPBACK_ENVIRONMENT,
     SHARD_ENVIRONMENT,
     cpu_environment,
+    position_overrides,
     refuse_unknown,
     vllm_arguments,
 )
-from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
-from trivet.inference.positions import position_overrides
-from trivet.inference.server_shards import open_store
+from trivet.inference.engine_process import count_physical_cores, find_openmp, open_store, preloaded, restart_with
 from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
 from trivet.process.imports import without_collections
@@ -166,7 +165,7 @@ def _run_shard(args: Namespace) -> int:
     """Run the ranks of a node that answers no requests, until one ends or a signal comes; returns the exit code."""
     signal.signal(signal.SIGTERM, _end_while_starting)
     with without_collections():
-        from trivet.inference.executors import ManyProcessExecutor
+        from trivet.inference.versioned_engine import ManyProcessExecutor
     vllm_config = make_engine_config(args)
     try:
         executor = ManyProcessExecutor(vllm_config, monitor_workers=False)
@@ -222,8 +221,7 @@ def _listen(args: Namespace) -> socket.socket:
 
 def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine":
     with without_collections():
-        from trivet.inference.executors import ManyProcessExecutor, OneProcessExecutor
-        from trivet.inference.versioned_engine import VersionedEngine
+        from trivet.inference.versioned_engine import ManyProcessExecutor, OneProcessExecutor, VersionedEngine
         from trivet.inference.vllm_names import Executor
 
         if is_one_process:
@@ -287,12 +285,9 @@ async def _serve_http(
     engine: "VersionedEngine", args: Namespace, sock: socket.socket, *, secret: RunSecret, roots: Sequence[Path]
 ) -> int:
     with without_collections():
-        from trivet.inference.answers import add_versions_to_chat, add_versions_to_tokens
-        from trivet.inference.continued_chats import continue_chats
-        from trivet.inference.gate import guard
-        from trivet.inference.named_adapters import NamedAdapters
+        from trivet.inference.api_server import NamedAdapters, add_versions_to_chat, add_versions_to_tokens, continue_chats
         from trivet.inference.policy_loader import PolicyLoader
-        from trivet.inference.routes import add_routes, make_router
+        from trivet.inference.routes import add_routes, guard, make_router
         from trivet.inference.vllm_names import build_app, init_app_state, serve_http
 
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()

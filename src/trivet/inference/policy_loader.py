@@ -5,7 +5,7 @@ The chain of one policy from the orchestrator onto this server, and where each l
     client.server_pool → client.inference_client → POST /update_weights (`routes`)
     → `PolicyLoader.load`: verify the files, `VersionedEngine.pause` (no token is sampled from here on)
     → `VersionedEngine.load` or `.load_adapter` → collective_rpc → `PolicyWorkerExtension.load_policy` in every vLLM worker
-    → `PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches`
+    → `engine_records.PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches`
     → `VersionedEngine.score`: the engine reproduces the policy's probe (`weights.probe`) → `.resume` → answer
 
 With `inference.sleep_while_training` the engine sleeps before the load. Its weights take GPU memory again ahead of the load, its KV
@@ -16,20 +16,20 @@ If a link fails after the pause, the policy before is loaded the same way. If th
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from trivet.algorithms.probe import ProbeResult, compare, convert_dtype
 from trivet.errors import InferenceError, WeightsError
 from trivet.faults import reach
-from trivet.inference.policy_ledger import PolicyLedger
-from trivet.inference.weight_roots import require_below
 from trivet.key_names import key_name
 from trivet.telemetry import process_report
 from trivet.weights.adapters import base_of, is_adapter, is_same_model
 from trivet.weights.manifest import Manifest, describe_start_model, verify
+
+if TYPE_CHECKING:
+    from trivet.inference.versioned_engine import VersionedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -51,59 +51,18 @@ EnginePart = Literal["weights", "kv_cache"]
 """A part of the engine's GPU memory, by vLLM's name."""
 
 
-class Engine(Protocol):
-    """The part of the engine that a load uses. Adapter: `versioned_engine.VersionedEngine`."""
+def require_below(roots: Sequence[Path], directory: Path) -> None:
+    """Check that `directory` is below one of `roots`, so that a request cannot make the server read any other file.
 
-    ledger: PolicyLedger
-
-    async def pause(self) -> None:
-        """Stop sampling; return once no token is being sampled."""
-        ...
-
-    @property
-    def serves_adapters(self) -> bool:
-        """The engine was started with room for adapters."""
-        ...
-
-    async def load(self, directory: Path) -> None:
-        """Replace the served weights by those in `directory`. The policy's adapter stays as it is."""
-        ...
-
-    async def load_adapter(self, directory: Path | None) -> None:
-        """Replace the policy's adapter by the one in `directory`; None: by one that changes nothing."""
-        ...
-
-    async def drop_caches(self) -> None:
-        """Drop keys and values of the weights before that later requests would reuse."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """The dtype that the model computes in, by torch's name."""
-        ...
-
-    async def score(self, samples: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Compute the log-probability of each token but the first, on every engine of the server, by sample.
-
-        The engine goes on with its requests meanwhile, and answers none of them before `resume`.
-        """
-        ...
-
-    async def discard(self) -> None:
-        """Undo `score`, if it was called since the pause: pause again, and fail the requests."""
-        ...
-
-    async def resume(self) -> None:
-        """Sample again, and answer."""
-        ...
-
-    async def suspend(self) -> None:
-        """Free the GPU memory of a paused engine: weights go to main memory, keys and values are dropped."""
-        ...
-
-    async def wake(self, part: EnginePart) -> None:
-        """Take GPU memory for a part of a suspended engine again. The weights are those from before."""
-        ...
+    Raises:
+        WeightsError: it is below none, with links followed.
+    """
+    resolved = directory.resolve()
+    if not any(resolved.is_relative_to(root.resolve()) for root in roots):
+        raise WeightsError(
+            f"{directory} is not below {' or '.join(map(str, roots))}, from where this server loads weights; start it with the "
+            "output_dir of the run, or add a directory to inference.server.weight_dirs"
+        )
 
 
 class PolicyLoader:
@@ -111,7 +70,7 @@ class PolicyLoader:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "VersionedEngine",
         *,
         model_name: str,
         start_directory: Path,
@@ -219,13 +178,12 @@ class PolicyLoader:
             process_report.begin("asleep while the trainer learns")
             logger.info("asleep seconds=%.2f", self._clock() - started)
 
-    @asynccontextmanager
-    async def keep_awake(self) -> AsyncGenerator[None, None]:
-        """Let the engine neither fall asleep nor load a policy during the block, which changes it in another way.
+    async def while_awake(self, change: Callable[[], Awaitable[object]]) -> None:
+        """Make a change of the engine that is no load of a policy. Meanwhile it neither falls asleep nor loads one.
 
         Raises:
             WeightsError: the engine is asleep.
-            InferenceError: the block took longer than a load may take; the server ends.
+            InferenceError: the change took longer than a load may take; the server ends.
         """
         async with self._lock:
             if self._parts_asleep:
@@ -234,7 +192,7 @@ class PolicyLoader:
                 )
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    yield
+                    await change()
             except TimeoutError as exc:
                 self._on_broken()
                 raise InferenceError(f"the engine did not answer within {self._timeout_s:.0f} s: the server ends") from exc
@@ -297,26 +255,20 @@ class PolicyLoader:
         return max(results, key=lambda result: result.mismatch)
 
     async def _wake(self, part: EnginePart) -> None:
-        if part not in self._parts_asleep:
-            return
+        """Take GPU memory for a part that sleeps. It keeps what a failed attempt got for it."""
         deadline = self._clock() + _WAKE_TIMEOUT_S
-        while not await self._try_to_wake(part, is_last=self._clock() >= deadline):
-            await self._sleep(_WAKE_RETRY_INTERVAL_S)
-        self._parts_asleep.remove(part)
-
-    async def _try_to_wake(self, part: EnginePart, *, is_last: bool) -> bool:
-        """Try to take GPU memory for `part` again; return whether that succeeded. A part keeps what a failed attempt got for it."""
-        try:
-            await self._engine.wake(part)
-        except Exception as exc:  # vLLM raises no narrower one when the memory is not free
-            if is_last:
-                raise InferenceError(
-                    f"the engine's {part} got no GPU memory for {_WAKE_TIMEOUT_S:.0f} s ({exc}): another process holds it; see "
-                    f"nvidia-smi, or lower {key_name('inference.gpu_memory_utilization')}"
-                ) from exc
-            logger.warning("waiting for GPU memory part=%s: %s", part, exc)
-            return False
-        return True
+        while part in self._parts_asleep:
+            try:
+                await self._engine.wake(part)
+                self._parts_asleep.remove(part)
+            except Exception as exc:  # vLLM raises no narrower one when the memory is not free
+                if self._clock() >= deadline:
+                    raise InferenceError(
+                        f"the engine's {part} got no GPU memory for {_WAKE_TIMEOUT_S:.0f} s ({exc}): another process holds it; "
+                        f"see nvidia-smi, or lower {key_name('inference.gpu_memory_utilization')}"
+                    ) from exc
+                logger.warning("waiting for GPU memory part=%s: %s", part, exc)
+                await self._sleep(_WAKE_RETRY_INTERVAL_S)
 
     async def _load_missing(self, directory: Path) -> None:
         """Load the part of the policy that the engine does not have: on top of the start model, the adapter alone."""

@@ -1,41 +1,46 @@
-"""Adds trivet's routes to vLLM's: which policy is served, which to serve, and whether the engine answers."""
+"""Adds trivet's routes to vLLM's: which policy is served, which to serve, and whether the engine answers.
+
+Anyone may ask for completions, only who has the run's secret may change the server. Routes that are not listed here require the
+secret, because a new version of vLLM may add some. With `server.api_key` vLLM itself requires the key where completions are made,
+and accepts the secret as well.
+"""
 
 import asyncio
+import hmac
+import ipaddress
 from collections.abc import Awaitable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol, TypedDict
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trivet.config.layout import SECRET_FILE
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.policy_loader import PolicyLoader
 from trivet.key_names import key_name
-from trivet.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from trivet.inference.api_server import NamedAdapters
+    from trivet.inference.versioned_engine import VersionedEngine
 
 HEALTH_TIMEOUT_S = 60.0
 """An engine in the middle of a long prefill, or of loading a policy, answers only when that is done."""
 
 
-class PingableEngine(Protocol):
-    """The part of the engine that a health check uses. Adapter: `versioned_engine.VersionedEngine`."""
-
-    async def ping(self) -> None:
-        """Return once every worker has answered."""
-        ...
-
-
-class AdapterLoader(Protocol):
-    """Serves adapters under names of their own. Adapter: `named_adapters.NamedAdapters`."""
-
-    async def load(self, name: str, *, path: Path) -> None:
-        """Serve the adapter in the directory `path` as `name`.
-
-        Raises:
-            WeightsError: it cannot be served; an adapter that was loaded under `name` before stays.
-        """
-        ...
+_OPEN = frozenset(
+    {"/health", "/ping", "/policy", "/version", "/load", "/metrics", "/tokenize", "/detokenize"}
+    | {"/pooling", "/classify", "/score", "/rerank", "/v2/rerank", "/inference/v1/generate"}
+)
+_OPEN_BELOW_V1 = frozenset(
+    {"models", "completions", "chat", "responses", "messages", "embeddings", "score", "rerank", "audio", "realtime"}
+)
+"""The open routes below `/v1/`."""
 
 
 def _absolute(path: Path) -> Path:
@@ -70,10 +75,11 @@ class LoadedAdapter(BaseModel):
     lora_path: Path
 
 
-class PolicyLoadedBody(BaseModel):
-    """The policy that a load ended with."""
+class ServedPolicy(BaseModel):
+    """The policy that is served."""
 
     status: str = "ok"
+    model: str
     version: int
     digest: str
     probe_mismatch: float | None
@@ -81,33 +87,16 @@ class PolicyLoadedBody(BaseModel):
     probe_limit: float | None
     dtype: str
     """The dtype that the engine computes in, by torch's name."""
-
-
-class ServedPolicyBody(BaseModel):
-    """The policy that is served."""
-
-    model: str
-    version: int
-    digest: str
-    probe_mismatch: float | None
-    probe_limit: float | None
-    dtype: str
     asleep: bool
     """True while the server answers no request. Its next load ends that."""
 
 
-class AsleepBody(BaseModel):
-    """The engine has freed its GPU memory."""
-
-    status: str = "ok"
-
-
 def make_router(
     loader: PolicyLoader,
-    engine: PingableEngine,
+    engine: "VersionedEngine",
     *,
     model_name: str,
-    adapters: AdapterLoader | None = None,
+    adapters: "NamedAdapters | None" = None,
     can_sleep: bool = False,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
 ) -> APIRouter:
@@ -118,7 +107,24 @@ def make_router(
         can_sleep: the engine was started with `inference.sleep_while_training`.
     """
     router = APIRouter()
-    _add_policy_routes(router, loader, model_name=model_name, can_sleep=can_sleep)
+
+    @router.get("/policy")
+    async def policy() -> ServedPolicy:
+        return _describe(loader, model_name=model_name)
+
+    @router.post("/update_weights", response_model=ServedPolicy)
+    async def update_weights(body: UpdateWeights) -> ServedPolicy | Response:
+        return await _try(loader.load(body.weight_dir)) or _describe(loader, model_name=model_name)
+
+    @router.post("/reload_weights", response_model=ServedPolicy)
+    async def reload_weights() -> ServedPolicy | Response:
+        return await _try(loader.load_start()) or _describe(loader, model_name=model_name)
+
+    @router.post("/sleep")
+    async def sleep() -> Response:
+        if not can_sleep:
+            return _refusal(409, f"this server was started without {key_name('inference.sleep_while_training')} = true")
+        return await _try(loader.sleep()) or JSONResponse({"status": "ok"})
 
     @router.post("/load_lora_adapter", response_model=LoadedAdapter)
     async def load_lora_adapter(body: LoadLoRAAdapter) -> LoadedAdapter | Response:
@@ -126,14 +132,8 @@ def make_router(
             return _refusal(409, f"this server was started without {key_name('inference.enable_lora')} = true")
         if body.lora_name == model_name:
             return _refusal(409, f"{model_name} is the policy's own name; its adapter is loaded with /update_weights")
-        try:
-            async with loader.keep_awake():
-                await adapters.load(body.lora_name, path=body.lora_path)
-        except WeightsError as exc:
-            return _refusal(409, str(exc))
-        except InferenceError as exc:
-            return _refusal(500, str(exc))
-        return LoadedAdapter(lora_name=body.lora_name, lora_path=body.lora_path)
+        loading = loader.while_awake(partial(adapters.load, body.lora_name, path=body.lora_path))
+        return await _try(loading) or LoadedAdapter(lora_name=body.lora_name, lora_path=body.lora_path)
 
     @router.get("/health")
     async def health() -> Response:
@@ -142,46 +142,88 @@ def make_router(
     return router
 
 
-def _add_policy_routes(router: APIRouter, loader: PolicyLoader, *, model_name: str, can_sleep: bool) -> None:
-    @router.post("/update_weights", response_model=PolicyLoadedBody)
-    async def update_weights(body: UpdateWeights) -> PolicyLoadedBody | Response:
-        return await _answer(loader, loader.load(body.weight_dir))
+def add_routes(app: FastAPI, router: APIRouter) -> None:
+    """Put the routes of `router` into `app`, before those that have the same path."""
+    others = list(app.router.routes)
+    app.router.routes.clear()
+    app.include_router(router)
+    app.router.routes.extend(others)
 
-    @router.post("/reload_weights", response_model=PolicyLoadedBody)
-    async def reload_weights() -> PolicyLoadedBody | Response:
-        return await _answer(loader, loader.load_start())
 
-    @router.post("/sleep", response_model=AsleepBody)
-    async def sleep() -> AsleepBody | Response:
-        if not can_sleep:
-            return _refusal(409, f"this server was started without {key_name('inference.sleep_while_training')} = true")
-        try:
-            await loader.sleep()
-        except InferenceError as exc:
-            return _refusal(500, str(exc))
-        return AsleepBody()
+class Gate:
+    """ASGI middleware around all routes: refuses requests without the secret, and those of foreign web pages."""
 
-    @router.get("/policy")
-    async def policy() -> ServedPolicyBody:
-        served = loader.policy
-        return ServedPolicyBody(
-            model=model_name,
-            version=served.version,
-            digest=served.digest,
-            asleep=loader.is_asleep,
-            **_probe_fields(loader),
+    def __init__(self, app: ASGIApp, *, token: str, host: str) -> None:
+        """Guard `app`.
+
+        Args:
+            token: the run's secret.
+            host: the interface that the server listens on.
+        """
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+        # A web page can resolve its own name to this address (DNS rebinding); the browser then treats this server as the page's.
+        self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()} if _is_loopback(host) else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with a refusal."""
+        refused = self._refuse(scope) if scope["type"] in ("http", "websocket") else None
+        await (refused or self._app)(scope, receive, send)
+
+    def _refuse(self, scope: Scope) -> JSONResponse | None:
+        headers = Headers(scope=scope)
+        name = _host_name(headers.get("host", ""))
+        if self._hosts is not None and name not in self._hosts:
+            return _refusal(
+                403, f"the Host header says {name[:100]!r}; this server answers to {', '.join(sorted(self._hosts))}"
+            )
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if _is_open(path) or hmac.compare_digest(headers.get("authorization", "").encode(), self._expected):
+            return None
+        return _refusal(
+            401,
+            "this route wants the run's secret as its bearer token: it is in .secret of the server's output_dir; name that "
+            f"file with {SECRET_FILE}",
         )
 
 
-def add_routes(app: FastAPI, router: APIRouter) -> None:
-    """Put the routes of `router` into `app`, before those that have the same path."""
-    theirs = list(app.router.routes)
-    app.router.routes.clear()
-    app.include_router(router)
-    app.router.routes.extend(theirs)
+def guard(app: FastAPI, *, token: str, host: str) -> None:
+    """Put the gate around `app`. vLLM may have built its middleware stack already: then none can be added the usual way."""
+    app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token=token, host=host)
 
 
-async def _check_health(engine: PingableEngine, *, timeout_s: float) -> Response:
+def _is_open(path: str) -> bool:
+    return path in _OPEN or (path.startswith("/v1/") and path.split("/")[2] in _OPEN_BELOW_V1)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _host_name(header: str) -> str:
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _describe(loader: PolicyLoader, *, model_name: str) -> ServedPolicy:
+    result = loader.probe_result
+    return ServedPolicy(
+        model=model_name,
+        version=loader.policy.version,
+        digest=loader.policy.digest,
+        probe_mismatch=result.mismatch if result else None,
+        probe_limit=result.limit if result else None,
+        dtype=loader.dtype,
+        asleep=loader.is_asleep,
+    )
+
+
+async def _check_health(engine: "VersionedEngine", *, timeout_s: float) -> Response:
     try:
         async with asyncio.timeout(timeout_s):
             await engine.ping()
@@ -192,30 +234,15 @@ async def _check_health(engine: PingableEngine, *, timeout_s: float) -> Response
     return Response(status_code=200)
 
 
-async def _answer(loader: PolicyLoader, loading: Awaitable[Manifest]) -> PolicyLoadedBody | Response:
-    # vLLM's exception handlers remove paths from messages, and the caller needs the path.
+async def _try(change: Awaitable[object]) -> JSONResponse | None:
+    """Return the refusal of a change that failed. vLLM's exception handlers would remove paths from it, which the caller needs."""
     try:
-        manifest = await loading
+        await change
     except WeightsError as exc:
         return _refusal(409, str(exc))
     except InferenceError as exc:
         return _refusal(500, str(exc))
-    return PolicyLoadedBody(version=manifest.version, digest=manifest.digest, **_probe_fields(loader))
-
-
-class _ProbeFields(TypedDict):
-    probe_mismatch: float | None
-    probe_limit: float | None
-    dtype: str
-
-
-def _probe_fields(loader: PolicyLoader) -> _ProbeFields:
-    result = loader.probe_result
-    return {
-        "probe_mismatch": result.mismatch if result else None,
-        "probe_limit": result.limit if result else None,
-        "dtype": loader.dtype,
-    }
+    return None
 
 
 def _refusal(status_code: int, reason: str) -> JSONResponse:

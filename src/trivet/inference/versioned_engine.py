@@ -2,7 +2,7 @@
 
 Every answer has three properties:
 
-- Each token is counted to the policy that the engine had when it sampled it (policy_ledger).
+- Each token is counted to the policy that the engine had when it sampled it (`engine_records`).
 - A request is salted with the policy it is admitted under, so it reuses no other policy's prefix cache.
 - A request that has no token yet when the policy changes is restarted under the new one. Only a completion that already has
   tokens continues with the keys and values of the policy before, and its versions show it.
@@ -20,10 +20,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from trivet.errors import InferenceError
-from trivet.inference.engine_process import await_children
-from trivet.inference.engine_routes import EngineRoutes
-from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
-from trivet.inference.policy_ledger import PolicyLedger, TokenVersions
+from trivet.inference.engine_process import await_children, end_with_api_server
+from trivet.inference.engine_records import EngineRoutes, PolicyLedger, TokenVersions
 from trivet.inference.policy_loader import EnginePart
 from trivet.inference.vllm_names import (
     AsyncLLM,
@@ -31,13 +29,16 @@ from trivet.inference.vllm_names import (
     EngineCoreRequest,
     EngineDeadError,
     LoRARequest,
+    MultiprocExecutor,
     OutputProcessorOutput,
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
     SamplingParams,
     TokensPrompt,
+    UniProcExecutor,
 )
+from trivet.inference.worker_extension import POLICY_ADAPTER_ID, policy_adapter
 
 _SALT_END = "/"
 _PROBE = "probe-"
@@ -80,7 +81,7 @@ class _Admitted:
 
 
 class VersionedEngine(AsyncLLM):
-    """Implements `policy_loader.Engine` and `routes.PingableEngine`."""
+    """The engine of an API server. `PolicyLoader` has it load policies, the routes ask whether it answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = PolicyLedger()
@@ -236,7 +237,7 @@ class VersionedEngine(AsyncLLM):
         await self.resume_generation()
         held, self._held = self._held or [], None
         processed = [self._process_then_count(outputs, at, *args, **kwargs) for outputs, at, args, kwargs in held]
-        if stopped := [request_id for each in processed for request_id in each.reqs_to_abort]:
+        if stopped := [request_id for output in processed for request_id in output.reqs_to_abort]:
             await self.engine_core.abort_requests_async(stopped)
         self._is_open.set()
 
@@ -287,6 +288,22 @@ class VersionedEngine(AsyncLLM):
 
     def _salt(self, own_salt: str | None) -> str:
         return f"{self.ledger.num_switches}.{self._num_adapter_loads}{_SALT_END}{own_salt or ''}"
+
+
+class OneProcessExecutor(UniProcExecutor):
+    """Runs the worker in the engine's own process, which ends with the API server. vLLM would leave it behind."""
+
+    def _init_executor(self) -> None:
+        end_with_api_server()
+        super()._init_executor()
+
+
+class ManyProcessExecutor(MultiprocExecutor):
+    """Runs one worker process per rank; these end with the engine's process, and that with the API server."""
+
+    def _init_executor(self) -> None:
+        end_with_api_server()
+        super()._init_executor()
 
 
 def _is_for_policy(request: EngineCoreRequest) -> bool:

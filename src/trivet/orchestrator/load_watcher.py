@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from trivet.algorithms.concurrency import LoadSince, next_limit
-from trivet.client.load import ServerLoad
+from trivet.client.inference_client import ServerLoad
 from trivet.config.schema.inference import ConcurrencyConfig
 from trivet.orchestrator.dispatcher import Dispatcher
 

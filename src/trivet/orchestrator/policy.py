@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trivet.algorithms.staleness import required_version, target_version
-from trivet.client.server import TargetPolicy
+from trivet.client.server_set import TargetPolicy
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import WaitTimeout, WeightsError
 from trivet.storage.durable import is_listed

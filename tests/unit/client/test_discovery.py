@@ -10,8 +10,7 @@ from support.simulated_run import SimulatedServer
 from support.virtual_time import run_virtually
 from trivet.client.discovery import ServerDiscovery
 from trivet.client.health import ServerHealthMonitor
-from trivet.client.server import TargetPolicy
-from trivet.client.server_set import ServerSet
+from trivet.client.server_set import ServerSet, TargetPolicy
 from trivet.config.schema.inference import ElasticConfig
 from trivet.errors import InferenceError
 from trivet.wire.versions import PolicyVersion

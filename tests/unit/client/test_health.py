@@ -8,8 +8,7 @@ import pytest
 from support.simulated_run import START_DIGEST, SimulatedServer
 from support.virtual_time import run_virtually
 from trivet.client.health import ServerHealthMonitor
-from trivet.client.server import Server, TargetPolicy
-from trivet.client.server_set import ServerSet
+from trivet.client.server_set import Server, ServerSet, TargetPolicy
 from trivet.errors import InferenceError
 from trivet.wire.versions import PolicyVersion
 

@@ -1,4 +1,4 @@
-from trivet.client.load import ServerLoad, read_load
+from trivet.client.inference_client import ServerLoad, read_load
 
 METRICS = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -16,7 +16,7 @@ vllm:num_preemptions_created{engine="0",model_name="m"} 1.7e+09
 
 
 def test_the_engines_of_a_server_are_summed_and_other_metrics_left_alone():
-    assert read_load(METRICS) == ServerLoad(num_running=20, num_waiting=3, cache_usage=0.75, num_preemptions=4)
+    assert read_load(METRICS) == ServerLoad(num_running=20, num_waiting=3, num_preemptions=4)
 
 
 def test_a_server_that_does_not_say_has_no_load():

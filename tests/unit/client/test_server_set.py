@@ -1,8 +1,7 @@
 from types import SimpleNamespace
 
 from trivet.client.inference_client import PolicyStatus
-from trivet.client.server import Server, TargetPolicy
-from trivet.client.server_set import ServerSet
+from trivet.client.server_set import Server, ServerSet, TargetPolicy
 from trivet.wire.events import Event, Load, ServerDown, ServerUp
 from trivet.wire.versions import PolicyVersion
 

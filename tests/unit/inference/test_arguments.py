@@ -10,7 +10,7 @@ import pytest
 
 from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError
-from trivet.inference.arguments import choose_overrides, cpu_environment, refuse_unknown, vllm_arguments
+from trivet.inference.arguments import choose_overrides, cpu_environment, position_overrides, refuse_unknown, vllm_arguments
 from trivet.process.server_shard import ServerShard
 
 
@@ -158,7 +158,7 @@ def test_the_engine_computes_on_every_core_and_does_not_spin_for_it() -> None:
 
 
 def test_arguments_ledger_loader_and_entry_point_import_without_torch_or_vllm() -> None:
-    modules = ("arguments", "engine_process", "policy_ledger", "policy_loader", "routes", "main")
+    modules = ("arguments", "engine_process", "engine_records", "policy_loader", "routes", "main")
     program = "import sys\n" + "".join(f"import trivet.inference.{module}\n" for module in modules)
     program += "assert not {'torch', 'vllm'} & set(sys.modules), 'heavy import'"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
@@ -208,3 +208,27 @@ def test_a_shard_is_started_as_vllm_starts_a_node_of_a_server(index: int, is_hea
 def test_a_server_of_one_node_is_told_of_no_others() -> None:
     arguments = vllm_arguments(make_config(), is_cpu=False, token="secret")
     assert arguments.keys().isdisjoint({"nnodes", "node_rank", "master_addr", "headless", "distributed_executor_backend"})
+
+
+SCALING = {"rope_type": "linear", "factor": 2.0}
+
+
+def make_positions_config(directory: Path, model: dict[str, object], **values: object) -> InferenceConfig:
+    (directory / "config.json").write_text(json.dumps(model))
+    return InferenceConfig.model_validate({"model": {"name": str(directory), "rope_scaling": SCALING}, **values})
+
+
+def test_the_models_own_base_is_kept(tmp_path: Path) -> None:
+    model: dict[str, object] = {"model_type": "qwen3", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    assert position_overrides(make_positions_config(tmp_path, model), {"vocab_size": 7}) == {
+        "hf_overrides": {"vocab_size": 7, "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
+    }
+
+
+def test_without_the_key_nothing_is_overridden() -> None:
+    assert position_overrides(InferenceConfig(), {"vocab_size": 7}) == {}
+
+
+def test_a_model_without_rotary_positions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no rotary positions that all its layers share; remove it"):
+        position_overrides(make_positions_config(tmp_path, {"model_type": "gpt2"}), {})

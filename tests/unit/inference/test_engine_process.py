@@ -1,9 +1,16 @@
 import os
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
-from trivet.inference.engine_process import count_physical_cores, preloaded, restart_with
+import pytest
+
+from trivet.errors import InferenceError
+from trivet.inference.engine_process import count_physical_cores, open_store, preloaded, restart_with
+from trivet.launcher.ports import ReservedPorts
+from trivet.process.server_shard import ServerShard
 
 
 def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
@@ -50,3 +57,25 @@ def test_a_program_restarts_once_with_its_own_words_and_the_environment() -> Non
 
 def test_nothing_happens_when_the_environment_is_there() -> None:
     restart_with({"PATH": os.environ["PATH"]})
+
+
+ADDRESS = "127.0.0.1"
+
+
+def test_a_rank_finds_what_another_has_written_at_a_port_that_is_held() -> None:
+    from torch._C._distributed_c10d import TCPStore
+
+    with ReservedPorts() as ports:
+        port = ports.reserve(ADDRESS, preferred=0)
+        store = open_store(ServerShard(index=0, num_shards=2, host=ADDRESS, port=port))
+        ranks = [TCPStore(ADDRESS, port, 2, is_master=False, timeout=timedelta(seconds=20)) for _ in range(2)]
+        ranks[0].set("address of rank 0", "10.0.0.1")
+        assert ranks[1].get("address of rank 0") == b"10.0.0.1"
+        del ranks, store
+
+
+def test_a_port_that_another_program_listens_on_is_named() -> None:
+    with socket.create_server((ADDRESS, 0)) as other:
+        port = int(other.getsockname()[1])
+        with pytest.raises(InferenceError, match=rf"cannot meet at 127\.0\.0\.1:{port}"):
+            open_store(ServerShard(index=0, num_shards=2, host=ADDRESS, port=port))

@@ -8,7 +8,7 @@ import pytest
 from trivet.algorithms.probe import Probe, ProbeSample
 from trivet.config.layout import MANIFEST, RunLayout
 from trivet.errors import InferenceError, WeightsError
-from trivet.inference.policy_ledger import PolicyLedger
+from trivet.inference.engine_records import PolicyLedger
 from trivet.inference.policy_loader import EnginePart, PolicyLoader
 from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
 from trivet.telemetry import process_report
@@ -100,7 +100,7 @@ def run(layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader]
     async def main() -> None:
         start = layout.root / "start"
         loader = PolicyLoader(
-            engine,
+            engine,  # type: ignore[arg-type]  stands in for VersionedEngine
             model_name=str(start),
             start_directory=start,
             roots=[layout.weights],
@@ -437,17 +437,39 @@ def test_an_engine_changes_in_another_way_only_while_it_is_awake_and_does_not_sl
     engine = FakeEngine()
 
     async def scenario(loader: PolicyLoader) -> None:
-        async with loader.keep_awake():
-            sleeping = asyncio.create_task(loader.sleep())
+        sleeping: list[asyncio.Task[None]] = []
+
+        async def change() -> None:
+            sleeping.append(asyncio.create_task(loader.sleep()))
             await asyncio.sleep(0)
             assert not loader.is_asleep
-        await sleeping
+
+        await loader.while_awake(change)
+        await sleeping[0]
         with pytest.raises(WeightsError, match="asleep while the trainer learns"):
-            async with loader.keep_awake():
-                engine.calls.append("changed")
+            await loader.while_awake(change)
 
     run(layout, engine, scenario)
     assert engine.calls == ["pause", "suspend"]
+
+
+def test_a_change_that_the_engine_never_ends_is_reported_broken(tmp_path: Path) -> None:
+    broken: list[str] = []
+
+    async def main() -> None:
+        loader = PolicyLoader(
+            FakeEngine(),  # type: ignore[arg-type]  stands in for VersionedEngine
+            model_name="m",
+            start_directory=tmp_path,
+            roots=[tmp_path],
+            on_broken=lambda: broken.append("broken"),
+            timeout_s=0.01,
+        )
+        with pytest.raises(InferenceError, match="did not answer within 0 s: the server ends"):
+            await loader.while_awake(asyncio.Event().wait)
+
+    asyncio.run(main())
+    assert broken == ["broken"]
 
 
 def test_a_server_reports_that_it_sleeps_and_that_it_serves_again(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,22 @@
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from trivet.algorithms.probe import ProbeResult
+from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import InferenceError, WeightsError
-from trivet.inference.routes import add_routes, make_router
+from trivet.inference.arguments import vllm_arguments
+from trivet.inference.routes import add_routes, guard, make_router
 from trivet.weights.manifest import Manifest
 from trivet.wire.versions import PolicyVersion
 
-NO_PROBE = {"probe_mismatch": None, "probe_limit": None, "dtype": "float32"}
+SERVED = {"status": "ok", "model": "m", "dtype": "float32", "asleep": False, "probe_mismatch": None, "probe_limit": None}
 
 
 class FakeLoader:
@@ -26,6 +28,7 @@ class FakeLoader:
         self.probe_result: ProbeResult | None = None
         self.dtype = "float32"
         self.is_asleep = False
+        self.num_starts = 0
         self._error = error
 
     async def load(self, directory: Path) -> Manifest:
@@ -39,14 +42,15 @@ class FakeLoader:
             raise self._error
         self.is_asleep = True
 
-    @asynccontextmanager
-    async def keep_awake(self) -> AsyncGenerator[None, None]:
+    async def while_awake(self, change: Callable[[], Awaitable[object]]) -> None:
         if self.is_asleep:
             raise WeightsError("this server is asleep")
-        yield
+        await change()
 
     async def load_start(self) -> Manifest:
-        return Manifest(version=PolicyVersion(0), files={}, digest="start")
+        self.num_starts += 1
+        self.policy = Manifest(version=PolicyVersion(0), files={}, digest="start")
+        return self.policy
 
 
 class FakeEngine:
@@ -111,8 +115,8 @@ def ask(
 
 
 def test_the_policy_is_reported_with_its_digest() -> None:
-    served = {"model": "m", "version": 3, "digest": "abc", "dtype": "float32", "asleep": False}
-    assert ask("GET", "/policy").json() == served | NO_PROBE
+    served = SERVED | {"version": 3, "digest": "abc"}
+    assert ask("GET", "/policy").json() == served
     loader = FakeLoader()
     loader.probe_result = ProbeResult(mismatch=1e-6, limit=1e-4)
     assert ask("GET", "/policy", loader=loader).json() == served | {"probe_mismatch": 1e-6, "probe_limit": 1e-4}
@@ -141,12 +145,12 @@ def test_a_failed_sleep_gives_its_reason() -> None:
 def test_an_update_answers_with_what_serves_after_it() -> None:
     loader = FakeLoader()
     response = ask("POST", "/update_weights", loader=loader, body={"weight_dir": "/w/step_3"})
-    assert response.json() == {"status": "ok", "version": 3, "digest": "abc"} | NO_PROBE
+    assert response.json() == SERVED | {"version": 3, "digest": "abc"}
     assert loader.directories == [Path("/w/step_3")]
 
 
 def test_going_back_to_the_start_answers_version_0() -> None:
-    assert ask("POST", "/reload_weights").json() == {"status": "ok", "version": 0, "digest": "start"} | NO_PROBE
+    assert ask("POST", "/reload_weights").json() == SERVED | {"version": 0, "digest": "start"}
 
 
 @pytest.mark.parametrize(
@@ -205,3 +209,83 @@ def test_an_adapter_that_cannot_be_served_is_refused_with_the_reason(adapters: A
     response = ask("POST", "/load_lora_adapter", adapters=adapters, body={"lora_name": name, "lora_path": path})
     assert response.status_code == 409
     assert reason in response.json()["reason"]
+
+
+TOKEN = "ab" * 32
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+EVIL = {"Origin": "https://evil.example"}
+CHANGES = [
+    ("POST", "/update_weights"),
+    ("POST", "/reload_weights"),
+    ("POST", "/load_lora_adapter"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+    ("POST", "/sleep"),
+    ("POST", "/pause"),
+    ("POST", "/collective_rpc"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/start_profile"),
+    ("POST", "/abort_requests"),
+    ("GET", "/server_info"),
+    ("GET", "/a_route_of_tomorrow"),
+]
+ASKED = [("GET", "/health"), ("GET", "/policy"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models")]
+
+
+def ask_guarded(method: str, path: str, *, host: str = "127.0.0.1", loader: Any = None, **request: Any) -> httpx.Response:
+    """Ask a server that listens on `host` and has every route; return its answer."""
+    app = FastAPI()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def vllm(path: str) -> str:
+        return path
+
+    engine: Any = FakeEngine()
+    add_routes(app, make_router(loader or FakeLoader(), engine, model_name="m"))
+    arguments = vllm_arguments(InferenceConfig(), is_cpu=True, token=TOKEN)
+    app.add_middleware(CORSMiddleware, allow_origins=arguments["allowed_origins"], allow_methods=["*"], allow_headers=["*"])
+    guard(app, token=TOKEN, host=host)
+
+    async def scenario() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+def test_what_changes_the_server_wants_the_secret(method: str, path: str) -> None:
+    response = ask_guarded(method, path)
+    assert response.status_code == 401
+    assert "TRIVET_SECRET_FILE" in response.json()["reason"]
+    for wrong in ("Bearer", "Bearer ", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}\xff"):
+        assert ask_guarded(method, path, headers={"Authorization": wrong.encode("latin-1")}).status_code == 401
+    assert ask_guarded(method, path, headers=BEARER).status_code in (200, 409, 422)
+
+
+@pytest.mark.parametrize(("method", "path"), ASKED)
+def test_whoever_reaches_the_server_may_ask(method: str, path: str) -> None:
+    assert ask_guarded(method, path).status_code == 200
+
+
+def test_a_web_page_can_neither_reload_the_weights_nor_learn_that_it_might() -> None:
+    """In the attack, a page of another site posts what a browser sends unasked, and asks whether it may send the rest."""
+    loader = FakeLoader()
+    assert ask_guarded("POST", "/reload_weights", loader=loader, headers=EVIL).status_code == 401
+    assert loader.num_starts == 0
+    preflight = EVIL | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for path in ("/update_weights", "/reload_weights", "/v1/chat/completions"):
+        assert "access-control-allow-origin" not in ask_guarded("OPTIONS", path, headers=preflight).headers
+    assert "access-control-allow-origin" not in ask_guarded("GET", "/policy", headers=EVIL).headers
+
+
+def test_a_name_that_was_led_to_loopback_is_no_name_of_the_server() -> None:
+    for name in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[", "localhost@evil.example:80"):
+        assert ask_guarded("GET", "/policy", headers={"Host": name}).status_code == 403
+    for name in ("localhost:8000", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
+        assert ask_guarded("GET", "/policy", headers={"Host": name}).status_code == 200
+
+
+def test_a_server_for_other_machines_is_asked_by_any_name() -> None:
+    assert ask_guarded("GET", "/policy", host="0.0.0.0", headers={"Host": "node-3:8000"}).status_code == 200
+    assert ask_guarded("POST", "/reload_weights", host="0.0.0.0", headers={"Host": "node-3:8000"}).status_code == 401

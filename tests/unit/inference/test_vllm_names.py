@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.client.load import ServerLoad, read_load
+from trivet.client.inference_client import ServerLoad, read_load
 from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import InferenceError
 from trivet.inference import arguments, vllm_names
@@ -117,7 +117,7 @@ from types import SimpleNamespace
 
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from trivet.inference.engine_routes import EngineRoutes
+from trivet.inference.engine_records import EngineRoutes
 
 client = DPLBAsyncMPClient.__new__(DPLBAsyncMPClient)  # its constructor would start engines
 client.__dict__ |= {"reqs_in_flight": {}, "engine_inflight": Counter(), "client_count": 1, "eng_start_index": 0}
@@ -237,7 +237,7 @@ def test_vllm_publishes_the_metrics_that_tell_the_load(found: dict) -> None:
     # Prometheus' client adds `_total` to the name of a counter.
     published = {*found["metrics"], *(f"{name}_total" for name in found["metrics"])}
     text = "".join(f'vllm:{name}{{engine="0"}} 3.0\n' for name in published)
-    assert read_load(text) == ServerLoad(num_running=3, num_waiting=3, cache_usage=3.0, num_preemptions=3)
+    assert read_load(text) == ServerLoad(num_running=3, num_waiting=3, num_preemptions=3)
 
 
 def test_vllm_gives_the_server_the_batch_limits_of_a_large_gpu(found: dict) -> None:

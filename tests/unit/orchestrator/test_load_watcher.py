@@ -2,7 +2,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from support.virtual_time import run_virtually
-from trivet.client.load import ServerLoad
+from trivet.client.inference_client import ServerLoad
 from trivet.config.schema.inference import ConcurrencyConfig
 from trivet.orchestrator.dispatcher import ChangeEvent
 from trivet.orchestrator.load_watcher import LoadWatcher
@@ -32,7 +32,7 @@ class Engine:
         too_many = max(0, self.flow.max_in_flight - self.capacity)
         self.num_preemptions += too_many
         running = min(self.flow.max_in_flight, self.capacity)
-        return [ServerLoad(num_running=running, num_waiting=too_many, cache_usage=0.9, num_preemptions=self.num_preemptions)]
+        return [ServerLoad(num_running=running, num_waiting=too_many, num_preemptions=self.num_preemptions)]
 
 
 class Silent:
@@ -80,7 +80,7 @@ class Veterans:
 
     async def server_loads(self) -> list[ServerLoad]:
         self.num_asked += 1
-        load = ServerLoad(num_running=64, num_waiting=0, cache_usage=0.5, num_preemptions=1000)
+        load = ServerLoad(num_running=64, num_waiting=0, num_preemptions=1000)
         return [load] if self.num_asked == 3 else [load, load]
 
 
