@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trivet.config.schema.shared import TransportConfig
-from trivet.transport.frames import Buffer, RunKey, is_acknowledged, make_alive, make_message, no_acknowledgement
-from trivet.transport.inbox import Inbox
+from trivet.transport.messages import Buffer, Inbox, RunKey, is_acknowledged, make_alive, make_message, no_acknowledgement
 from trivet.wire.batches import Batch
 from trivet.wire.versions import Step
 

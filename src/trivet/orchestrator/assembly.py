@@ -25,7 +25,7 @@ from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
 from trivet.process.loop_lag import LoopLag, lag_metrics
 from trivet.telemetry.telemetry import Telemetry
-from trivet.transport.port import BatchSender
+from trivet.transport.messages import BatchSender
 from trivet.wire.events import Drop
 from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import PolicyVersion

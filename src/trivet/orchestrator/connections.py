@@ -23,7 +23,7 @@ from trivet.orchestrator.teacher import Teacher
 from trivet.process.proxies import direct_variables
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry.telemetry import Telemetry
-from trivet.transport.port import BatchSender
+from trivet.transport.messages import BatchSender
 from trivet.transport.zeromq import ZmqSender
 from trivet.weights.catalog import latest_version
 from trivet.wire.batches import Batch, BatchPurpose

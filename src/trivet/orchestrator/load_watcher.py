@@ -6,22 +6,14 @@ Consumes the servers' own metrics. Produces the dispatcher's `max_in_flight`. Wa
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from trivet.algorithms.concurrency import LoadSince, next_limit
 from trivet.client.inference_client import ServerLoad
+from trivet.client.server_pool import ServerPool
 from trivet.config.schema.inference import ConcurrencyConfig
 from trivet.orchestrator.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)
-
-
-class LoadSource(Protocol):
-    """The servers as the load watcher sees them. Adapter: `client.server_pool.ServerPool`."""
-
-    async def server_loads(self) -> list[ServerLoad]:
-        """Return how busy each server is that says so."""
-        ...
 
 
 class LoadWatcher:
@@ -31,7 +23,7 @@ class LoadWatcher:
         self,
         config: ConcurrencyConfig,
         *,
-        servers: LoadSource,
+        servers: ServerPool,
         dispatcher: Dispatcher,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:

@@ -47,7 +47,7 @@ from trivet.orchestrator.sampler import ExampleSampler
 from trivet.telemetry import process_report
 from trivet.telemetry.metrics import timed
 from trivet.telemetry.telemetry import Telemetry
-from trivet.transport.port import BatchSender
+from trivet.transport.messages import BatchSender
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import PolicyVersion, Step

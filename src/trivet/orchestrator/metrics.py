@@ -38,7 +38,9 @@ def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> di
         num_tokens: tokens in all packed rows of the batch, prompts included.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    by_env = _rollouts_by_env(groups)
+    by_env: dict[str, list[Rollout]] = {}
+    for group in groups:
+        by_env.setdefault(group.env, []).extend(group.rollouts)
     values = _rollout_metrics(rollouts)
     for env, members in by_env.items():
         values[f"batch/{env}"] = len(members) / len(rollouts)
@@ -77,8 +79,9 @@ def flow_metrics(
     values = _judged_metrics(judged) | _finished_metrics(counters.finished) | _loss_metrics(counters)
     envs = {group.env for group in judged}
     for env in sorted(envs) if len(envs) > 1 else ():
-        values |= {f"{name}/{env}": value for name, value in _judged_metrics(_of(env, judged)).items()}
-        values |= {f"{name}/{env}": value for name, value in _finished_metrics(_of(env, counters.finished)).items()}
+        of_env = _judged_metrics([group for group in judged if group.env == env])
+        of_env |= _finished_metrics([group for group in counters.finished if group.env == env])
+        values |= {f"{name}/{env}": value for name, value in of_env.items()}
     return values | {
         "batch/async_level": float(step - 1 - version),
         "batch/inflight_groups": float(num_in_flight),
@@ -177,17 +180,6 @@ def _loss_metrics(counters: GroupCounters) -> dict[str, float]:
     values |= {f"error/{kind}": count / ended for kind, count in Counter(group.reason for group in counters.failed).items()}
     by_env = Counter((group.env, group.reason) for group in counters.failed)
     return values | {f"error/{env}/{kind}": count / ended for (env, kind), count in by_env.items()}
-
-
-def _rollouts_by_env(groups: Iterable[Group]) -> dict[str, list[Rollout]]:
-    by_env: dict[str, list[Rollout]] = {}
-    for group in groups:
-        by_env.setdefault(group.env, []).extend(group.rollouts)
-    return by_env
-
-
-def _of(env: str, groups: Sequence[FinishedGroup]) -> list[FinishedGroup]:
-    return [group for group in groups if group.env == env]
 
 
 def _mean(values: Iterable[float]) -> float:

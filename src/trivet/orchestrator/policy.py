@@ -8,11 +8,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Protocol
+from contextlib import asynccontextmanager, suppress
 
 from trivet.algorithms.staleness import required_version, target_version
+from trivet.client.server_pool import ServerPool
 from trivet.client.server_set import TargetPolicy
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import WaitTimeout, WeightsError
@@ -30,18 +29,6 @@ _POLL_INTERVAL_S = 0.1
 """Seconds between two reads of the shared directory: a new policy waits half of it on average."""
 
 
-class PolicyServers(Protocol):
-    """The servers as the watcher sees them. Adapter: `client.server_pool.ServerPool`."""
-
-    async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
-        """Have every server serve `policy`, before the first rollout; returns it with its digest."""
-        ...
-
-    async def ensure_policy(self, policy: TargetPolicy) -> None:
-        """Return once at least one server serves `policy` and no other takes rollouts."""
-        ...
-
-
 class PolicyWatcher:
     """Keeps the servers at the policy that the batch being filled wants."""
 
@@ -49,7 +36,7 @@ class PolicyWatcher:
         self,
         *,
         layout: RunLayout,
-        servers: PolicyServers,
+        servers: ServerPool,
         max_async_level: int,
         is_strict: bool,
         timeout_s: float,
@@ -142,9 +129,16 @@ class PolicyWatcher:
         """
         deadline = self._clock() + self._timeout_s
         directory = self._layout.weights_step(version)
-        refused: int | None = None
-        while (found := _published_at(directory)) is None or found == refused or not await _is_whole(directory):
-            refused = found
+        refused = 0  # modification time of STABLE, in ns: it tells a damaged policy from one published in its place
+        while True:
+            with suppress(FileNotFoundError):
+                if is_listed(directory) and (published := (directory / STABLE).stat().st_mtime_ns) != refused:
+                    try:
+                        await asyncio.to_thread(verify, directory)
+                        break
+                    except WeightsError as exc:
+                        logger.warning("waiting for the trainer to publish the policy again: %s", exc)
+                        refused = published
             if self._clock() > deadline:
                 raise WaitTimeout(
                     f"orchestrator waited {self._timeout_s:.0f} s for {directory} to resume from: is the trainer alive "
@@ -186,22 +180,3 @@ class PolicyWatcher:
         self.version, self.digest = policy.version, policy.digest or ""
         for notify in self._on_policy_served:
             notify(policy.version)
-
-
-def _published_at(directory: Path) -> int | None:
-    """Return when the policy in `directory` was published, in ns, which tells it from one published in its place; None: not yet."""
-    if not is_listed(directory):
-        return None
-    try:
-        return (directory / STABLE).stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
-
-
-async def _is_whole(directory: Path) -> bool:
-    try:
-        await asyncio.to_thread(verify, directory)
-    except WeightsError as exc:
-        logger.warning("waiting for the trainer to publish the policy again: %s", exc)
-        return False
-    return True

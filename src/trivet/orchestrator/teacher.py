@@ -85,19 +85,22 @@ class Teacher:
             ConfigError: the teacher reads texts as other tokens, or other texts from the same tokens.
         """
         for teacher in self._clients:
+            differences: list[str] = []
             for text in _PROBES:
-                mine, theirs = await policy.tokenize(text, model=model), await teacher.tokenize(text, model=self._name)
-                if mine != theirs:
-                    raise ConfigError(
-                        self._refusal(model, f"{text!r} is {_shown(mine)} to the policy and {_shown(theirs)} to it")
-                    )
+                expected, found = await policy.tokenize(text, model=model), await teacher.tokenize(text, model=self._name)
+                if found != expected:
+                    shown = [f"{ids[:8]}{' …' if len(ids) > 8 else ''}" for ids in (expected, found)]
+                    differences.append(f"{text!r} is {shown[0]} to the policy and {shown[1]} to it")
             if messages is not None:
                 ids = await policy.tokenize(messages, model=model)
                 read, meant = await teacher.detokenize(ids, model=self._name), await policy.detokenize(ids, model=model)
                 if read != meant:
-                    raise ConfigError(
-                        self._refusal(model, f"it reads a prompt as {read[:200]!r}, the policy as {meant[:200]!r}")
-                    )
+                    differences.append(f"it reads a prompt as {read[:200]!r}, the policy as {meant[:200]!r}")
+            if differences:
+                raise ConfigError(
+                    f"orchestrator.teacher_model.model.name {self._name!r} has not the tokens of the policy {model!r}: "
+                    f"{differences[0]}; a teacher scores the policy's token ids, take one of the same family and vocabulary"
+                )
         logger.info("teacher model=%s servers=%s reads the policy's tokens", self._name, len(self._clients))
 
     async def score(self, sample: Sample) -> np.ndarray:
@@ -118,7 +121,13 @@ class Teacher:
                 last_error = exc
                 continue
             self._seconds.append(time.monotonic() - started)
-            return _checked(logprobs, sample)
+            values_T = np.where(sample.loss_mask_T, np.array(logprobs, dtype=np.float32), np.float32(0.0))
+            if np.isfinite(values_T).all() and values_T.min(initial=0.0) > _IMPOSSIBLE:
+                return values_T
+            token = token_ids[int(np.argmin(np.nan_to_num(values_T, nan=-np.inf)))]
+            raise RolloutFailed(
+                f"the teacher holds token {token} for impossible: its vocabulary is not the policy's", kind="TeacherFailed"
+            )
         raise RolloutFailed(f"teacher {self._name}: {last_error}", kind="TeacherFailed") from last_error
 
     async def _ask(self, token_ids: Sequence[int], *, number: int) -> list[float]:
@@ -147,12 +156,6 @@ class Teacher:
         for client in self._clients:
             await client.aclose()
 
-    def _refusal(self, model: str, difference: str) -> str:
-        return (
-            f"orchestrator.teacher_model.model.name {self._name!r} has not the tokens of the policy {model!r}: {difference}; a "
-            "teacher scores the policy's token ids, take one of the same family and vocabulary"
-        )
-
 
 def taught(run_group: RunDrawnGroup, teacher: Teacher, *, seq_len: int) -> RunDrawnGroup:
     """Wrap `run_group` so that the teacher scores its rollouts, up to `seq_len` tokens each."""
@@ -179,17 +182,3 @@ def is_taught(group: Group) -> bool:
     """Return whether the teacher has scored everything in `group` that can be trained on."""
     samples = [sample for rollout in group.rollouts for sample in rollout.samples]
     return all(sample.teacher_logprobs_T is not None for sample in samples if sample.num_loss_tokens)
-
-
-def _checked(logprobs: Sequence[float], sample: Sample) -> np.ndarray:
-    values_T = np.where(sample.loss_mask_T, np.array(logprobs, dtype=np.float32), np.float32(0.0))
-    if not np.isfinite(values_T).all() or values_T.min(initial=0.0) <= _IMPOSSIBLE:
-        token = int(sample.token_ids_T[int(np.argmin(np.nan_to_num(values_T, nan=-np.inf)))])
-        raise RolloutFailed(
-            f"the teacher holds token {token} for impossible: its vocabulary is not the policy's", kind="TeacherFailed"
-        )
-    return values_T
-
-
-def _shown(token_ids: Sequence[int]) -> str:
-    return f"{list(token_ids[:8])}{' …' if len(token_ids) > 8 else ''}"

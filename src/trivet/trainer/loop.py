@@ -34,7 +34,7 @@ from trivet.trainer.probe import require_agreement, require_restored, samples_of
 from trivet.trainer.ranks.world import World, broadcast_bytes
 from trivet.trainer.session import Session
 from trivet.trainer.step import train_step
-from trivet.transport.port import BatchReceiver
+from trivet.transport.messages import BatchReceiver
 from trivet.weights.manifest import read_manifest, verify
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.codec import decode, encode

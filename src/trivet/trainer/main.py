@@ -19,7 +19,7 @@ from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.measurement.bench import run_bench
 from trivet.trainer.measurement.fake_batches import FakeReceiver
 from trivet.trainer.ranks.world import World, open_world
-from trivet.transport.port import BatchReceiver
+from trivet.transport.messages import BatchReceiver
 from trivet.transport.recording import RecordingReceiver, ReplayReceiver, discard_recorded_after, recorded_steps
 from trivet.transport.zeromq import ZmqReceiver
 from trivet.wire.versions import Step

@@ -14,7 +14,7 @@ from trivet.errors import BatchError, MessageRefused
 from trivet.key_names import key_name
 from trivet.step_directories import discard_after, list_steps
 from trivet.storage.durable import write_atomically
-from trivet.transport.port import BatchReceiver
+from trivet.transport.messages import BatchReceiver
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
 from trivet.wire.versions import Step
@@ -79,11 +79,12 @@ def describe_steps(steps: list[Step]) -> str:
 
 
 class RecordingReceiver:
-    """A BatchReceiver that keeps what another receives."""
+    """A BatchReceiver that keeps what another receives, if it is trained on."""
 
     def __init__(self, receiver: BatchReceiver, *, layout: RunLayout) -> None:
         self._receiver = receiver
         self._layout = layout
+        self.close = receiver.close
 
     def receive(self, step: Step) -> Batch:
         """Receive a batch, and record it if it is trained on."""
@@ -91,10 +92,6 @@ class RecordingReceiver:
         if batch.purpose is BatchPurpose.TRAIN:
             record_batch(self._layout, batch)
         return batch
-
-    def close(self) -> None:
-        """Close the receiver that is recorded."""
-        self._receiver.close()
 
 
 class ReplayReceiver:

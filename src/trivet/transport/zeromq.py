@@ -25,16 +25,16 @@ from trivet.errors import ConfigError
 from trivet.faults import reach
 from trivet.process.encrypted_sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES, connect_encrypted, listen_encrypted
 from trivet.secret import RunSecret
-from trivet.transport.frames import (
+from trivet.transport.messages import (
     BatchMessage,
+    Inbox,
+    RepeatedWarning,
     RunKey,
     is_acknowledged,
     make_alive,
     make_message,
     no_acknowledgement,
 )
-from trivet.transport.inbox import Inbox
-from trivet.transport.repeated import RepeatedWarning
 from trivet.wire.batches import Batch
 from trivet.wire.versions import Step
 
@@ -143,7 +143,7 @@ class ZmqSender:
                     return
                 logger.info("batch sent again step=%d times=%d", batch.step, num_sent)
                 if stranger := self._find_stranger():
-                    self._strangers.say(stranger)
+                    self._strangers.log(stranger)
             if await self._exchange(message, until=min(now + self._config.resend_interval_s, deadline)):
                 reach("batch_send.after", step=batch.step)
                 await self._say(acknowledged=batch.step)  # what a trainer waits for that ends
@@ -250,7 +250,7 @@ class ZmqReceiver:
                 if self._socket.poll(_CLOSE_POLL_MS):
                     self._answer_one()
                 if self._handshakes.read():
-                    self._strangers.say(f"someone without this run's secret connected to {self._where}; {_SAME_SECRET}")
+                    self._strangers.log(f"someone without this run's secret connected to {self._where}; {_SAME_SECRET}")
         except Exception as exc:  # whatever it was, the trainer that waits must hear of it, or it would wait for nothing
             logger.exception("receiver failed")
             self._inbox.fail(f"its receiver failed with {type(exc).__name__}: {exc}")

@@ -9,8 +9,7 @@ from support.processes import find_free_port
 from support.transport_ends import SECRET
 from trivet.config.schema.shared import TransportConfig
 from trivet.errors import WaitTimeout
-from trivet.transport.frames import RunKey, make_alive
-from trivet.transport.inbox import Inbox
+from trivet.transport.messages import Inbox, RunKey, make_alive
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.versions import Step
 

@@ -9,7 +9,7 @@ import pytest
 
 from support.transport_ends import Ends, assert_equal, make_batch, make_config
 from trivet.errors import MessageRefused, WaitTimeout
-from trivet.transport.inbox import MAX_HELD
+from trivet.transport.messages import MAX_HELD
 from trivet.wire.batches import BatchPurpose
 
 

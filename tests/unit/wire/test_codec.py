@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trivet.errors import MessageRefused
-from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
+from trivet.wire.batches import Batch, BatchHeader, BatchPurpose, BatchReply, BatchVerdict, MicroBatch
 from trivet.wire.codec import decode, encode
-from trivet.wire.control import BatchHeader, BatchReply, BatchVerdict
 from trivet.wire.rollouts import Group, Rollout, Sample
 from trivet.wire.versions import VersionRun
 
