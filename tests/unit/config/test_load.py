@@ -6,7 +6,6 @@ from trivet.config.keys import nearest_key
 from trivet.config.load import LoadedConfig, load_config
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import InferenceConfig
-from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import LinearSchedule, TrainerConfig
@@ -191,35 +190,11 @@ def test_a_value_may_be_negative_or_hold_an_equals_sign() -> None:
 def test_a_section_with_a_type_takes_the_keys_of_that_type() -> None:
     argv = ("--scheduler.type", "linear", "--scheduler.warmup-steps", "3", "--max-steps", "9")
     assert load_trainer(*argv).config.scheduler == LinearSchedule(warmup_steps=3)
-    text = refusal(TrainerConfig, "--scheduler.type", "constant", "--scheduler.warmup-steps", "3")
-    assert text.startswith('scheduler.warmup_steps does not apply to scheduler.type "constant"')
-    assert "scheduler.type is missing" in refusal(TrainerConfig, "--scheduler.warmup-steps", "3")
-    assert "scheduler.type must be one of" in refusal(TrainerConfig, "--scheduler.type", "step")
 
 
-@pytest.mark.parametrize(
-    ("typed", "unknown", "meant"),
-    [
-        ("optim.lrr", "optim.lrr", "optim.lr"),
-        ("lr", "lr", "optim.lr"),
-        ("ckpt.intervall", "ckpt.intervall", "ckpt.interval"),
-        ("optimizer.lr", "optimizer", "optim"),
-        ("trainer.max_steps", "trainer", "max_steps"),
-        ("optim.learning_rate", "optim.learning_rate", "optim.lr"),
-    ],
-)
-def test_an_unknown_key_names_where_it_stands_and_the_nearest_known(
-    tmp_path: Path, typed: str, unknown: str, meant: str
-) -> None:
-    file = write(tmp_path / "a.toml", f"{typed} = 3\n")
-    assert refusal(TrainerConfig, "@", file) == f"unknown key {unknown} ({file}); did you mean {meant}?"
-    assert refusal(TrainerConfig, f"--{typed}", "3") == f"unknown key {unknown} (flag --{typed}); did you mean {meant}?"
-
-
-@pytest.mark.parametrize("key", ["zebra", "model.reward", "wandb.colour", "optim.every"])
-def test_an_unknown_key_that_is_like_none_gets_no_guess(key: str) -> None:
-    text = refusal(TrainerConfig, f"--{key}", "3")
-    assert text == f"unknown key {key} (flag --{key}); --help lists the keys"
+def test_an_unknown_key_of_a_file_names_where_it_stands_and_the_nearest_known(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", "optimizer.lr = 3\n")
+    assert refusal(TrainerConfig, "@", file) == f"unknown key optimizer ({file}); did you mean optim?"
 
 
 def test_a_name_that_many_sections_have_is_guessed_only_from_a_place_like_the_one_typed() -> None:
@@ -237,27 +212,9 @@ def test_a_variable_of_no_command_is_refused_and_one_of_another_command_is_not()
     assert load_trainer(TRIVET_TRAINER__OPTIM__LR="1", PATH="/bin").config == TrainerConfig()
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "said"),
-    [
-        ("max_steps", "many", 'max_steps must be a whole number, got "many" (flag --max_steps)'),
-        ("max_steps", "0", 'max_steps must be >= 1, got "0" (flag --max_steps)'),
-        ("optim.lr", "fast", 'optim.lr must be a number, got "fast" (flag --optim.lr)'),
-        ("optim.betas1", "1", 'optim.betas1 must be < 1.0, got "1" (flag --optim.betas1)'),
-        ("model.reshard-after-forward", "=x", "model.reshard_after_forward must be true or false"),
-        ("device", "tpu", "device must be one of 'auto', 'cpu' or 'cuda', got \"tpu\" (flag --device)"),
-    ],
-)
-def test_a_wrong_value_names_key_value_origin_and_what_is_allowed(flag: str, value: str, said: str) -> None:
-    argv = [f"--{flag}{value}"] if value.startswith("=") else [f"--{flag}", value]
-    assert refusal(TrainerConfig, *argv).startswith(said)
-
-
 def test_a_scalar_where_a_section_stands_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.toml", "optim = 3\n")
     assert refusal(TrainerConfig, "@", file) == f"optim must be a table of keys, got 3 ({file})"
-    assert refusal(TrainerConfig, "--optim", "3") == "optim must be a table of keys, got 3 (flag --optim)"
-    assert refusal(SftConfig, "--data", "3") == "data must be a table of keys, got 3 (flag --data)"
 
 
 def test_all_problems_are_reported_together(tmp_path: Path) -> None:
@@ -297,7 +254,3 @@ def test_a_role_can_be_read_from_a_file_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [TrainerConfig, InferenceConfig, SftConfig, EvalConfig])
 def test_the_defaults_of_every_command_but_the_orchestrators_are_whole(kind: type) -> None:
     assert load_config(kind, [], environ={}).config == kind()
-
-
-def test_the_orchestrators_default_group_of_one_is_explained() -> None:
-    assert 'rollouts_per_example must be >= 2 for advantage "default", got 1' in refusal(OrchestratorConfig)

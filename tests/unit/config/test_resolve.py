@@ -218,14 +218,3 @@ def test_trainer_and_server_have_the_same_positions(side: str) -> None:
     assert "must be equal" in refusal(
         *flags, "--trainer.model.rope-scaling.factor", "4", "--inference.model.rope-scaling.factor", "2"
     )
-
-
-def test_adapters_cannot_carry_other_positions() -> None:
-    assert "change rope_parameters in config.json of the base model" in refusal(
-        "--trainer.model.lora.rank",
-        "4",
-        "--trainer.model.rope-scaling.rope-type",
-        "linear",
-        "--trainer.model.rope-scaling.factor",
-        "2",
-    )
