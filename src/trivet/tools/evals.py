@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trivet.shown_text import one_line
-from trivet.view.evaluation_files import FoundEvaluation, find_evaluations
+from trivet.view.evaluations import FoundEvaluation, find_evaluations
 
 COLUMNS = ("policy", "environment", "mean reward", "± (95 %)", "pass@k", "k", "examples", "failed")
 _PIPED_WIDTH = 10_000

@@ -22,18 +22,17 @@ from trivet.shown_text import one_line, printable
 from trivet.telemetry.console import message_text
 from trivet.tools.evals import COLUMNS, cells_of
 from trivet.tools.top import picture
-from trivet.view.evaluation_files import (
+from trivet.view.evaluations import (
     FILTERS,
     PAIR_FILTERS,
     PAIR_SORTS,
     SORTS,
-    EvaluationRollouts,
     FoundEvaluation,
     RolloutPair,
     find_evaluations,
     pair_rollouts,
 )
-from trivet.view.rollouts import RolloutRow
+from trivet.view.rollouts import RolloutFile, RolloutRow
 from trivet.view.run import ViewedRun, open_run
 
 RUN, EVALUATIONS = "run", "evaluations"
@@ -135,7 +134,7 @@ class EvaluationsScreen(Screen[None]):
         self._marked: FoundEvaluation | None = None
         """The evaluation that the next opened one is compared with."""
         self._files = ExitStack()
-        self._rollouts: Sequence[EvaluationRollouts] = ()
+        self._rollouts: Sequence[RolloutFile] = ()
         """The files of the opened evaluations."""
         self._pairs: Sequence[RolloutPair] = ()
         self._shown: Sequence[RolloutPair] = ()
@@ -228,7 +227,7 @@ class EvaluationsScreen(Screen[None]):
 
     def _open(self, evaluations: Sequence[FoundEvaluation]) -> None:
         with ExitStack() as files:
-            rollouts = [EvaluationRollouts(evaluation.results) for evaluation in evaluations]
+            rollouts = [RolloutFile(evaluation.results) for evaluation in evaluations]
             for opened in rollouts:
                 files.callback(opened.close)
             self._files.close()

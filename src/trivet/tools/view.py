@@ -4,12 +4,10 @@ import argparse
 import signal
 import threading
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
 
 from trivet.view.api import Api
 from trivet.view.run import ViewedRun, name_runs, open_run
-from trivet.view.server import ViewServer, open_server
 
 _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
@@ -32,25 +30,16 @@ def run(arguments: argparse.Namespace) -> int:
     """
     layouts = [open_run(directory) for directory in arguments.output_dirs]
     runs = [ViewedRun(layout, name=name) for layout, name in zip(layouts, name_runs(arguments.output_dirs), strict=True)]
-    server = open_server(Api(runs), host=arguments.host, port=arguments.port)
+    from trivet.view.server import ViewServer  # here: the help of `trivet` needs no server
+
+    server = ViewServer(Api(runs), host=arguments.host, port=arguments.port)
     if arguments.open:
         webbrowser.open(server.url)
     # Before any thread starts: a signal is waited for, and no thread may take it.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     for viewed in runs:
         threading.Thread(target=viewed.warm_up, name=f"warm-up-{viewed.name}", daemon=True).start()
-    print(f"{', '.join(viewed.name for viewed in runs)} at {server.url} (Ctrl-C ends)", flush=True)
-    serve(server, until=lambda: signal.sigwait(_ENDS))
+    with server.serving():
+        print(f"{', '.join(viewed.name for viewed in runs)} at {server.url} (Ctrl-C ends)", flush=True)
+        signal.sigwait(_ENDS)
     return 0
-
-
-def serve(server: ViewServer, *, until: Callable[[], object]) -> None:
-    """Serve while `until` has not returned."""
-    thread = threading.Thread(target=server.serve_forever, name="server", kwargs={"poll_interval": 0.1})
-    thread.start()
-    try:
-        until()
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -16,11 +16,10 @@ import msgspec
 
 from trivet.errors import ConfigError
 from trivet.process.process_table import process_exists
-from trivet.view.configs import read_configs
 from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
 from trivet.view.rollouts import PageQuery
-from trivet.view.run import ViewedRun
+from trivet.view.run import ViewedRun, read_configs
 from trivet.view.status import describe_run, is_over, read_status, standing_error
 from trivet.view.timeline import make_timeline
 from trivet.wire.rollouts import Sample
@@ -67,14 +66,17 @@ class Api:
         self._clock = clock
         self._routes = {
             "series": _Route(_series, lambda run, _: run.metrics.stamp()),
-            "metrics": _Route(_metric_names, lambda run, _: run.metrics.stamp()),
+            "metrics": _Route(lambda run, _: [str(key) for key in run.metrics.measured()], lambda run, _: run.metrics.stamp()),
             "status": _Route(self._status, lambda *_: self._clock()),
             "timeline": _Route(_timeline, lambda run, _: [*run.metrics.stamp(), stamp_of(run.layout.events)]),
-            "steps": _Route(_steps, lambda run, _: stamp_of(run.rollouts.directory)),
-            "rollouts": _Route(_rollouts, _rollouts_stamp),
-            "rollout": _Route(_rollout, _rollouts_stamp),
-            "evals": _Route(_evals, lambda run, _: run.evals.stamp()),
-            "config": _Route(_config, lambda run, _: [stamp_of(run.layout.configs), stamp_of(run.layout.run_file)]),
+            "steps": _Route(lambda run, _: run.rollouts.steps(), lambda run, _: stamp_of(run.rollouts.directory)),
+            "rollouts": _Route(_rollouts, lambda run, query: stamp_of(_rollouts_file(run, query))),
+            "rollout": _Route(_rollout, lambda run, query: stamp_of(_rollouts_file(run, query))),
+            "evals": _Route(_evals, lambda run, _: run.evaluations.stamp()),
+            "config": _Route(
+                lambda run, _: read_configs(run.layout),
+                lambda run, _: [stamp_of(run.layout.configs), stamp_of(run.layout.run_file)],
+            ),
         }
 
     def answer(self, path: str, query: Query, *, known: str) -> PageAnswer:
@@ -87,7 +89,8 @@ class Api:
             NotServed: there is no such route, run or content.
         """
         if path == "/api/runs":
-            return _tagged(msgspec.json.encode([{"index": index, "name": run.name} for index, run in enumerate(self._runs)]))
+            body = msgspec.json.encode([{"index": index, "name": run.name} for index, run in enumerate(self._runs)])
+            return PageAnswer(body, _digest(body))
         route = self._routes.get(path.removeprefix("/api/"))
         if route is None:
             raise NotServed(f"there is no {path}")
@@ -135,19 +138,11 @@ def _series(run: ViewedRun, query: Query) -> object:
     return {"curves": curves, "num_damaged": run.metrics.num_damaged()}
 
 
-def _metric_names(run: ViewedRun, _: Query) -> object:
-    return [str(key) for key in run.metrics.measured()]
-
-
 def _timeline(run: ViewedRun, query: Query) -> object:
     run.metrics.refresh(ALWAYS_READ)
     run.notes.refresh()
     count = _number(query, "steps", default=40, low=1, high=_MAX_STEPS)
     return make_timeline(run.metrics, run.notes.notes, last_step=_optional(query, "last"), num_steps=count)
-
-
-def _steps(run: ViewedRun, _: Query) -> object:
-    return run.rollouts.steps()
 
 
 def _rollouts(run: ViewedRun, query: Query) -> object:
@@ -193,20 +188,19 @@ def _token_table(run: ViewedRun, sample: Sample) -> dict[str, Any]:
 def _rollouts_file(run: ViewedRun, query: Query) -> Any:
     step = _number(query, "step", default=0)
     if "eval" in query:
-        return run.evals.results_file(step, query["eval"])
+        for found in run.evaluations.find():
+            if (found.step, found.name) == (step, query["eval"]):
+                return found.results
+        raise NotServed(f"the run has no evaluation {query['eval']!r} of step {step}")
     return run.layout.rollouts_step(step) / "rollouts.jsonl"
 
 
-def _rollouts_stamp(run: ViewedRun, query: Query) -> object:
-    return stamp_of(_rollouts_file(run, query))
-
-
 def _evals(run: ViewedRun, _: Query) -> object:
-    return run.evals.results()
-
-
-def _config(run: ViewedRun, _: Query) -> object:
-    return read_configs(run.layout)
+    return [
+        {"step": found.step, "name": found.name, "summary": found.summary, "fault": found.fault}
+        for found in run.evaluations.find()
+        if found.summary or found.fault or found.results.stat().st_size
+    ]
 
 
 def _number(query: Query, name: str, *, default: int, low: int = 0, high: int = 1 << 40) -> int:
@@ -221,10 +215,6 @@ def _number(query: Query, name: str, *, default: int, low: int = 0, high: int = 
 
 def _optional(query: Query, name: str) -> int | None:
     return _number(query, name, default=0) if query.get(name) else None
-
-
-def _tagged(body: bytes) -> PageAnswer:
-    return PageAnswer(body, _digest(body))
 
 
 def _digest(data: bytes) -> str:

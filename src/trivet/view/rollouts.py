@@ -1,9 +1,11 @@
-"""Reads the rollouts of a step, or of an evaluation, page by page.
+"""Reads the rollouts of a step or of an evaluation: for the page, the command `trivet evals` and programs.
 
-One file's lines are indexed at a time, and decoded when shown.
+A file may hold 100,000 rollouts: the heads of its lines are kept in memory, and a conversation is decoded when it is shown.
 """
 
-from collections import OrderedDict
+import os
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,23 +13,24 @@ from typing import Any
 
 import msgspec
 
+from trivet.algorithms.difficulty import has_passed
 from trivet.config.layout import RunLayout
-from trivet.errors import MessageRefused
+from trivet.errors import ConfigError, MessageRefused
 from trivet.step_directories import list_steps
-from trivet.storage.durable import DECODE_ERRORS
+from trivet.storage.durable import DECODE_ERRORS, open_regular
 from trivet.telemetry.console import conversation_text
 from trivet.transport.recorded_groups import GROUPS_FILE, unpack_groups
 from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, stamp_of
 from trivet.wire.rollouts import Rollout, Sample
 
 _KEPT_FILES = 4
-"""Files whose lines stay in memory, for paging back and forth."""
+"""Files whose heads stay in memory, for paging back and forth."""
 _PREVIEW_CHARS = 160
 """Characters of a prompt or completion in the list: one line on a screen."""
 
 
 class RolloutRow(msgspec.Struct, kw_only=True):
-    """A line of the list: the fields that `rollouts.jsonl` and `results.jsonl` share, and a few of their own."""
+    """A rollout: the fields that `rollouts.jsonl` and `results.jsonl` share, and a few of their own."""
 
     index: int = 0
     reward: float = 0.0
@@ -42,12 +45,96 @@ class RolloutRow(msgspec.Struct, kw_only=True):
     completion: list[dict[str, Any]] = []
 
 
+class RolloutHead(msgspec.Struct, kw_only=True):
+    """The fields of a rollout by which it is ordered and chosen, and the place of its line in the file."""
+
+    env: str = ""
+    example_id: int = 0
+    reward: float = 0.0
+    advantage: float | None = None
+    is_truncated: bool = False
+    attempt: int = 0
+    """Number of rollouts of the same example before it."""
+    line: int = 0
+    """Line of the file, counted from 0."""
+    offset: int = 0
+    """Bytes before the line."""
+    num_bytes: int = 0
+    """Length of the line."""
+
+    @property
+    def has_passed(self) -> bool:
+        """Its reward is that of a success."""
+        return has_passed(self.reward)
+
+
+class RolloutFile:
+    """The rollouts of one file, which stays open, so that a later change of it does not matter."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the heads of all rollouts.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        self.heads: list[RolloutHead] = []
+        self.num_lines = 0
+        """Whole lines: a last one without a line break is still being written."""
+        try:
+            self._file = open_regular(path)
+        except OSError as exc:
+            raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+        weakref.finalize(self, self._file.close)  # of the files that the page keeps
+        decoder, num_seen, offset = msgspec.json.Decoder(RolloutHead), defaultdict[int, int](int), 0
+        for text in self._file:
+            if not text.endswith(b"\n"):
+                break
+            try:
+                head = decoder.decode(text)
+            except DECODE_ERRORS:
+                pass
+            else:
+                head.line, head.offset, head.num_bytes = self.num_lines, offset, len(text)
+                head.attempt = num_seen[head.example_id]
+                num_seen[head.example_id] += 1
+                self.heads.append(head)
+            self.num_lines += 1
+            offset += len(text)
+
+    @property
+    def num_damaged(self) -> int:
+        """Lines that are no rollout."""
+        return self.num_lines - len(self.heads)
+
+    def text(self, head: RolloutHead) -> bytes:
+        """Return the line of a rollout. May be called on any thread."""
+        return os.pread(self._file.fileno(), head.num_bytes, head.offset)
+
+    def row(self, head: RolloutHead) -> RolloutRow | None:
+        """Return a rollout with its conversation; None when its line has another form, or the file was closed."""
+        try:
+            return msgspec.json.decode(self.text(head), type=RolloutRow)
+        except (OSError, ValueError, *DECODE_ERRORS):
+            return None
+
+    def contains(self, head: RolloutHead, text: str) -> bool:
+        """Return whether a message or a tool call contains `text`; case does not count."""
+        row = self.row(head)
+        messages = (*row.prompt, *row.completion) if row is not None else ()
+        texts = (f"{message.get('content')}\n{message.get('tool_calls') or ''}" for message in messages)
+        return any(text.casefold() in candidate.casefold() for candidate in texts)
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        self._file.close()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPreview:
-    """A rollout as the list shows it."""
+    """A rollout as the page's list shows it."""
 
     line: int
-    """Line of the file, counted from 0, as `RolloutFiles.record` takes it."""
+    """Line of the file, counted from 0, as `RunRollouts.record` takes it."""
     row: RolloutRow
     prompt: str
     completion: str
@@ -74,32 +161,22 @@ class PageQuery:
     """`line`, `reward`, `advantage`, each descending with a `-` before it."""
     env: str = ""
     contains: str = ""
-    """Text that prompt or completion must contain; case does not count."""
+    """Text that a message must contain; case does not count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Indexed:
-    stamp: FileStamp | None
-    lines: list[bytes]
-    rows: list[RolloutRow | None]
-    """Decoded lines; None for a damaged one."""
-
-
-_SORT_KEYS: dict[str, Callable[[tuple[int, RolloutRow]], float]] = {
-    "line": lambda pair: pair[0],
-    "reward": lambda pair: pair[1].reward,
-    "advantage": lambda pair: pair[1].advantage or 0.0,
+_SORT_KEYS: dict[str, Callable[[RolloutHead], float]] = {
+    "line": lambda head: head.line,
+    "reward": lambda head: head.reward,
+    "advantage": lambda head: head.advantage or 0.0,
 }
-_decoder = msgspec.json.Decoder(RolloutRow)
 
 
-class RolloutFiles:
-    """Reads files of rollouts, and keeps the last few. One thread uses it at a time."""
+class RunRollouts:
+    """Reads a run's files of rollouts for the page, and keeps the last few. One thread uses it at a time."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout
-        self._steps: tuple[FileStamp | None, list[int]] = (None, [])
-        self._indexed: OrderedDict[Path, _Indexed] = OrderedDict()
+        self._files: OrderedDict[Path, tuple[FileStamp | None, RolloutFile]] = OrderedDict()
         self._recorded: tuple[Path | None, FileStamp | None, list[Rollout]] = (None, None, [])
 
     @property
@@ -109,12 +186,7 @@ class RolloutFiles:
 
     def steps(self) -> list[int]:
         """Return the steps whose rollouts are there, ascending."""
-        stamp = stamp_of(self.directory)
-        if stamp is None:
-            return []
-        if stamp != self._steps[0]:
-            self._steps = (stamp, list(list_steps(self.directory)))
-        return self._steps[1]
+        return list(list_steps(self.directory))
 
     def page(self, path: Path, query: PageQuery) -> Page:
         """Return the rows that the query selects.
@@ -122,21 +194,22 @@ class RolloutFiles:
         Raises:
             NotServed: the run has no such file.
         """
-        indexed = self._index(path)
-        rows = [(line, row) for line, row in enumerate(indexed.rows) if row is not None]
+        file = self._open(path)
         chosen = [
-            (line, row)
-            for line, row in rows
-            if (not query.env or row.env == query.env) and (not query.contains or _contains(row, query.contains.casefold()))
+            head
+            for head in file.heads
+            if (not query.env or head.env == query.env) and (not query.contains or file.contains(head, query.contains))
         ]
         name, is_descending = query.sort.removeprefix("-"), query.sort.startswith("-")
         chosen.sort(key=_SORT_KEYS.get(name, _SORT_KEYS["line"]), reverse=is_descending)
-        return Page(
-            num_rows=len(chosen),
-            rows=[_preview(line, row) for line, row in chosen[query.offset : query.offset + query.limit]],
-            envs=sorted({row.env for _, row in rows if row.env}),
-            num_damaged=len(indexed.rows) - len(rows),
-        )
+        shown = [(head, file.row(head)) for head in chosen[query.offset : query.offset + query.limit]]
+        rows = [
+            RowPreview(line=head.line, row=row, prompt=_text(row.prompt[-1:]), completion=_text(row.completion))
+            for head, row in shown
+            if row is not None
+        ]
+        envs = sorted({head.env for head in file.heads if head.env})
+        return Page(num_rows=len(chosen), rows=rows, envs=envs, num_damaged=file.num_damaged)
 
     def record(self, path: Path, line: int) -> dict[str, Any]:
         """Return everything that the file says of one rollout.
@@ -144,10 +217,11 @@ class RolloutFiles:
         Raises:
             NotServed: there is no such line, or it is damaged.
         """
-        indexed = self._index(path)
-        if not 0 <= line < len(indexed.rows) or indexed.rows[line] is None:
-            raise NotServed(f"{path.parent.name} has no rollout {line}; there are {len(indexed.rows)}, counted from 0")
-        return msgspec.json.decode(indexed.lines[line])
+        file = self._open(path)
+        head = next((head for head in file.heads if head.line == line), None)
+        if head is None:
+            raise NotServed(f"{path.parent.name} has no rollout {line}; there are {file.num_lines}, counted from 0")
+        return msgspec.json.decode(file.text(head))
 
     def samples(self, directory: Path, line: int) -> list[Sample]:
         """Return the samples of one rollout; none where their file is missing, as in runs of earlier versions.
@@ -168,34 +242,20 @@ class RolloutFiles:
         rollouts = self._recorded[2]
         return rollouts[line].samples if line < len(rollouts) else []
 
-    def _index(self, path: Path) -> _Indexed:
-        check_inside(self._layout.root, path)
-        stamp = stamp_of(path)
-        known = self._indexed.get(path)
-        if known is None or known.stamp != stamp:
-            content = read_inside(self._layout.root, path)
-            lines = content.split(b"\n")[:-1]  # what follows the last line break is not finished
-            known = _Indexed(stamp=stamp, lines=lines, rows=[_decode(line) for line in lines])
-            self._indexed[path] = known
-        self._indexed.move_to_end(path)
-        while len(self._indexed) > _KEPT_FILES:
-            self._indexed.popitem(last=False)
-        return known
-
-
-def _decode(line: bytes) -> RolloutRow | None:
-    try:
-        return _decoder.decode(line)
-    except DECODE_ERRORS:
-        return None
-
-
-def _contains(row: RolloutRow, folded: str) -> bool:
-    return any(folded in str(message.get("content", "")).casefold() for message in (*row.prompt, *row.completion))
-
-
-def _preview(line: int, row: RolloutRow) -> RowPreview:
-    return RowPreview(line=line, row=row, prompt=_text(row.prompt[-1:]), completion=_text(row.completion))
+    def _open(self, path: Path) -> RolloutFile:
+        real, stamp = check_inside(self._layout.root, path), stamp_of(path)
+        if path not in self._files or self._files[path][0] != stamp:
+            try:
+                file = RolloutFile(real)
+            except ConfigError as exc:
+                raise NotServed(str(exc)) from exc
+            if path in self._files:
+                self._files[path][1].close()
+            self._files[path] = (stamp, file)
+        self._files.move_to_end(path)
+        while len(self._files) > _KEPT_FILES:
+            self._files.popitem(last=False)[1][1].close()
+        return self._files[path][1]
 
 
 def _text(messages: Sequence[dict[str, Any]]) -> str:

@@ -1,13 +1,18 @@
 """Puts the files of one viewed run behind one lock, so that several requests may ask at a time."""
 
 import threading
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from trivet.config.layout import RunLayout
+from trivet.config.masking import HIDDEN, mask_table
 from trivet.errors import ConfigError
-from trivet.view.evals import RunEvals
+from trivet.view.evaluations import Evaluations
+from trivet.view.files import NotServed, read_inside
 from trivet.view.metrics import ALWAYS_READ, RunMetrics
-from trivet.view.rollouts import RolloutFiles
+from trivet.view.rollouts import RunRollouts
 from trivet.view.status import StatusClock
 from trivet.view.timeline import NoteReader
 from trivet.view.token_text import TokenText
@@ -21,9 +26,9 @@ class ViewedRun:
         self.lock = threading.Lock()
         """Held by whoever uses the rest."""
         self.metrics = RunMetrics(layout)
-        self.rollouts = RolloutFiles(layout)
+        self.rollouts = RunRollouts(layout)
         self.token_text = TokenText(layout)
-        self.evals = RunEvals(layout)
+        self.evaluations = Evaluations(layout.evals)
         self.notes = NoteReader(layout)
         self.clock = StatusClock()
         """Tells the time by which the age of the run's status is judged."""
@@ -45,22 +50,49 @@ def open_run(directory: Path) -> RunLayout:
         raise ConfigError(f"{str(directory)!r} is no directory; give a run's output_dir")
     signs = [layout.status, layout.run_file, layout.events, layout.metrics, layout.reports, layout.evals]
     if not any(path.exists() for path in signs):
+        records = [path for pattern in ("*/run.json", "*/*/run.json") for path in directory.glob(pattern)]
+        examples = f", for example {' or '.join(str(path.parent) for path in sorted(records)[:3])}" if records else ""
         raise ConfigError(
-            f"{str(directory)!r} holds no run: none of {', '.join(path.name for path in signs)} is there; give a run's output_dir"
-            f"{_name_runs_below(directory)}"
+            f"{str(directory)!r} holds no run: none of {', '.join(path.name for path in signs)} is there; "
+            f"give a run's output_dir{examples}"
         )
     return layout
 
 
-def _name_runs_below(directory: Path) -> str:
-    records = [path for pattern in ("*/run.json", "*/*/run.json") for path in directory.glob(pattern)]
-    return f", for example {' or '.join(str(path.parent) for path in sorted(records)[:3])}" if records else ""
-
-
 def name_runs(directories: list[Path]) -> list[str]:
-    """Name each run by as few last parts of its path as tell the runs apart."""
+    """Name each run by as few last parts of its path as tell the runs apart, and by two at least: many are called `run`."""
     paths = [path.resolve().parts for path in directories]
-    depth = 1
+    depth = 2
     while len({parts[-depth:] for parts in paths}) < len(set(paths)):
         depth += 1
     return ["/".join(parts[-depth:]).removeprefix("//") for parts in paths]
+
+
+def read_configs(layout: RunLayout) -> dict[str, dict[str, str]]:
+    """Return by role each key's value as TOML would write it; what may be a secret is left out.
+
+    A file that cannot be read says so in its place.
+    """
+    if not layout.configs.is_dir():
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted(layout.configs.glob("*.toml")):
+        try:
+            found[path.stem] = dict(_flatten(mask_table(tomllib.loads(read_inside(layout.root, path).decode("utf-8")))))
+        except (NotServed, ValueError, RecursionError) as exc:
+            found[path.stem] = {"(fault)": f"cannot be read: {exc}"}
+    return found
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{name}.")
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):
+                yield from _flatten(item, f"{name}[{index}].")
+        elif isinstance(value, bool):
+            yield name, "true" if value else "false"
+        else:
+            yield name, f'"{value}"' if isinstance(value, str) and value != HIDDEN else str(value)

@@ -16,7 +16,7 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig
 from trivet.evaluation.results import TaskRecord
 from trivet.launcher.run_directory import write_configs
-from trivet.view.configs import read_configs
+from trivet.view.run import read_configs
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.versions import Step
 

@@ -8,7 +8,7 @@ from support.big_run import rollout_record, write_rollouts
 from trivet.config.layout import RunLayout
 from trivet.transport.recorded_groups import GROUPS_FILE
 from trivet.view.files import NotServed
-from trivet.view.rollouts import PageQuery, RolloutFiles
+from trivet.view.rollouts import PageQuery, RunRollouts
 from trivet.view.token_text import TokenText, split_text
 
 
@@ -27,14 +27,14 @@ def rollouts_of(layout: RunLayout, step: int) -> Path:
 
 
 def test_steps_are_in_the_order_of_their_numbers_and_new_ones_appear(layout: RunLayout):
-    files = RolloutFiles(layout)
+    files = RunRollouts(layout)
     assert files.steps() == [1, 2, 10]
     layout.rollouts_step(11).mkdir()
     assert files.steps() == [1, 2, 10, 11]
 
 
 def test_a_page_has_its_rows_and_the_number_of_all(layout: RunLayout):
-    page = RolloutFiles(layout).page(rollouts_of(layout, 2), PageQuery(offset=15, limit=10))
+    page = RunRollouts(layout).page(rollouts_of(layout, 2), PageQuery(offset=15, limit=10))
     assert page.num_rows == 20
     assert [preview.line for preview in page.rows] == [15, 16, 17, 18, 19]
     assert page.envs == ["tools", "words"]
@@ -42,13 +42,13 @@ def test_a_page_has_its_rows_and_the_number_of_all(layout: RunLayout):
 
 @pytest.mark.parametrize("sort", ["reward", "-reward", "advantage", "-advantage"])
 def test_rows_can_be_ordered(layout: RunLayout, sort: str):
-    page = RolloutFiles(layout).page(rollouts_of(layout, 2), PageQuery(sort=sort))
+    page = RunRollouts(layout).page(rollouts_of(layout, 2), PageQuery(sort=sort))
     found = [getattr(preview.row, sort.removeprefix("-")) for preview in page.rows]
     assert found == sorted(found, reverse=sort.startswith("-"))
 
 
 def test_rows_can_be_chosen_by_environment_and_text(layout: RunLayout):
-    files = RolloutFiles(layout)
+    files = RunRollouts(layout)
     num_right = sum(rollout_record(2, index)["reward"] > 0.4 for index in range(20))
     chosen = files.page(rollouts_of(layout, 2), PageQuery(env="words"))
     assert {preview.row.env for preview in chosen.rows} == {"words"}
@@ -57,7 +57,7 @@ def test_rows_can_be_chosen_by_environment_and_text(layout: RunLayout):
 
 
 def test_a_row_names_its_rollout_in_full(layout: RunLayout):
-    files = RolloutFiles(layout)
+    files = RunRollouts(layout)
     assert files.record(rollouts_of(layout, 10), 3) == rollout_record(10, 3)
     with pytest.raises(NotServed, match="step_10 has no rollout 20; there are 20, counted from 0"):
         files.record(rollouts_of(layout, 10), 20)
@@ -67,13 +67,13 @@ def test_damaged_and_unfinished_lines_are_skipped_and_the_former_counted(layout:
     path = rollouts_of(layout, 1)
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(whole[0] + b"{broken}\n" + whole[1] + whole[2][:-20])
-    page = RolloutFiles(layout).page(path, PageQuery())
+    page = RunRollouts(layout).page(path, PageQuery())
     assert [preview.line for preview in page.rows] == [0, 2]
     assert page.num_damaged == 1
 
 
 def test_a_file_that_changed_is_read_again(layout: RunLayout):
-    files = RolloutFiles(layout)
+    files = RunRollouts(layout)
     assert files.page(rollouts_of(layout, 1), PageQuery()).num_rows == 20
     write_rollouts(RunLayout(layout.root / "other"), 1, 3, random=np.random.default_rng(1))
     rollouts_of(RunLayout(layout.root / "other"), 1).replace(rollouts_of(layout, 1))
@@ -82,7 +82,7 @@ def test_a_file_that_changed_is_read_again(layout: RunLayout):
 
 def test_a_step_without_rollouts_is_told(layout: RunLayout):
     with pytest.raises(NotServed, match=r"the run has no rollouts/step_77/rollouts\.jsonl"):
-        RolloutFiles(layout).page(rollouts_of(layout, 77), PageQuery())
+        RunRollouts(layout).page(rollouts_of(layout, 77), PageQuery())
 
 
 def test_a_link_that_leads_out_of_the_run_is_not_followed(layout: RunLayout, tmp_path_factory: pytest.TempPathFactory):
@@ -92,11 +92,11 @@ def test_a_link_that_leads_out_of_the_run_is_not_followed(layout: RunLayout, tmp
     path.unlink()
     path.symlink_to(secret)
     with pytest.raises(NotServed, match="leads out of the run's directory"):
-        RolloutFiles(layout).page(path, PageQuery())
+        RunRollouts(layout).page(path, PageQuery())
 
 
 def test_tokens_belong_to_their_line_and_may_be_missing(layout: RunLayout):
-    files = RolloutFiles(layout)
+    files = RunRollouts(layout)
     [sample] = files.samples(layout.rollouts_step(2), 4)
     assert len(sample.token_ids_T) == 64
     (layout.rollouts_step(1) / GROUPS_FILE).unlink()

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.view.metrics import ALWAYS_READ, LOSS, REWARD, RunMetrics
-from trivet.view.series import MetricFile, downsample
+from trivet.view.metrics import ALWAYS_READ, LOSS, REWARD, MetricFile, RunMetrics, downsample
 
 
 @pytest.fixture

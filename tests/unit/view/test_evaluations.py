@@ -6,7 +6,8 @@ import pytest
 
 from support.evaluations import write_evaluation, write_vf_results
 from trivet.errors import ConfigError
-from trivet.view.evaluation_files import PAIR_FILTERS, PAIR_SORTS, EvaluationRollouts, find_evaluations, pair_rollouts
+from trivet.view.evaluations import PAIR_FILTERS, PAIR_SORTS, find_evaluations, pair_rollouts
+from trivet.view.rollouts import RolloutFile
 
 MANY = 100_000
 MAX_MANY_S = 15.0
@@ -62,7 +63,7 @@ def test_damaged_lines_are_counted_and_an_unfinished_one_is_not(tmp_path: Path):
     path = write_evaluation(tmp_path, step=1, rewards=[[1.0], [0.5]]) / "results.jsonl"
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + b'{"reward": "high"}\n' + second + second[:30])
-    rollouts = EvaluationRollouts(path)
+    rollouts = RolloutFile(path)
     assert [head.reward for head in rollouts.heads] == [1.0, 0.5]
     assert rollouts.num_damaged == 1
     assert "question1.0" in str(rollouts.row(rollouts.heads[1]).completion)
@@ -73,7 +74,7 @@ def test_damaged_lines_are_counted_and_an_unfinished_one_is_not(tmp_path: Path):
 def test_rollouts_of_two_policies_are_paired_by_example_and_attempt(tmp_path: Path):
     before = write_evaluation(tmp_path, step=0, rewards=[[0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]) / "results.jsonl"
     after = write_evaluation(tmp_path, step=1, rewards=[[1.0, 0.5], [0.0, 1.0]]) / "results.jsonl"
-    with closing(EvaluationRollouts(before)) as first, closing(EvaluationRollouts(after)) as second:
+    with closing(RolloutFile(before)) as first, closing(RolloutFile(after)) as second:
         pairs = pair_rollouts([first, second])
     assert [(one.example_id, one.attempt) for one, _ in pairs] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all((one.example_id, one.attempt) == (other.example_id, other.attempt) for one, other in pairs)
@@ -86,7 +87,7 @@ def test_a_text_is_found_in_messages_and_in_tool_calls_whatever_its_case(tmp_pat
     path = write_evaluation(tmp_path, step=1, rewards=[[1.0]]) / "results.jsonl"
     call = b'"tool_calls":[{"name":"look_up","arguments":"{}"}],"role":"assistant"'
     path.write_bytes(path.read_bytes().replace(b'"role":"assistant"', call))
-    with closing(EvaluationRollouts(path)) as rollouts:
+    with closing(RolloutFile(path)) as rollouts:
         [head] = rollouts.heads
         assert [rollouts.contains(head, text) for text in ("SPELL", "LOOK_UP", "policy 1", "policy 2")] == [
             True,
@@ -100,7 +101,7 @@ def test_only_the_heads_of_many_rollouts_are_kept(tmp_path: Path):
     path = write_evaluation(tmp_path, step=1, rewards=[[1.0]]) / "results.jsonl"
     path.write_bytes(path.read_bytes().replace(b"second line", b"x" * 500) * MANY)
     started = time.monotonic()
-    rollouts = EvaluationRollouts(path)
+    rollouts = RolloutFile(path)
     assert time.monotonic() - started < MAX_MANY_S
     assert len(rollouts.heads) == MANY
     assert "question0.0" in str(rollouts.row(rollouts.heads[-1]).completion)
