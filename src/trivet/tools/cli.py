@@ -1,12 +1,12 @@
-"""The command `trivet`: tools around a run. Each is a module with `configure` and `run`, imported only when it is used."""
+"""The command `trivet`: tools around a run. A tool is two functions, `configure_NAME` and `run_NAME`, imported when it is used."""
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 from trivet.config.user_input import usable_path
 from trivet.errors import TrivetError
@@ -17,23 +17,11 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 
-class ToolModule(Protocol):
-    """The functions that the module of a tool offers."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the tool's arguments."""
-        ...
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Do its work; returns the exit code. A TrivetError is shown, and its own exit code returned."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
+class Tool(NamedTuple):
     """A tool of the command `trivet`."""
 
     module: str
+    """The module of its two functions: one adds its arguments to a parser, one takes them and returns the exit code."""
     does: str
     """Its line in the help."""
 
@@ -45,31 +33,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 TOOLS = {
-    "status": Tool(module="trivet.tools.status", does="what a run is doing: who waits for whom, since when, and how it ended"),
-    "view": Tool(
-        module="trivet.tools.view", does="a run as a web page on this machine: curves, time line, rollouts, evaluations"
-    ),
-    "top": Tool(module="trivet.tools.top", does="a run at a glance in the terminal"),
-    "evals": Tool(module="trivet.tools.evals", does="evaluations in the terminal: scores, rollouts, two policies side by side"),
-    "check": Tool(
-        module="trivet.tools.check", does="prove that a run lost and repeated nothing, or name the event that broke it"
-    ),
-    "replay": Tool(
-        module="trivet.tools.replay", does="score a run's saved rollouts with today's reward functions, and show what changed"
-    ),
-    "merge": Tool(
-        module="trivet.tools.merge", does="put a trained adapter into its base model, as a model that any program loads"
-    ),
-    "quickstart": Tool(
-        module="trivet.tools.quickstart", does="teach a tiny model to reverse texts, in minutes: the whole program at work"
-    ),
-    "init": Tool(
-        module="trivet.tools.init", does="a workspace: project file, example environments and configurations, endpoints"
-    ),
-    "env": Tool(
-        module="trivet.tools.env", does="environment packages: init NAME writes one; install NAME|PATH, list, remove NAME"
-    ),
-    "doctor": Tool(module="trivet.tools.doctor", does="what this machine has for a run, what is missing, and how to get it"),
+    "status": Tool("run_tools", "what a run is doing: who waits for whom, since when, and how it ended"),
+    "view": Tool("run_tools", "a run as a web page on this machine: curves, time line, rollouts, evaluations"),
+    "top": Tool("run_tools", "a run at a glance in the terminal"),
+    "evals": Tool("run_tools", "evaluations in the terminal: scores, rollouts, two policies side by side"),
+    "check": Tool("run_tools", "prove that a run lost and repeated nothing, or name the event that broke it"),
+    "replay": Tool("replay", "score a run's saved rollouts with today's reward functions, and show what changed"),
+    "merge": Tool("run_tools", "put a trained adapter into its base model, as a model that any program loads"),
+    "quickstart": Tool("quickstart", "teach a tiny model to reverse texts, in minutes: the whole program at work"),
+    "init": Tool("init", "a workspace: project file, example environments and configurations, endpoints"),
+    "env": Tool("env", "environment packages: init NAME writes one; install NAME|PATH, list, remove NAME"),
+    "doctor": Tool("doctor", "what this machine has for a run, what is missing, and how to get it"),
 }
 """The tools by the name that is typed."""
 
@@ -95,27 +69,21 @@ def _run_tool(arguments: Sequence[str]) -> int:
         for name, tool in TOOLS.items():
             command = commands.add_parser(name, help=tool.does, description=f"{tool.does[0].upper()}{tool.does[1:]}.")
             if name == chosen:
-                _import(tool).configure(command)
+                getattr(_import(tool), f"configure_{name}")(command)
         parsed = parser.parse_args(arguments)
-        _require_usable_paths(parsed)
-        return _import(TOOLS[parsed.tool]).run(parsed)
+        for name, given in vars(parsed).items():
+            for value in given if isinstance(given, list) else [given]:
+                if isinstance(value, Path):
+                    usable_path(value, key=name.upper())
+        return getattr(_import(TOOLS[parsed.tool]), f"run_{parsed.tool}")(parsed)
     except TrivetError as exc:
         print_error(exc)
         return exc.exit_code
 
 
-def _require_usable_paths(parsed: argparse.Namespace) -> None:
-    """Check every path among the arguments."""
-    paths = [(name, value) for name, given in vars(parsed).items() for value in (given if isinstance(given, list) else [given])]
-    paths = [(name, value) for name, value in paths if isinstance(value, Path)]
-    for name, path in paths:
-        usable_path(path, key=name.upper())
-
-
-def _import(tool: Tool) -> ToolModule:
-    """Import the module of a tool."""
+def _import(tool: Tool) -> ModuleType:
     try:
-        return cast("ToolModule", importlib.import_module(tool.module))
+        return importlib.import_module(f"{__package__}.{tool.module}")
     except ImportError:
         # Not at the top: `init` makes a workspace before any package is installed.
         from trivet.dependencies import require_dependencies

@@ -21,8 +21,7 @@ from trivet.environments.packages.import_check import check_imports
 from trivet.environments.packages.interpreters import AUTO, OWN
 from trivet.environments.packages.venvs import find_venv_directory, find_venvs
 from trivet.errors import ConfigError
-from trivet.tools import environment_installer
-from trivet.tools.environment_source import PackageSource, choose_source, require_on_hub
+from trivet.tools.environment_packages import choose_source, install, remove, require_on_hub
 
 FOLDER = Path("environments")
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
@@ -33,7 +32,7 @@ _READMES = {"v0": "environment_readme.md", "v1": "environment_v1_readme.md"}
 """Requirements and templates of a new package, by the generation of the verifiers API."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_env(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this tool."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     init = actions.add_parser("init", help="write a new environment package that works")
@@ -63,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("name", metavar="NAME", help="its name as in `trivet env list`")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_env(arguments: argparse.Namespace) -> int:
     """Carry out one of the actions; returns the exit code.
 
     Raises:
@@ -78,11 +77,23 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         case "install":
             source = choose_source(arguments.what, folder=arguments.path, is_index_allowed=arguments.from_index)
-            return install(source, directory=directory, venv=require_venv_name(arguments.venv))
+            venv = require_venv_name(arguments.venv)
+            require_on_hub(source)
+            print("installing:", source.describe(), flush=True)
+            started = time.monotonic()
+            made, inspected = install(source, directory=directory, venv=venv)
+            package = inspected.environment
+            print(
+                f"{package.module.replace('_', '-')} {package.version} ({inspected.api} API) in {made.path}: virtual environment "
+                f"{made.describe()}, {time.monotonic() - started:.1f} s"
+            )
+            return 0
         case "list":
             return list_environments(directory)
         case _:
-            return remove(arguments.name, directory=directory)
+            remove(arguments.name, directory=directory)
+            print(f"{arguments.name} was removed with its virtual environment")
+            return 0
 
 
 def require_venv_name(name: str | None) -> str | None:
@@ -145,25 +156,6 @@ def package_files(name: str, *, api: str = "v0") -> Mapping[str, str]:
     return {file: Template((_TEMPLATES / template).read_text()).substitute(words) for file, template in templates.items()}
 
 
-def install(source: PackageSource, *, directory: Path, venv: str | None) -> int:
-    """Install into a virtual environment, and say what is where; returns 0.
-
-    Raises:
-        ConfigError: the hub cannot be reached, or the package cannot be fetched or built, or is no environment.
-        DependencyError: what it needs cannot be installed together; nothing was changed.
-    """
-    require_on_hub(source)
-    print("installing:", source.describe(), flush=True)
-    started = time.monotonic()
-    made, inspected = environment_installer.install(source, directory=directory, venv=venv)
-    package = inspected.environment
-    print(
-        f"{package.module.replace('_', '-')} {package.version} ({inspected.api} API) in {made.path}: virtual environment "
-        f"{made.describe()}, {time.monotonic() - started:.1f} s"
-    )
-    return 0
-
-
 def list_environments(directory: Path, installed: InstalledPackages | None = None) -> int:
     """Print every installed environment with its version, its virtual environment, where it came from, and whether it loads.
 
@@ -202,14 +194,3 @@ def describe_name(environment: EnvironmentPackage) -> str:
     """Return the package's name, with the id that a configuration uses where that is another."""
     env_id = environment.module.replace("_", "-")
     return environment.name if env_id == canonicalize_name(environment.name) else f"{environment.name} (id {env_id})"
-
-
-def remove(name: str, *, directory: Path) -> int:
-    """Remove an environment with its virtual environment; returns 0.
-
-    Raises:
-        ConfigError: no virtual environment has it.
-    """
-    environment_installer.remove(name, directory=directory)
-    print(f"{name} was removed with its virtual environment")
-    return 0

@@ -4,23 +4,39 @@ It needs nothing but the standard library, so that `pip install --no-deps` of th
 """
 
 import argparse
+import json
 import os
+import re
+import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from string import Template
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 from trivet.config.user_input import read_toml_file
 from trivet.errors import ConfigError
 from trivet.examples.files import example_configs, example_environments
-from trivet.tools.workspace_project import installed_source, missing_entries, pip_find_links, project_file, requires_build
 
 ENVIRONMENTS = ("alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle")
 PROJECT_FILE = "pyproject.toml"
 
 _TEMPLATES = Path(__file__).with_name("templates")
+_PIP_TIMEOUT_S = 20.0
+_OWN_ENTRIES = {("project", "name"), ("project", "version"), ("tool", "uv", "package")}
+"""Entries that a user's own project decides by itself."""
+_BUILD_ENTRIES = {("project", "optional-dependencies"), ("tool", "uv", "conflicts")}
+"""Entries that let a user choose the build of vLLM. A project that requires one build has chosen."""
+_NAMED_DEPTH = 2
+"""Tables up to `[tool.uv]` are compared key by key even where they are missing. A deeper one is then named as a whole."""
+_NO_FIND_LINKS = """\
+# Without an NVIDIA GPU, name here the page of CPU wheels that PyTorch's install guide names: else torch comes from the
+# default index, with CUDA libraries of several GB.
+# find-links = ["PAGE"]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +55,7 @@ def main() -> int:
     return run_tool(["init", *sys.argv[1:]])
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_init(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this tool."""
     parser.add_argument(
         "directory",
@@ -51,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_init(arguments: argparse.Namespace) -> int:
     """Make what is missing of the workspace, and say what to do next.
 
     Raises:
@@ -150,3 +166,97 @@ def _describe_additions(project: Mapping[str, Any], *, path: Path, wanted: str) 
         + "".join(f"  {entry}\n" for entry in missing)
         + f"A new one would be, with the reasons:\n\n{wanted}"
     )
+
+
+def project_file(*, trivet_source: str | None, find_links: Sequence[str]) -> str:
+    """Return the text of a workspace's `pyproject.toml`.
+
+    Args:
+        trivet_source: a value of `[tool.uv.sources]`, or None when trivet comes from an index.
+        find_links: directories and pages of wheels, beside the index.
+    """
+    links = _NO_FIND_LINKS
+    if find_links:
+        reason = "# uv does not read pip's settings: these are the places of wheels that this machine's pip was told."
+        links = f"{reason}\nfind-links = {json.dumps(list(find_links))}"
+    source = "# trivet comes from the index." if trivet_source is None else f"trivet = {trivet_source}"
+    return Template((_TEMPLATES / "workspace_pyproject.toml").read_text()).substitute(find_links=links, trivet_source=source)
+
+
+def describe_source(direct_url: Mapping[str, Any] | None) -> str | None:
+    """Return the entry of `[tool.uv.sources]` that installs what is installed here, None for a release of an index.
+
+    Args:
+        direct_url: the installation's direct_url.json (PEP 610), None when it has none.
+    """
+    if direct_url is None:
+        return None
+    url = str(direct_url["url"])
+    if "vcs_info" in direct_url:
+        return f"{{ git = {json.dumps(url)}, rev = {json.dumps(direct_url['vcs_info']['commit_id'])} }}"
+    if not url.startswith("file://"):
+        return f"{{ url = {json.dumps(url)} }}"
+    path = json.dumps(unquote(urlparse(url).path))
+    is_editable = direct_url.get("dir_info", {}).get("editable", False)
+    return f"{{ path = {path}, editable = true }}" if is_editable else f"{{ path = {path} }}"
+
+
+def installed_source() -> str | None:
+    """Return `describe_source` of the trivet that runs."""
+    text = metadata.distribution("trivet").read_text("direct_url.json")
+    return describe_source(json.loads(text) if text else None)
+
+
+def pip_find_links(environ: Mapping[str, str]) -> Sequence[str]:
+    """Return the places of wheels that uv or pip was told on this machine, each once, in order."""
+    places = environ.get("UV_FIND_LINKS", "").replace(",", " ").split() + environ.get("PIP_FIND_LINKS", "").split()
+    for python in (sys.executable, f"{sys.base_prefix}/bin/python3"):  # a virtual environment made by uv has no pip
+        command = [python, "-m", "pip", "config", "get", "global.find-links"]
+        try:
+            asked = subprocess.run(
+                command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue
+        places += asked.stdout.split()
+        break
+    return list(dict.fromkeys(places))
+
+
+def requires_build(project: Mapping[str, Any]) -> bool:
+    """Return whether the project itself requires a build of vLLM, as after `uv add "trivet[cpu]"`. Then it needs no extras."""
+    return any(entry.replace(" ", "").startswith("trivet[") for entry in project.get("project", {}).get("dependencies", []))
+
+
+def missing_entries(project: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what `project` lacks of `wanted`, as `table.key` or `table.key: entry`.
+
+    A requirement counts as present with any version and any extras, and a key with any value.
+    """
+    ignored = _OWN_ENTRIES | (_BUILD_ENTRIES if requires_build(project) else set())
+    yield from _missing_below(project, wanted, ignored=ignored, above=())
+
+
+def _missing_below(
+    table: Mapping[str, Any], wanted: Mapping[str, Any], *, ignored: Set[tuple[str, ...]], above: tuple[str, ...]
+) -> Iterator[str]:
+    for key, value in wanted.items():
+        path = (*above, key)
+        present = table.get(key)
+        if path in ignored:
+            continue
+        if isinstance(value, Mapping) and len(path) <= _NAMED_DEPTH:
+            yield from _missing_below(present or {}, value, ignored=ignored, above=path)
+        elif present is None:
+            yield ".".join(path)
+        elif isinstance(value, Mapping) and isinstance(present, Mapping):
+            yield from (".".join((*path, name)) for name in value if name not in present)
+        elif isinstance(value, list) and isinstance(present, list):
+            names = [_entry_name(entry) for entry in present]
+            yield from (f"{'.'.join(path)}: {entry}" for entry in value if _entry_name(entry) not in names)
+
+
+def _entry_name(entry: object) -> object:
+    """Reduce a requirement to its package's name; any other entry stands for itself."""
+    match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", entry) if isinstance(entry, str) else None
+    return match.group(0).lower().replace("_", "-") if match else entry

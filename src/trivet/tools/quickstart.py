@@ -5,15 +5,16 @@ these is a process of its own that ends when this one does. `bash scripts/quicks
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import chain, count
 from pathlib import Path
+from statistics import mean
 
 from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig
@@ -24,8 +25,8 @@ from trivet.examples.files import example_configs
 from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.process.lifetime import module_command, tied_command
-from trivet.tools.quickstart_report import report
-from trivet.tools.torch_builds import COMPANIONS, require_matching_companions
+from trivet.telemetry.metrics import read_metrics
+from trivet.tools.doctor import require_matching_companions
 from trivet.weights.catalog import latest_version
 
 CONFIGS = Path("configs/quickstart")
@@ -38,6 +39,10 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
 }
+_NUM_ANSWERS = 3
+"""Answers of each model in the report."""
+_WINDOW = 5
+"""Number of steps that are averaged at either end of the run, for the report."""
 _POLL_INTERVAL_S = 0.2
 _SERVER_STOP_TIMEOUT_S = 30.0
 """A server that was asked to end takes a few seconds; after this long it is killed."""
@@ -75,7 +80,7 @@ class QuickstartLayout:
         return any(path.exists() for path in (self.data, self.start_model, self.warm_up.root, self.run.root))
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_quickstart(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this tool."""
     parser.add_argument("--seed", type=int, default=0, help="seed of the start model, the data and the training (default: 0)")
     parser.add_argument(
@@ -85,7 +90,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_quickstart(arguments: argparse.Namespace) -> int:
     """Run all phases; returns 0, or the exit code of the first process that failed.
 
     Raises:
@@ -94,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         RoleFailed: the inference server ended during the measurement.
     """
     require_environment(EnvConfig(id="reverse-text"))
-    require_matching_companions(_installed_versions("torch", *COMPANIONS))
+    require_matching_companions()
     layout, started = choose_layout(arguments.output_dir), time.monotonic()
     print(f"== output in {layout.root}")
     configs = CONFIGS if CONFIGS.is_dir() else example_configs() / "quickstart"
@@ -244,6 +249,43 @@ def _last_step(layout: RunLayout) -> int:
     return version
 
 
-def _installed_versions(*names: str) -> Mapping[str, str]:
-    found = {distribution.name: distribution.version for name in names for distribution in metadata.distributions(name=name)}
-    return {name: found[name] for name in names if name in found}
+def report(output: Path) -> str:
+    """Return rewards, scores and answers before and after the training, and where the files are.
+
+    Args:
+        output: the output directory of the quickstart, which holds `run/` and `sft/`.
+    """
+    run = output / "run"
+    metrics = read_metrics(run / "metrics" / "orchestrator.jsonl")
+    by_step = {row["step"]: row["reward/mean"] for row in metrics.rows if "reward/mean" in row}
+    rewards = [by_step[step] for step in sorted(by_step)]
+    summaries = [json.loads(path.read_text(encoding="utf-8")) for path in (run / "evals").glob("step_*/*/summary.json")]
+    before, after = sorted(summaries, key=lambda summary: summary["step"])
+    lines = [
+        "",
+        f"{'':34}{'before':>10}{'after':>10}",
+        f"{f'reward, first and last {_WINDOW} steps':34}{mean(rewards[:_WINDOW]):10.3f}{mean(rewards[-_WINDOW:]):10.3f}",
+        f"{'reward on held-out texts':34}{before['avg']:10.3f}{after['avg']:10.3f}",
+        f"{'held-out texts reversed perfectly':34}{before['pass_at_k']:10.0%}{after['pass_at_k']:10.0%}",
+        "",
+    ]
+    for label, step in (("start", 0), ("trained", after["step"])):
+        lines.append(f"the {label} model answers:")
+        [results] = (run / "evals").glob(f"step_{step}/*/results.jsonl")
+        for line in results.read_text(encoding="utf-8").splitlines()[:_NUM_ANSWERS]:
+            row = json.loads(line)
+            text, answer = row["prompt"][-1]["content"], row["completion"][-1]["content"]
+            lines.append(f"  {text:10} -> {answer:48} reward {row['reward']:.2f}")
+    weights = run / "weights" / f"step_{after['step']}"
+    places = {
+        "trained model": weights,
+        "rewards and losses": run / "metrics",
+        "what was sampled": run / "rollouts",
+        "evaluations": run / "evals",
+        "logs": run / "logs",
+        "start model": output / "sft" / "weights",
+    }
+    lines += ["", *(f"{name:20} {place}" for name, place in places.items())]
+    if metrics.num_damaged:
+        lines.append(f"{metrics.num_damaged} damaged lines of {run / 'metrics' / 'orchestrator.jsonl'} were skipped")
+    return "\n".join(lines)

@@ -51,7 +51,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     most_changed: list[RescoredRollout]
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_replay(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this tool."""
     parser.add_argument(
         "output_dir", type=Path, metavar="OUTPUT_DIR", help="output_dir of a run, or of `uv run eval`; the run may be going on"
@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_replay(arguments: argparse.Namespace) -> int:
     """Score again and show the differences; returns 0, 1 when no rollout could be scored, 130 or 143 when a signal ended it.
 
     Raises:

@@ -20,8 +20,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 from trivet.errors import ConfigError
 from trivet.shown_text import one_line, printable
 from trivet.telemetry.console import message_text
-from trivet.tools.evals import COLUMNS, cells_of
-from trivet.tools.top import picture
+from trivet.tools.run_tools import EVALUATION_COLUMNS, evaluation_cells, picture
 from trivet.view.evaluations import (
     FILTERS,
     PAIR_FILTERS,
@@ -71,6 +70,11 @@ class TerminalApp(App[None]):
         super().__init__()
         self._directory = directory
         self._first = first
+
+    def show(self) -> int:
+        """Run until a key or a signal ends it; return the exit code."""
+        self.run()
+        return self.return_code or 0
 
     def on_mount(self) -> None:
         """Show the first screen. A signal quits as a key does, so that the terminal is restored."""
@@ -155,9 +159,9 @@ class EvaluationsScreen(Screen[None]):
     def on_mount(self) -> None:
         """Fill the list."""
         table = self.query_one(DataTable)
-        table.add_columns(*COLUMNS)
+        table.add_columns(*EVALUATION_COLUMNS)
         for evaluation in self._evaluations:
-            table.add_row(*map(Text, cells_of(evaluation)))
+            table.add_row(*map(Text, evaluation_cells(evaluation)))
         table.focus()
 
     def on_unmount(self) -> None:

@@ -12,9 +12,9 @@ from trivet.tools.cli import TOOLS, main
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_every_tool_has_a_module_that_configures_and_runs(name: str) -> None:
-    module = importlib.import_module(TOOLS[name].module)
-    assert callable(module.configure)
-    assert callable(module.run)
+    module = importlib.import_module(f"trivet.tools.{TOOLS[name].module}")
+    assert callable(getattr(module, f"configure_{name}"))
+    assert callable(getattr(module, f"run_{name}"))
 
 
 def test_help_names_every_tool(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,17 @@ from dataclasses import replace
 import pytest
 
 from trivet.dependencies import Violation
+from trivet.errors import ConfigError
 from trivet.machine import Machine
 from trivet.tools import cli, doctor
-from trivet.tools.doctor import Facts, Health, diagnose, machine_facts
+from trivet.tools.doctor import (
+    Facts,
+    Health,
+    diagnose,
+    machine_facts,
+    mismatched_companions,
+    require_matching_companions,
+)
 
 GOOD = Facts(
     system="Linux x86_64",
@@ -52,7 +60,7 @@ def test_a_driver_that_is_new_enough_or_says_nothing_is_fine(driver_cuda, runtim
 def test_the_installer_is_told_of_a_driver_that_is_too_old_where_there_is_a_gpu(gpus, is_told, monkeypatch):
     monkeypatch.setattr(doctor, "_gpus", lambda: gpus)
     monkeypatch.setattr(doctor, "_driver_cuda", lambda: 12)
-    monkeypatch.setattr(doctor, "_version", {"nvidia-cuda-runtime": "13.0.96"}.get)
+    monkeypatch.setattr(doctor, "_versions", lambda names: {"nvidia-cuda-runtime": "13.0.96"})
     expected = "torch needs a driver for CUDA 13, this one runs up to CUDA 12: update the NVIDIA driver"
     assert doctor.find_driver_problem() == (expected if is_told else None)
 
@@ -126,3 +134,21 @@ def test_the_proxies_of_the_shell_are_shown_with_what_goes_through_them(tmp_path
     [item] = [item for item in diagnose(facts) if item.subject == "proxies"]
     assert item.found.startswith("HTTPS_PROXY = http://proxy:3128: the servers of a run are asked without a proxy")
     assert item.health is Health.OK
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"torch": "2.13.0+cpu"}, []),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu"}, ["torchvision"]),
+        ({"torch": "2.13.0", "torchvision": "0.28.0"}, []),
+        ({}, []),
+    ],
+)
+def test_only_cuda_builds_beside_a_cpu_build_are_named(versions: dict[str, str], expected: list[str]) -> None:
+    assert mismatched_companions(versions) == expected
+
+
+def test_the_refusal_says_how_to_remove_them() -> None:
+    with pytest.raises(ConfigError, match=r"torchvision 0\.28\.0 cannot be imported .*: pip uninstall --yes torchvision$"):
+        require_matching_companions({"torch": "2.13.0+cpu", "torchvision": "0.28.0"})

@@ -14,7 +14,7 @@ from support.big_run import write_run
 from support.processes import heed_signals
 from trivet.config.layout import RunLayout
 from trivet.tools.cli import main
-from trivet.tools.top import sparkline
+from trivet.tools.run_tools import sparkline
 
 DEADLINE_S = 30.0
 

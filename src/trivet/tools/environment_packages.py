@@ -1,10 +1,14 @@
-"""Finds out what `trivet env install` is asked to install, before anything is made: the package, its module, its verifiers API.
+"""Finds, inspects and installs environment packages for `trivet env`, each into a virtual environment of its own.
 
-The package alone is fetched or built into a temporary directory, without its dependencies, and its metadata and sources are read
-there. None of its code is imported; building a package from its sources runs its build.
+The virtual environment that trivet runs in never changes. Before anything is made, the package alone is fetched or built into a
+temporary directory, without its dependencies, and its metadata and sources are read there; none of its code is imported. An
+installation builds a new virtual environment under a temporary name and then renames it into place.
 """
 
 import re
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +23,11 @@ from packaging.version import Version
 from trivet.config.environment_ids import EnvironmentId, parse_environment_id
 from trivet.dependencies import InstalledPackage, InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
-from trivet.errors import ConfigError
+from trivet.environments.packages.interpreters import WORKER_SOURCE
+from trivet.environments.packages.venvs import EnvironmentVenv, find_venvs, find_venvs_of
+from trivet.errors import ConfigError, DependencyError
+from trivet.process.lock import FileLock
 from trivet.process.proxies import PROXY_ERRORS
-from trivet.tools.installer import Installer
 
 HUB = "https://hub.primeintellect.ai"
 """The environments hub. The packages of an owner are an index of their own, at /OWNER/simple/."""
@@ -32,6 +38,13 @@ _HUB_NAME = re.compile(r"(?P<owner>[A-Za-z0-9][\w.-]*)/(?P<package>[A-Za-z0-9][\
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9,._-]+\])?(?:[=<>!~]=?[A-Za-z0-9.*,=<>!~]+)?")
 _FIRST_OF_V1 = Version("0.4.dev0")
 _V1_IMPORT = re.compile(r"^\s*(?:(?:import|from)\s+verifiers\.v1\b|from\s+verifiers\s+import\s+.*\bv1\b)", re.MULTILINE)
+_DEPENDS = re.compile(
+    r"(?:all versions of )?(?P<package>[A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?(?:\s?[=<>!~]+\S+|\s\d\S*)? depends? on "
+    r"(?P<name>[A-Za-z0-9][\w.-]*?)(?:\[[^\]]*\])?\s?(?P<specifier>[=<>!~]=?[^\s;]+)"
+)
+"""Finds `PACKAGE==VERSION depends on NAME==VERSION` (uv) and `PACKAGE VERSION depends on NAME==VERSION` (pip)."""
+RELEASES = {"v0": "verifiers>=0.3,<0.4", "v1": "verifiers>=0.4"}
+"""The releases of verifiers that run an environment, by the generation of the API that it is written for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +135,7 @@ def require_on_hub(source: PackageSource) -> None:
         raise ConfigError(f"{source.index} has no package {name!r}, and nothing was changed; check owner and name")
 
 
-def inspect(source: PackageSource, *, installer: Installer) -> InspectedPackage:
+def inspect(source: PackageSource) -> InspectedPackage:
     """Fetch or build the package alone, and read what it is.
 
     Raises:
@@ -130,7 +143,7 @@ def inspect(source: PackageSource, *, installer: Installer) -> InspectedPackage:
     """
     with tempfile.TemporaryDirectory(prefix="trivet-env-") as directory:
         words = [word for word in source.words if word != "-e"]
-        done = installer.run([*source.index_words, "--no-deps", "--target", directory, *words])
+        done = run_installer([*source.index_words, "--no-deps", "--target", directory, *words])
         if done.returncode != 0:
             message = (done.stderr or done.stdout).strip()
             raise ConfigError(f"{source.describe()} cannot be fetched or built, and nothing was changed:\n{message}")
@@ -170,3 +183,117 @@ def api_of(package: InstalledPackage, sources: Sequence[str]) -> str:
     if any(version <= Version("0.4") for version in upper):
         return "v0"
     return "v1" if any(_V1_IMPORT.search(text) for text in sources) else "v0"
+
+
+def install(source: PackageSource, *, directory: Path, venv: str | None) -> tuple[EnvironmentVenv, InspectedPackage]:
+    """Install a package; return its virtual environment and what the package is.
+
+    Args:
+        directory: of all virtual environments.
+        venv: the name of the virtual environment; None takes the environment's id.
+
+    Raises:
+        ConfigError: the package cannot be fetched or built, is no environment, or `venv` has another one.
+        DependencyError: what it needs cannot be installed together. What was installed before stays.
+    """
+    inspected = inspect(source)
+    package = inspected.environment
+    made = EnvironmentVenv(path=directory / (venv or package.module.replace("_", "-")))
+    with _lock(directory):
+        if venv is not None and made in find_venvs(directory) and not made.version_of(package.name):
+            raise ConfigError(f"virtual environment {venv!r} has another environment; remove that, or choose another name")
+        built, replaced = directory / f".{made.name}.new", directory / f".{made.name}.old"
+        try:
+            for left in (built, replaced):
+                shutil.rmtree(left, ignore_errors=True)
+            _build(built, source, RELEASES[inspected.api])
+            if made.path.exists():
+                made.path.rename(replaced)
+            built.rename(made.path)
+        finally:
+            for left in (built, replaced):
+                shutil.rmtree(left, ignore_errors=True)
+    return made, inspected
+
+
+def remove(env_id: str, *, directory: Path) -> None:
+    """Remove an environment with its virtual environment.
+
+    Raises:
+        ConfigError: no virtual environment has it, or several do.
+    """
+    with _lock(directory):
+        found = find_venvs_of(env_id, directory)
+        if len(found) != 1:
+            where = "no virtual environment" if not found else " and ".join(venv.name for venv in found)
+            there = ", ".join(venv.name for venv in find_venvs(directory))
+            raise ConfigError(f"{env_id} is in {where} of {directory}; virtual environments there: {there or 'none'}")
+        shutil.rmtree(found[0].path)
+
+
+def _lock(directory: Path) -> FileLock:
+    directory.mkdir(parents=True, exist_ok=True)
+    ignored = directory.parent / ".gitignore"
+    if directory.parent.name == ".trivet" and not ignored.exists():
+        ignored.write_text("*\n")
+    return FileLock(directory / ".lock", what=f"the directory of virtual environments {str(directory)!r}")
+
+
+def _build(path: Path, source: PackageSource, constraint: str) -> None:
+    """Make a virtual environment and install into it."""
+    uv = shutil.which("uv")
+    # Relocatable, because it is renamed: the programs in it must not name the temporary directory.
+    command = [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable] if uv else [sys.executable, "-m", "venv"]
+    done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        raise ConfigError(f"no virtual environment can be made in {path}: {(done.stderr or done.stdout).strip()}")
+    with tempfile.NamedTemporaryFile("w", prefix="trivet-constraints-", suffix=".txt") as constraints:
+        constraints.write(f"{constraint}\n")
+        constraints.flush()
+        words = [*source.index_words, "--constraint", constraints.name, str(WORKER_SOURCE), *source.words]
+        done = run_installer(words, python=str(path / "bin" / "python"))
+    if done.returncode != 0:
+        message = (done.stdout + done.stderr).strip()
+        reason = explain_conflicts(message, constraint) or message
+        raise DependencyError(f"{source.describe()} cannot be installed: {reason}")
+
+
+def run_installer(words: Sequence[str], *, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    """Install what `words` name, paths absolute, into `python` with uv if it is on PATH, else with pip.
+
+    It runs outside of every project: uv applies the constraints and overrides of the project in its working directory, and those
+    of trivet's would hold for the environment too.
+
+    Raises:
+        ConfigError: there is neither uv nor pip.
+    """
+    if uv := shutil.which("uv"):
+        install = [uv, "pip", "install", "--python", python, "--refresh-package", "trivet-worker"]
+    else:
+        pip = [python, "-P", "-m", "pip"]
+        found = subprocess.run([*pip, "--version"], capture_output=True, check=False, stdin=subprocess.DEVNULL)
+        if found.returncode != 0:
+            raise ConfigError(f"neither uv on PATH nor pip in {python} was found, one of which installs packages; install uv")
+        install = [*pip, "install"]
+    with tempfile.TemporaryDirectory(prefix="trivet-install-") as nowhere:
+        return subprocess.run(
+            [*install, *words], cwd=nowhere, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        )
+
+
+def explain_conflicts(message: str, constraint: str) -> str:
+    """Return which packages require another version of what `constraint` holds; empty when the message names none.
+
+    Args:
+        message: what uv or pip printed.
+        constraint: a requirement such as `verifiers>=0.3.1,<0.4`.
+    """
+    held = Requirement(constraint)
+    found: dict[str, None] = {}
+    for match in _DEPENDS.finditer(" ".join(message.split())):
+        requirement = f"{match['name']}{match['specifier'].rstrip('.,')}"
+        _, is_pin, version = requirement.partition("==")
+        agrees = bool(is_pin) and held.specifier.contains(version)
+        if canonicalize_name(match["name"]) == canonicalize_name(held.name) and not agrees:
+            found[f"{match['package']} requires {requirement}, and it holds {constraint}"] = None
+    return "; ".join(found)

@@ -1,0 +1,259 @@
+"""The tools over the directory of one run: status, view, top, evals, check and merge.
+
+They read what the run wrote and change nothing; `merge` writes a new directory. What takes long to import is imported by the tool
+that needs it.
+"""
+
+import argparse
+import signal
+import sys
+import threading
+import webbrowser
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trivet.config.layout import RunLayout
+from trivet.errors import ConfigError
+from trivet.process.process_table import process_exists
+from trivet.shown_text import one_line, printable
+from trivet.view.evaluations import FoundEvaluation, find_evaluations
+from trivet.view.metrics import ENTROPY, LOSS, MISMATCH, REWARD, STEP_TIME, THROUGHPUT, MetricKey
+from trivet.view.run import ViewedRun, name_runs, open_run
+from trivet.view.status import StatusClock, describe_run, read_status, watch_status
+from trivet.wire.status import RunState, RunStatus
+
+EVALUATION_COLUMNS = ("policy", "environment", "mean reward", "± (95 %)", "pass@k", "k", "examples", "failed")
+_PIPED_WIDTH = 10_000
+"""Columns of a table that no terminal cuts: no name is longer."""
+_ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVES = {
+    "reward": REWARD,
+    "loss": LOSS,
+    "entropy": ENTROPY,
+    "mismatch KL": MISMATCH,
+    "staleness": MetricKey("orchestrator", "batch/off_policy_level/mean"),
+    "tokens/s": THROUGHPUT,
+    "step time, s": STEP_TIME,
+    "waits for batch, s": MetricKey("trainer", "time/wait_for_batch"),
+}
+_STYLES = {RunState.DONE: "green", RunState.FAILED: "red", RunState.INTERRUPTED: "yellow", RunState.PREEMPTED: "yellow"}
+_ERROR_HEADING = "last error:"
+
+
+def configure_status(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `trivet status`."""
+    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")
+    parser.add_argument("--json", action="store_true", help="print the status as the run wrote it")
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print what the run is doing, or how it ended, in words; returns the exit code.
+
+    Raises:
+        ConfigError: the directory holds no run.
+    """
+    layout = RunLayout(arguments.output_dir)
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(read_status(layout)), indent=1).decode() + "\n")
+        return 0
+    clock = StatusClock()
+    status = watch_status(layout, clock)
+    for line in describe_run(status, layout=layout, now=clock.now(status), is_alive=process_exists):
+        print(printable(line))
+    return 0
+
+
+def configure_view(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `trivet view`."""
+    parser.add_argument(
+        "output_dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="a run's output_dir; several are compared"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one is found)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
+
+
+def run_view(arguments: argparse.Namespace) -> int:
+    """Serve runs as a web page until SIGINT or SIGTERM; returns the exit code.
+
+    Raises:
+        ConfigError: a directory holds no run, or the port is taken.
+    """
+    layouts = [open_run(directory) for directory in arguments.output_dirs]
+    runs = [ViewedRun(layout, name=name) for layout, name in zip(layouts, name_runs(arguments.output_dirs), strict=True)]
+    from trivet.view.api import Api
+    from trivet.view.server import ViewServer
+
+    server = ViewServer(Api(runs), host=arguments.host, port=arguments.port)
+    if arguments.open:
+        webbrowser.open(server.url)
+    # Before any thread starts: a signal is waited for, and no thread may take it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    for viewed in runs:
+        threading.Thread(target=viewed.warm_up, name=f"warm-up-{viewed.name}", daemon=True).start()
+    with server.serving():
+        print(f"{', '.join(viewed.name for viewed in runs)} at {server.url} (Ctrl-C ends)", flush=True)
+        signal.sigwait(_ENDS)
+    return 0
+
+
+def configure_check(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `trivet check`."""
+    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir; the run may be going on")
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Prove from what a run left behind that it kept its promises; returns 0 when it kept every one, else 1.
+
+    Raises:
+        ConfigError: the directory holds no run.
+        HistoryError: its events.jsonl cannot be read.
+    """
+    from trivet.history.check import check_run
+    from trivet.history.describe_report import describe_report
+
+    layout = RunLayout(arguments.output_dir)
+    report = check_run(layout)
+    print(printable(describe_report(report, events=layout.events)))
+    return 1 if report.breaches else 0
+
+
+def configure_merge(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `trivet merge`."""
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER", help="a published weights/step_N, or any adapter of PEFT's")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory to write; it must not be there yet")
+    parser.add_argument("--base", metavar="MODEL", help="the base model, where it is elsewhere than when it was trained with")
+
+
+def run_merge(arguments: argparse.Namespace) -> int:
+    """Write an adapter and its base model as one whole model; returns the exit code.
+
+    Raises:
+        ConfigError: there is no such adapter or base model, or the output is there already.
+        WeightsError: the adapter is not what was published.
+    """
+    from trivet.trainer.model.merge import merge
+
+    base = merge(arguments.adapter, output=arguments.output, base=arguments.base)
+    print(f"{arguments.output} is {base} with {arguments.adapter}")
+    return 0
+
+
+def configure_evals(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `trivet evals`."""
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="a run's output_dir, or the directory of one evaluation or of several"
+    )
+
+
+def run_evals(arguments: argparse.Namespace) -> int:
+    """Browse the evaluations until a key ends it, or print their list where there is no terminal; returns the exit code.
+
+    Raises:
+        ConfigError: the directory holds no evaluation.
+    """
+    found = find_evaluations(arguments.directory)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        from trivet.tools.screens import EVALUATIONS, TerminalApp
+
+        return TerminalApp(arguments.directory, first=EVALUATIONS).show()
+    table = Table(box=None, pad_edge=False)
+    for column in EVALUATION_COLUMNS:
+        table.add_column(column, no_wrap=True)
+    for evaluation in found:
+        table.add_row(*map(Text, evaluation_cells(evaluation)))
+    Console(width=_PIPED_WIDTH).print(table)
+    return 0
+
+
+def evaluation_cells(evaluation: FoundEvaluation) -> Sequence[str]:
+    """Return the texts of an evaluation for `EVALUATION_COLUMNS`, safe to show."""
+    names = (one_line(evaluation.policy), one_line(evaluation.name))
+    summary = evaluation.summary
+    if summary is None:
+        state = f"unreadable: {evaluation.fault}" if evaluation.fault else "goes on"
+        return (*names, one_line(state), *[""] * (len(EVALUATION_COLUMNS) - 3))
+    scores = ("-" if value is None else f"{value:.4f}" for value in (summary.avg, summary.ci95, summary.pass_at_k))
+    return (*names, *scores, *map(str, (summary.rollouts_per_example, summary.num_examples, summary.num_failed)))
+
+
+def configure_top(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `trivet top`."""
+    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")
+    parser.add_argument(
+        "--once", action="store_true", help="print one picture and end; so it is too where the output is no terminal"
+    )
+
+
+def run_top(arguments: argparse.Namespace) -> int:
+    """Show the run at a glance until a key ends it; returns the exit code.
+
+    Raises:
+        ConfigError: the directory holds no run.
+    """
+    viewed, console = ViewedRun(open_run(arguments.output_dir), name=arguments.output_dir.name), Console()
+    if not arguments.once and console.is_terminal and sys.stdin.isatty():
+        from trivet.tools.screens import RUN, TerminalApp
+
+        return TerminalApp(arguments.output_dir, first=RUN).show()
+    with suppress(ConfigError):  # the picture shows the error
+        watch_status(viewed.layout, viewed.clock)
+    console.print(picture(viewed, width=console.width))
+    return 0
+
+
+def picture(viewed: ViewedRun, *, width: int) -> RenderableType:
+    """Return the run as it is now. The last error comes last, because it may be long."""
+    viewed.metrics.refresh(list(_CURVES.values()))
+    try:
+        status = read_status(viewed.layout)
+        words = list(describe_run(status, layout=viewed.layout, now=viewed.clock.now(status), is_alive=process_exists))
+    except ConfigError as exc:
+        status, words = None, [str(exc)]
+    head, *lines = map(one_line, words)
+    error_at = lines.index(_ERROR_HEADING) if _ERROR_HEADING in lines else len(lines)
+    style = "red" if status is None else _STYLES.get(status.state, "cyan")
+    curves = Table("", "now", "least", "greatest", "all steps", box=None, padding=(0, 1), header_style="dim")
+    for label, key in _CURVES.items():
+        values = viewed.metrics.values(key)
+        if len(values):
+            numbers = (f"{value:.4g}" for value in (values[-1], values.min(), values.max()))
+            curves.add_row(label, *numbers, Text(sparkline(values, width=max(8, width - 60)), style="cyan"))
+    awaited = Text("no step has ended yet: curves appear with the first", style="dim")
+    return Group(
+        Text(head, style=f"bold {style}"),
+        _progress(status, width=width),
+        *(Text(line) for line in lines[:error_at]),
+        curves if curves.row_count else awaited,
+        *(Text(line, style="red") for line in lines[error_at:]),
+    )
+
+
+def sparkline(values: np.ndarray, *, width: int) -> str:
+    """Return the values as `width` bars at most, each the mean of its neighbours, scaled from the least to the greatest."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return ""
+    means = np.array([part.mean() for part in np.array_split(finite, min(width, len(finite)))])
+    low, high = float(means.min()), float(means.max())
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((float(mean) - low) * scale)] for mean in means)
+
+
+def _progress(status: RunStatus | None, *, width: int) -> RenderableType:
+    if status is None or not status.max_steps:
+        return Text("")
+    step = max((report.step for role in status.roles for report in role.reports), default=0)
+    num_bars = max(10, width - 24)
+    num_filled = round(num_bars * min(1.0, step / status.max_steps))
+    return Text.assemble(
+        ("━" * num_filled, "green"), ("━" * (num_bars - num_filled), "dim"), f" {step}/{status.max_steps} steps"
+    )
