@@ -29,8 +29,8 @@ SHARES = {"toml": 5, "flags": 5, "variables": 3, "data": 3, "paths": 3, "events"
 PROCESSES = (
     ["trivet.launcher.commands.trainer", "--dry-run", "@"],
     ["trivet.orchestrator.main", "--dry-run", "--output-dir"],
-    ["trivet.tools.cli", "status"],
-    ["trivet.tools.cli", "check"],
+    ["trivet.cli.main", "status"],
+    ["trivet.cli.main", "check"],
 )
 TEXTS = ("x" * 5000, "~nouser-here/x", "\udcff", "\u00fc" * 70, "[" * 5000, "..", "/dev/null", "")
 

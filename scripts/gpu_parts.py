@@ -99,7 +99,7 @@ def pytest_counts(output: str) -> dict[str, Any] | None:
 def _doctor() -> Part:
     return Part(
         name="doctor",
-        command=[_PYTHON, "-m", "trivet.tools.cli", "doctor", "--json"],
+        command=[_PYTHON, "-m", "trivet.cli.main", "doctor", "--json"],
         limit_s=120,
         read_result=whole_json,
         good_codes=(0, 1),  # 1: something is missing that a whole run needs, such as vLLM; the findings say what
@@ -193,7 +193,7 @@ def _with_server(machine: Machine, scratch: Path, no_device: str | None) -> list
         _chain(
             "quickstart",
             [
-                [_PYTHON, "-m", "trivet.tools.cli", "quickstart", "--output-dir", str(quickstart)],
+                [_PYTHON, "-m", "trivet.cli.main", "quickstart", "--output-dir", str(quickstart)],
                 [*record, str(quickstart / "run")],
             ],
             limit_s=1200,

@@ -99,7 +99,7 @@ compile_packages() { .venv/bin/python scripts/compile_packages.py --interval-s "
 # Torch cannot use a GPU whose driver is older than torch's CUDA, and this installation cannot change the driver.
 warn_about_driver() {
   local problem
-  problem=$(.venv/bin/python -c 'from trivet.tools.doctor import find_driver_problem; print(find_driver_problem() or "")') || return 0
+  problem=$(.venv/bin/python -c 'from trivet.cli.doctor import find_driver_problem; print(find_driver_problem() or "")') || return 0
   [[ -z $problem ]] || say "warning: no run can use the GPU yet: $problem" >&2
 }
 

@@ -118,7 +118,7 @@ def write_run(layout: RunLayout, *, num_groups: int) -> int:
 
 def check(layout: RunLayout) -> tuple[float, float]:
     """Return seconds and peak resident MiB of `trivet check`."""
-    program = "import sys; from trivet.tools.cli import main; sys.exit(main())"
+    program = "import sys; from trivet.cli.main import main; sys.exit(main())"
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", program, "check", str(layout.root)], check=True)
     return time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

@@ -31,7 +31,7 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
-from trivet.view.configs import read_configs
+from trivet.view.run import read_configs
 from trivet.weights.manifest import describe_start_model, verify
 from trivet.wire.events import Dispatch, Load, Publish, Restart, Start, Stop
 
@@ -187,7 +187,7 @@ def test_eval_scores_the_policies_of_a_run_as_the_run_did(
 
 
 def test_the_page_shows_the_run(finished: Finished) -> None:
-    command = [sys.executable, "-m", "trivet.tools.cli", "view", str(finished.run.layout.root)]
+    command = [sys.executable, "-m", "trivet.cli.main", "view", str(finished.run.layout.root)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

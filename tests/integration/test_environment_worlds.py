@@ -78,7 +78,7 @@ def venvs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pinned = write_source(folder, NAMES[2], requires=PINS, module=vowels + REQUIRE_PINS)
     home = tmp_path_factory.mktemp("venvs")
     for what in (str(old), "count-letters", str(pinned)):
-        done = run_trivet(home, "trivet.tools.cli", "env", "install", what)
+        done = run_trivet(home, "trivet.cli.main", "env", "install", what)
         assert done.returncode == 0, done.stdout + done.stderr
     return home
 

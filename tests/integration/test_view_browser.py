@@ -31,7 +31,7 @@ HOSTILE = "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'>\u
 @contextmanager
 def viewing(*directories: Path) -> Iterator[str]:
     """Yield the address of a `trivet view` of these runs, which must end well."""
-    command = [sys.executable, "-m", "trivet.tools.cli", "view", *map(str, directories)]
+    command = [sys.executable, "-m", "trivet.cli.main", "view", *map(str, directories)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

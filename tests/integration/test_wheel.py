@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from support.documents import ROOT
+from trivet.cli.init import ENVIRONMENTS
 from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
-from trivet.tools.init import ENVIRONMENTS
 
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 HELP_TIMEOUT_S = 120

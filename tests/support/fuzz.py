@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from support.big_run import write_run
 from support.histories import RunMaker
+from trivet.cli.main import main as run_tool
 from trivet.config.command import run_command
 from trivet.config.keys import all_keys, dotted
 from trivet.config.layout import RunLayout
@@ -34,7 +35,6 @@ from trivet.config.schema.trainer import TrainerConfig
 from trivet.conversations.records import read_conversation
 from trivet.conversations.sources import open_source
 from trivet.errors import ConfigError
-from trivet.tools.cli import main as run_tool
 from trivet.view.api import Api
 from trivet.view.run import ViewedRun
 

@@ -18,8 +18,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from trivet.cli.main import main
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
-from trivet.tools.cli import main
 
 KINDS = ("drop", "duplicate", "swap", "change", "move", "truncate", "flip")
 EXAMINED = ("weights", "checkpoints", "rollouts")

@@ -103,6 +103,6 @@ class NodeRun:
 
 def prove(layout: RunLayout) -> None:
     """Prove the run's history with `trivet check`."""
-    command = module_command("trivet.tools.cli", "check", str(layout.root), python=sys.executable)
+    command = module_command("trivet.cli.main", "check", str(layout.root), python=sys.executable)
     checked = subprocess.run(command, capture_output=True, text=True, env=ENVIRON, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.documents import ROOT
+from trivet.cli.main import TOOLS
 from trivet.config.keys import find_key
 from trivet.config.schema.base import Section
 from trivet.config.schema.evaluation import EvalConfig
@@ -18,7 +19,6 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig
-from trivet.tools.cli import TOOLS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODELS: list[type[Section]] = [RLConfig, VfRLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig]

@@ -24,7 +24,7 @@ LAYERS = [
     {"orchestrator", "dialects"},
     {"history"},
     {"view"},
-    {"tools", "library"},
+    {"cli", "library"},
 ]
 """Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
 
@@ -45,7 +45,7 @@ WITHOUT_TORCH = [
     "checkpoints",
     "history",
     "view",
-    "tools",
+    "cli",
     "library",
     "trivet",
 ]

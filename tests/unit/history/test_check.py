@@ -10,10 +10,10 @@ from support.histories import write_events
 from support.made_run import STEPS, make_run, write_checkpoint, write_weights
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER, begin_part, finish_part
+from trivet.cli.main import main
 from trivet.config.layout import COMMITTED, MANIFEST, RunLayout
 from trivet.history.check import check_run
 from trivet.orchestrator.rollout_log import write_rollouts
-from trivet.tools.cli import main
 from trivet.weights.publish import publish
 from trivet.wire.events import AnyEvent, BatchFormed, Commit, Publish, Start, Stop, Train
 from trivet.wire.versions import Step

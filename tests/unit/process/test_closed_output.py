@@ -11,8 +11,8 @@ import pytest
 
 from support.big_run import write_run
 from support.histories import RunMaker
+from trivet.cli.main import main
 from trivet.process.closed_output import EXIT_CODE, UNWRITABLE_EXIT_CODE, is_closed, run_until_output_closes
-from trivet.tools.cli import main
 
 COMMANDS = {
     "rl": "trivet.launcher.commands.rl",
@@ -22,7 +22,7 @@ COMMANDS = {
     "inference": "trivet.inference.main",
     "orchestrator": "trivet.orchestrator.main",
     "trainer": "trivet.launcher.commands.trainer",
-    "trivet": "trivet.tools.cli",
+    "trivet": "trivet.cli.main",
 }
 LOGGER = """
 import logging, sys
@@ -71,7 +71,7 @@ def test_the_help_of_every_command_ends_quietly_when_nobody_reads_it(command: st
 
 @pytest.mark.parametrize("arguments", [["status", "--help"], ["doctor"], ["status", "nowhere"]])
 def test_a_tool_ends_quietly_when_nobody_reads_its_output(arguments: list[str], tmp_path: Path) -> None:
-    code, errors = run_without_reader([sys.executable, "-m", "trivet.tools.cli", *arguments])
+    code, errors = run_without_reader([sys.executable, "-m", "trivet.cli.main", *arguments])
     assert "Traceback" not in errors
     assert "Exception ignored" not in errors
     assert code in ((2,) if "nowhere" in arguments else (0, EXIT_CODE))
@@ -122,7 +122,7 @@ def test_the_help_of_every_command_says_when_it_cannot_be_written(command: str) 
 
 def test_a_tool_says_when_its_output_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
-    code, errors = run_on_full_device([sys.executable, "-m", "trivet.tools.cli", "check", str(tmp_path)])
+    code, errors = run_on_full_device([sys.executable, "-m", "trivet.cli.main", "check", str(tmp_path)])
     assert code == UNWRITABLE_EXIT_CODE
     assert errors == "error: the output cannot be written: No space left on device\n"
 
@@ -133,7 +133,7 @@ def test_a_tool_that_reads_a_run_ends_quietly_when_nobody_reads_it(arguments: li
     made = RunMaker(Random(1), max_steps=3, max_crashes=0).run()
     layout.events.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in made))
     words = [str(layout.root) if word == "RUN" else word for word in arguments]
-    code, errors = run_without_reader([sys.executable, "-m", "trivet.tools.cli", *words])
+    code, errors = run_without_reader([sys.executable, "-m", "trivet.cli.main", *words])
     assert errors == ""
     assert code in (0, 1, EXIT_CODE)
 

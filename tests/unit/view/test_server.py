@@ -19,10 +19,10 @@ import pytest
 from support.big_run import trainer_line, write_run
 from support.groups import make_group
 from trivet.algorithms.filters import RolloutFilter, RolloutFilters, mask_rollouts
+from trivet.cli.main import main
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.orchestrator.rollout_log import write_rollouts
-from trivet.tools.cli import main
 from trivet.view.api import Api
 from trivet.view.run import ViewedRun, name_runs, open_run
 from trivet.view.server import ViewServer, is_meant, read_pages

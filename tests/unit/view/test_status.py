@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from trivet.cli.main import main
 from trivet.config.layout import RunLayout
-from trivet.tools.cli import main
 from trivet.view.status import StatusClock, describe_role, describe_run, is_over, read_status, watch_status
 from trivet.wire.status import ProcessReport, RestartRecord, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 from trivet.wire.versions import PolicyVersion, Step

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from support.stand_in_docker import install
+from trivet.cli.doctor import diagnose, machine_facts
 from trivet.environments.workers.containers import note_engine, remove_containers
 from trivet.environments.workers.worker_directory import WorkerDirectory, sweep_directories
-from trivet.tools.doctor import diagnose, machine_facts
 
 
 @pytest.fixture(autouse=True)

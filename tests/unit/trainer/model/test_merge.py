@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.adapters import publish_adapter, write_adapter
+from trivet.cli.main import main
 from trivet.config.layout import RunLayout
-from trivet.tools.cli import main
 
 
 def logits_of(model: torch.nn.Module) -> torch.Tensor:

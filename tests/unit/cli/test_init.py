@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.documents import ROOT
-from trivet.config.load import load_config
-from trivet.config.schema.evaluation import EvalConfig
-from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.sft import SftConfig
-from trivet.config.schema.vf_rl import VfRLConfig
-from trivet.dialects.vf_translation import load_run
-from trivet.tools.cli import main
-from trivet.tools.init import (
+from trivet.cli.init import (
     ENVIRONMENTS,
     describe_source,
     missing_entries,
@@ -24,6 +17,13 @@ from trivet.tools.init import (
     workspace_files,
     write_workspace,
 )
+from trivet.cli.main import main
+from trivet.config.load import load_config
+from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.sft import SftConfig
+from trivet.config.schema.vf_rl import VfRLConfig
+from trivet.dialects.vf_translation import load_run
 
 PROJECT = '[project]\nname = "lab"\n'
 
@@ -149,7 +149,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.C
 
 
 def test_without_a_directory_the_workspace_is_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trivet.tools.init import main as vf_setup
+    from trivet.cli.init import main as vf_setup
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["vf-setup"])
@@ -158,7 +158,7 @@ def test_without_a_directory_the_workspace_is_made_here(tmp_path: Path, monkeypa
 
 
 def test_init_is_imported_without_any_installed_package() -> None:
-    program = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import trivet.tools.cli, trivet.tools.init"
+    program = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import trivet.cli.main, trivet.cli.init"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 

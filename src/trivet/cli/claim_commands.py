@@ -16,7 +16,7 @@ def _run_eval() -> int | None:
 
 
 def _run_vf_setup() -> int | None:
-    from trivet.tools.init import main
+    from trivet.cli.init import main
 
     return main()
 

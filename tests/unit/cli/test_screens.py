@@ -8,7 +8,7 @@ from textual.widgets import DataTable, Static
 
 from support.big_run import write_run
 from support.evaluations import write_evaluation
-from trivet.tools.screens import EVALUATIONS, RUN, EvaluationsScreen, RunScreen, TerminalApp
+from trivet.cli.screens import EVALUATIONS, RUN, EvaluationsScreen, RunScreen, TerminalApp
 
 SIZE = (140, 40)
 

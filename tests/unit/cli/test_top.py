@@ -12,9 +12,9 @@ import pytest
 
 from support.big_run import write_run
 from support.processes import heed_signals
+from trivet.cli.main import main
+from trivet.cli.run_tools import sparkline
 from trivet.config.layout import RunLayout
-from trivet.tools.cli import main
-from trivet.tools.run_tools import sparkline
 
 DEADLINE_S = 30.0
 
@@ -70,7 +70,7 @@ def test_on_a_terminal_it_stays_until_a_key_and_puts_the_terminal_back(layout: R
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     process = subprocess.Popen(
-        [sys.executable, "-m", "trivet.tools.cli", "top", str(layout.root)],
+        [sys.executable, "-m", "trivet.cli.main", "top", str(layout.root)],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from support.packages import write_installed
-from trivet.tools.cli import TOOLS, main
+from trivet.cli.main import TOOLS, main
 
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_every_tool_has_a_module_that_configures_and_runs(name: str) -> None:
-    module = importlib.import_module(f"trivet.tools.{TOOLS[name].module}")
+    module = importlib.import_module(f"trivet.cli.{TOOLS[name].module}")
     assert callable(getattr(module, f"configure_{name}"))
     assert callable(getattr(module, f"run_{name}"))
 
@@ -36,7 +36,7 @@ def test_a_tool_that_cannot_be_imported_for_a_wrong_version_names_it(tmp_path: P
     write_installed(tmp_path, "trivet", "0.1.0", requires=["pydantic>=2.12"])
     write_installed(tmp_path, "pydantic", "1.10", modules={"pydantic.py": "Field = None"})
     done = subprocess.run(
-        [sys.executable, "-m", "trivet.tools.cli", "doctor"],
+        [sys.executable, "-m", "trivet.cli.main", "doctor"],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from trivet.cli import main
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
 from trivet.config.masking import HIDDEN
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.evaluation.results import TaskRecord
-from trivet.tools import cli
 from trivet.wire.groups import SamplingArguments, Split
 
 ENVIRONMENT = """
@@ -81,7 +81,7 @@ def files_of(layout: RunLayout) -> dict[Path, bytes]:
 
 
 def replay(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    code = cli.main(["replay", *words])
+    code = main.main(["replay", *words])
     captured = capsys.readouterr()
     return code, captured.out + captured.err
 

@@ -3,11 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from trivet.dependencies import Violation
-from trivet.errors import ConfigError
-from trivet.machine import Machine
-from trivet.tools import cli, doctor
-from trivet.tools.doctor import (
+from trivet.cli import doctor, main
+from trivet.cli.doctor import (
     Facts,
     Health,
     diagnose,
@@ -15,6 +12,9 @@ from trivet.tools.doctor import (
     mismatched_companions,
     require_matching_companions,
 )
+from trivet.dependencies import Violation
+from trivet.errors import ConfigError
+from trivet.machine import Machine
 
 GOOD = Facts(
     system="Linux x86_64",
@@ -123,7 +123,7 @@ def test_this_machine_can_be_looked_at(tmp_path):
 
 
 def test_the_command_prints_json(capsys, tmp_path):
-    code = cli.main(["doctor", "--json", "--output-dir", str(tmp_path)])
+    code = main.main(["doctor", "--json", "--output-dir", str(tmp_path)])
     found = json.loads(capsys.readouterr().out)
     assert {"subject", "health", "found", "remedy"} == set(found[0])
     assert code == int(any(item["health"] == "missing" for item in found))

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from support.packages import write_installed
+from trivet.cli.env import list_environments, write_package
+from trivet.cli.main import main
 from trivet.dependencies import InstalledPackages
 from trivet.errors import ConfigError
-from trivet.tools.cli import main
-from trivet.tools.env import list_environments, write_package
 
 
 def test_a_new_environment_loads_and_scores(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from string import Template
 
 from packaging.utils import canonicalize_name
 
+from trivet.cli.environment_packages import choose_source, install, remove, require_on_hub
 from trivet.dependencies import InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
 from trivet.environments.packages.import_check import check_imports
 from trivet.environments.packages.interpreters import AUTO, OWN
 from trivet.environments.packages.venvs import find_venv_directory, find_venvs
 from trivet.errors import ConfigError
-from trivet.tools.environment_packages import choose_source, install, remove, require_on_hub
 
 FOLDER = Path("environments")
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")

@@ -50,7 +50,7 @@ class Written:
 
 def main() -> int:
     """Run `vf-setup`, the name that verifiers has for this command."""
-    from trivet.tools.cli import main as run_tool
+    from trivet.cli.main import main as run_tool
 
     return run_tool(["init", *sys.argv[1:]])
 

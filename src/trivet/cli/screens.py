@@ -17,10 +17,10 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Static
 
+from trivet.cli.run_tools import EVALUATION_COLUMNS, evaluation_cells, picture
 from trivet.errors import ConfigError
 from trivet.shown_text import one_line, printable
 from trivet.telemetry.console import message_text
-from trivet.tools.run_tools import EVALUATION_COLUMNS, evaluation_cells, picture
 from trivet.view.evaluations import (
     FILTERS,
     PAIR_FILTERS,

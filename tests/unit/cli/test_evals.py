@@ -9,7 +9,7 @@ import pytest
 from support.evaluations import ESCAPES, write_evaluation
 from support.processes import wait_until
 from support.terminals import Terminal
-from trivet.tools.cli import main
+from trivet.cli.main import main
 
 TIMEOUT_S = 60.0
 _RESTORED = "\x1b[?1049l"
@@ -36,7 +36,7 @@ def test_piped_output_is_the_list(run_directory: Path, capsys: pytest.CaptureFix
 def test_the_list_needs_no_screens_and_no_wide_output(run_directory: Path):
     name = "long-name" * 20
     write_evaluation(run_directory, step=5, env=name, rewards=[[1.0]])
-    program = "import sys; from trivet.tools.cli import main; sys.exit(main(sys.argv[1:]) + 9 * ('textual' in sys.modules))"
+    program = "import sys; from trivet.cli.main import main; sys.exit(main(sys.argv[1:]) + 9 * ('textual' in sys.modules))"
     words = [sys.executable, "-c", program, "evals", str(run_directory / "evals" / "step_5")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")

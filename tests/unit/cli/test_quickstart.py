@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import descendants_of, still_alive
-from trivet.config.layout import STABLE, RunLayout
-from trivet.errors import ConfigError, RoleFailed
-from trivet.launcher.supervision.interrupts import Interrupts
-from trivet.tools.quickstart import (
+from trivet.cli.quickstart import (
     Children,
     QuickstartLayout,
     child_environment,
@@ -21,6 +18,9 @@ from trivet.tools.quickstart import (
     rl_command,
     sft_command,
 )
+from trivet.config.layout import STABLE, RunLayout
+from trivet.errors import ConfigError, RoleFailed
+from trivet.launcher.supervision.interrupts import Interrupts
 
 CONFIGS = Path("configs/quickstart")
 

@@ -13,15 +13,9 @@ from packaging.version import Version
 from support.http_fake import serve
 from support.packages import write_installed, write_source
 from support.processes import find_free_port
-from trivet.config.schema.environment import EnvConfig
-from trivet.dependencies import InstalledPackages
-from trivet.environments.packages.interpreters import describe_interpreter, find_interpreter
-from trivet.environments.packages.venvs import EnvironmentVenv, find_venvs
-from trivet.errors import ConfigError, DependencyError, EnvironmentLoadError
-from trivet.tools import environment_packages
-from trivet.tools.cli import main
-from trivet.tools.env import list_environments
-from trivet.tools.environment_packages import (
+from trivet.cli import environment_packages
+from trivet.cli.env import list_environments
+from trivet.cli.environment_packages import (
     PackageSource,
     api_of,
     choose_source,
@@ -31,6 +25,12 @@ from trivet.tools.environment_packages import (
     require_on_hub,
     run_installer,
 )
+from trivet.cli.main import main
+from trivet.config.schema.environment import EnvConfig
+from trivet.dependencies import InstalledPackages
+from trivet.environments.packages.interpreters import describe_interpreter, find_interpreter
+from trivet.environments.packages.venvs import EnvironmentVenv, find_venvs
+from trivet.errors import ConfigError, DependencyError, EnvironmentLoadError
 
 
 def test_a_name_means_the_folder_first(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from itertools import chain, count
 from pathlib import Path
 from statistics import mean
 
+from trivet.cli.doctor import require_matching_companions
 from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ServerConfig
@@ -26,7 +27,6 @@ from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.process.lifetime import module_command, tied_command
 from trivet.telemetry.metrics import read_metrics
-from trivet.tools.doctor import require_matching_companions
 from trivet.weights.catalog import latest_version
 
 CONFIGS = Path("configs/quickstart")

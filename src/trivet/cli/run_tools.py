@@ -162,7 +162,7 @@ def run_evals(arguments: argparse.Namespace) -> int:
     """
     found = find_evaluations(arguments.directory)
     if sys.stdin.isatty() and sys.stdout.isatty():
-        from trivet.tools.screens import EVALUATIONS, TerminalApp
+        from trivet.cli.screens import EVALUATIONS, TerminalApp
 
         return TerminalApp(arguments.directory, first=EVALUATIONS).show()
     table = Table(box=None, pad_edge=False)
@@ -201,7 +201,7 @@ def run_top(arguments: argparse.Namespace) -> int:
     """
     viewed, console = ViewedRun(open_run(arguments.output_dir), name=arguments.output_dir.name), Console()
     if not arguments.once and console.is_terminal and sys.stdin.isatty():
-        from trivet.tools.screens import RUN, TerminalApp
+        from trivet.cli.screens import RUN, TerminalApp
 
         return TerminalApp(arguments.output_dir, first=RUN).show()
     with suppress(ConfigError):  # the picture shows the error
