@@ -3,10 +3,9 @@
 with Browser() as browser:
     page = browser.open("http://127.0.0.1:8000/")
     page.wait_for("document.body?.dataset.ready")
-    page.screenshot(Path("page.png"))
+    assert page.complaints() == []
 """
 
-import base64
 import json
 import os
 import select
@@ -165,10 +164,6 @@ class Page:
         button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
         self.command("Input.dispatchMouseEvent", {"type": kind, "x": x, "y": y, **button})
 
-    def screenshot(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(self.command("Page.captureScreenshot", {"format": "png"})["data"]))
-
     def complaints(self) -> list[str]:
         """Return uncaught errors and console messages above the level of information, with refusals of the security policy."""
         self.evaluate("1")  # what happened before is told before this is answered
@@ -186,14 +181,6 @@ class Page:
     def requested(self) -> list[str]:
         """Return the addresses that the page asked for."""
         return [event["params"]["request"]["url"] for event in self._events() if event["method"] == "Network.requestWillBeSent"]
-
-    def received_bytes(self) -> int:
-        """Return the bytes received over the network so far, headers included."""
-        return int(
-            sum(
-                event["params"]["encodedDataLength"] for event in self._events() if event["method"] == "Network.loadingFinished"
-            )
-        )
 
     def _events(self) -> list[dict[str, Any]]:
         return [event for event in self._browser.events if event.get("sessionId") == self._session]

@@ -43,41 +43,24 @@ _HANG_S = 20
 """Seconds after which a case is interrupted."""
 _KEYS = {kind: [dotted(path) for path, _ in all_keys(kind)] for kind in COMMANDS}
 
-_ODD_TEXTS = (
-    *(
-        "",
-        "None",
-        "true",
-        "inf",
-        "-inf",
-        "nan",
-        "1e400",
-        "0x10",
-        "-1",
-        "٣",
-        "step_٣",
-        "@",
-        "--",
-        "~",
-        "~nouser-here/x",
-        "..",
-        "/",
-    ),
-    *("a\0b", "\x1b[2J", "\ud800", "http://", "[" * 3000, "{" * 3000, '{"a":' * 200 + "1" + "}" * 200, "9" * 5000, "x" * 5000),
-)
+_PLAIN = ["", "None", "true", "inf", "-inf", "nan", "1e400", "0x10", "-1", "٣", "step_٣", "@", "--", "~", "..", "/", "http://"]
+_HOSTILE = ["~nouser-here/x", "a\0b", "\x1b[2J", "\ud800", "[" * 3000, "{" * 3000, '{"a":' * 200 + "1" + "}" * 200]
 odd_texts = st.one_of(
-    st.sampled_from(_ODD_TEXTS), st.text(max_size=30), st.integers(-(2**70), 2**70).map(str), st.floats().map(str)
-)
-plausible_texts = st.sampled_from(
-    ["1", "2", "8", "0.5", "1e-6", "true", "false", "None", "auto", "a,b", "[1, 2]", "/tmp", "linear"]
+    st.sampled_from([*_PLAIN, *_HOSTILE, "9" * 5000, "x" * 5000]),
+    st.text(max_size=30),
+    st.integers(-(2**70), 2**70).map(str),
+    st.floats().map(str),
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
+plausible_texts = st.sampled_from(["1", "2", "8", "0.5", "1e-6", "true", "false", "None", "auto", "a,b", "[1, 2]", "/tmp"])
 flag_values = st.one_of(plausible_texts, plausible_texts, odd_texts, json_values.map(json.dumps))
-nests = st.builds(lambda depth, opening: (opening * depth, depth), st.integers(1, 3000), st.sampled_from(["[", '{"a":']))
+_ENDS = st.sampled_from([("[", "]"), ('{"a":', "}")])
+nests = st.builds(lambda depth, ends: (ends[0] * depth, ends[1] * depth), st.integers(1, 3000), _ENDS)
+"""Values that are nested deeply, and what closes them."""
 
 _NEEDED: dict[type[Section], list[str]] = {
     RLConfig: ["--orchestrator.rollouts-per-example", "2"],
@@ -104,9 +87,12 @@ def toml_value(value: object) -> str:
     return '"None"' if value is None else json.dumps(value)
 
 
-plausible_values = st.sampled_from(["1", "2", "8", "0.5", "1e-6", "true", "false", '"None"', '"auto"', '["a", "b"]', "[1, 2]"])
 toml_values = st.one_of(
-    *(plausible_values, plausible_values, plausible_values, json_values.map(toml_value), odd_texts, odd_texts.map(json.dumps))
+    plausible_texts.map(lambda text: text if text[0] in "[0123456789tf" else json.dumps(text)),
+    plausible_texts.map(json.dumps),
+    json_values.map(toml_value),
+    odd_texts,
+    odd_texts.map(json.dumps),
 )
 
 
@@ -116,8 +102,7 @@ def toml_texts(draw: st.DrawFn, kind: type[Section]) -> str:
     if draw(st.integers(0, 4)) == 0:
         lines.append(f"[{draw(key_of(kind))}]\nx = 1")
     if draw(st.integers(0, 9)) == 0:
-        opening, depth = draw(nests)
-        lines.append(f"x = {opening}" + ("]" if opening[0] == "[" else "}") * depth)
+        lines.append(f"x = {''.join(draw(nests))}")
     return "\n".join(lines)
 
 
@@ -213,8 +198,7 @@ class Fuzzer:
         columns = st.sampled_from(["messages", "prompt", "completion", "tools", "x"])
         rows = st.dictionaries(columns, values, max_size=4).map(json.dumps)
         good = st.just('{"messages": [{"role": "user", "content": "a"}]}')
-        deep = nests.map(lambda nest: nest[0] + ("]" if nest[0][0] == "[" else "}") * nest[1])
-        lines = data.draw(st.lists(st.one_of(good, good, good, rows, odd_texts, deep), max_size=3))
+        lines = data.draw(st.lists(st.one_of(good, good, good, rows, odd_texts, nests.map("".join)), max_size=3))
         file = self._directory / data.draw(st.sampled_from(["rows.jsonl", "rows.json"]))
         joined = "\n".join(lines) if file.suffix == ".jsonl" else f"[{','.join(lines)}]"
         file.write_bytes(joined.encode(errors="surrogatepass"))
@@ -260,9 +244,7 @@ class Fuzzer:
             elif how == 2:
                 lines.insert(at, line)
             elif how == 3:
-                opening, depth = data.draw(nests)
-                closing = ("]" if opening[0] == "[" else "}") * depth
-                lines[at] = line.rstrip(b"}") + f', "x": {opening}1{closing}}}'.encode()
+                lines[at] = line.rstrip(b"}") + f', "x": {"1".join(data.draw(nests))}}}'.encode()
             elif how == 4:
                 number = data.draw(st.sampled_from([b"9" * 5000, b"-1", b"1e308", b"null", b'"x"', b"1e999"]))
                 lines[at] = line.replace(b":1", b":" + number, 1).replace(b": 1", b": " + number, 1)
