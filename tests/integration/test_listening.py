@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from support.processes import descendants_of
-from support.rl_run import CONFIG, Run
+from support.rl_run import Run
 from trivet.config.layout import STABLE
 from trivet.launcher.plan import rank_command, rank_environment
 from trivet.secret import read_secret
@@ -126,15 +126,9 @@ def test_ranks_by_themselves_listen_on_loopback_alone(num_ranks: int, tiny_model
     assert len(watch.found) >= num_ranks
 
 
-@pytest.fixture
-def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
-    run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS, template=CONFIG)
-    yield run
-    run.stop()
-
-
 @pytest.mark.vllm
-def test_a_run_with_two_ranks_listens_on_loopback_alone_and_keeps_its_secret(run: Run) -> None:
+def test_a_run_with_two_ranks_listens_on_loopback_alone_and_keeps_its_secret(make_run: Callable[..., Run]) -> None:
+    run = make_run(max_steps=MAX_STEPS)
     launcher = run.start("--trainer-cpu-ranks", str(RANKS))
     with Watch(launcher.pid) as watch:
         run.wait_for(run.layout.weights_step(1) / STABLE)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,19 +40,12 @@ def other_than(machine: Machine, unlimited: Machine) -> Other:
     return Other(dtype="bfloat16", environment=os.environ, flags=("--trainer.model.compute-dtype", "bfloat16"))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    model = tmp_path / "model"
-    tiny_model_writer(hidden_size=256, layers=4)(model)
+def test_a_run_learns_in_the_dtype_that_this_machine_would_not_choose(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    tiny_model_writer(hidden_size=256, layers=4)(tmp_path / "model")
     template = (
         CONFIG.replace('compute_dtype = "float32"', "").replace('dtype = "float32"', "").replace("lr = 1e-2", "lr = 1e-3")
     )
-    run = Run(tmp_path, model, max_steps=MAX_STEPS, template=template)
-    yield run
-    run.stop()
-
-
-def test_a_run_learns_in_the_dtype_that_this_machine_would_not_choose(run: Run) -> None:
+    run = make_run(max_steps=MAX_STEPS, model=tmp_path / "model", template=template)
     other = other_than(inspect_machine(), inspect_machine({}))
     run.start(*other.flags, environment=other.environment)
     assert run.await_exit() == 0, run.output[-4000:]

@@ -1,18 +1,17 @@
 """Recover by role with real roles, the real vLLM and the tiny model. The run goes on whatever is killed or stopped."""
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 import psutil
 import pytest
 
+from support.histories import assert_proven
 from support.processes import assert_all_gone, assert_named_in_time, assert_port_free, descendants_of, wait_until
 from support.rl_run import Run
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
 from trivet.history.check import check_run
-from trivet.history.describe_report import describe_report
 from trivet.telemetry.events import read_events
 from trivet.wire.events import Restart
 from trivet.wire.status import RunState, RunStatus
@@ -23,13 +22,6 @@ MAX_STEPS = 48
 """A step takes a tenth of a second on an idle machine. Some steps must be left at every interruption."""
 WATCHDOG_S = 20.0
 BACK_WITHIN_S = 900.0
-
-
-@pytest.fixture
-def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
-    run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS)
-    yield run
-    run.stop()
 
 
 def status_of(layout: RunLayout) -> RunStatus:
@@ -50,12 +42,8 @@ def wait_for_restart(run: Run, number: int) -> RunStatus:
     return status_of(run.layout)
 
 
-def assert_proven(layout: RunLayout) -> None:
-    report = check_run(layout)
-    assert not report.breaches, describe_report(report, events=layout.events)
-
-
-def test_a_run_completes_although_each_role_is_lost_once(run: Run) -> None:
+def test_a_run_completes_although_each_role_is_lost_once(make_run: Callable[..., Run]) -> None:
+    run = make_run(max_steps=MAX_STEPS)
     launcher = run.start("--recovery.watchdog-timeout-s", str(WATCHDOG_S), "--recovery.max-restarts", "5")
     run.wait_for(run.layout.weights_step(2) / STABLE)
 
@@ -92,10 +80,11 @@ def test_a_run_completes_although_each_role_is_lost_once(run: Run) -> None:
     assert "restarts: 3" in run.output
     ended = status_of(run.layout)
     assert (ended.state, ended.exit_code, ended.last_commit) == (RunState.DONE, 0, MAX_STEPS)
-    assert_proven(run.layout)
+    assert_proven(check_run(run.layout))
 
 
-def test_a_killed_launcher_takes_every_role_with_it(run: Run) -> None:
+def test_a_killed_launcher_takes_every_role_with_it(make_run: Callable[..., Run]) -> None:
+    run = make_run(max_steps=MAX_STEPS)
     launcher = run.start()
     run.wait_for(run.layout.weights_step(1) / STABLE)
     family = descendants_of(launcher.pid)

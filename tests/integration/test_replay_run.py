@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -19,15 +18,6 @@ pytestmark = pytest.mark.vllm
 RECORDED_STEPS = 3
 
 
-@pytest.fixture
-def runs(tmp_path: Path, tiny_model: Path) -> Iterator[tuple[Run, Run]]:
-    recorded = Run(tmp_path / "recorded", tiny_model, max_steps=RECORDED_STEPS)
-    replayed = Run(tmp_path / "replayed", tiny_model, max_steps=2)
-    yield recorded, replayed
-    recorded.stop()
-    replayed.stop()
-
-
 def rows_of(layout: RunLayout) -> list[tuple[str, int, int, float, float]]:
     """Return what each trained rollout was, in order of steps and lines; group ids are a run's own."""
     steps = sorted(layout.rollouts.iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
@@ -35,8 +25,8 @@ def rows_of(layout: RunLayout) -> list[tuple[str, int, int, float, float]]:
     return [(row["env"], row["example_id"], row["index"], row["reward"], row["advantage"]) for row in rows]
 
 
-def test_a_recorded_run_is_replayed_resumed_and_ends_with_its_record(runs: tuple[Run, Run]) -> None:
-    recorded, replayed = runs
+def test_a_recorded_run_is_replayed_resumed_and_ends_with_its_record(make_run: Callable[..., Run]) -> None:
+    recorded, replayed = make_run("recorded", max_steps=RECORDED_STEPS), make_run("replayed", max_steps=2)
     flags = ("--orchestrator.replay", str(recorded.layout.root))
 
     recorded.start("--orchestrator.record-rollouts", "true")

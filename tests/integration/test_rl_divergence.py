@@ -1,8 +1,7 @@
 """A learning rate that no model survives makes the trainer's loss NaN. The whole run ends with exit code 3."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -17,14 +16,10 @@ from trivet.wire.status import RunState, RunStatus
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
-    run = Run(tmp_path, tiny_model, max_steps=6)
-    yield run
-    run.stop()
-
-
-def test_a_diverged_trainer_ends_the_run_with_3_and_names_the_step_the_culprits_and_the_last_good_weights(run: Run) -> None:
+def test_a_diverged_trainer_ends_the_run_with_3_and_names_the_step_the_culprits_and_the_last_good_weights(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(max_steps=6)
     process = run.start("--trainer.optim.lr", "1e30")
     published = run.layout.weights_step(1) / STABLE
     wait_until(lambda: published.exists() or process.poll() is not None, timeout_s=900, waiting_for="the first step")

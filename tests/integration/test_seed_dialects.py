@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -185,12 +185,9 @@ def test_the_tutorials_keys_train_all_weights_without_tmux(tmp_path: Path, tiny_
     assert (root / "checkpoint-2" / "model.safetensors").exists()
 
 
-def test_the_guides_configuration_of_prime_rl_trains(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS, template=PRIME)
-    try:
-        run.start()
-        assert run.await_exit() == 0, run.output[-4000:]
-    finally:
-        run.stop()
+def test_the_guides_configuration_of_prime_rl_trains(make_run: Callable[..., Run]) -> None:
+    run = make_run(max_steps=MAX_STEPS, template=PRIME)
+    run.start()
+    assert run.await_exit() == 0, run.output[-4000:]
     assert f"SUCCESS Step {MAX_STEPS} " in run.output
     assert (run.layout.weights_step(MAX_STEPS) / "adapter_config.json").exists()

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,14 +52,10 @@ def teacher(tmp_path: Path) -> Path:
     return tmp_path / "teacher"
 
 
-@pytest.fixture
-def run(tmp_path: Path, tiny_model: Path, teacher: Path) -> Iterator[Run]:
-    run = Run(tmp_path, tiny_model, max_steps=2, template=CONFIG + TEACHER.replace("@TEACHER@", str(teacher)))
-    yield run
-    run.stop()
-
-
-def test_a_run_learns_from_the_log_probabilities_of_its_teacher(run: Run, tiny_model: Path, teacher: Path) -> None:
+def test_a_run_learns_from_the_log_probabilities_of_its_teacher(
+    make_run: Callable[..., Run], tiny_model: Path, teacher: Path
+) -> None:
+    run = make_run(max_steps=2, template=CONFIG + TEACHER.replace("@TEACHER@", str(teacher)))
     process = run.start()
     run.wait_for(run.layout.recorded_batch(1))
     family = descendants_of(process.pid)
