@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from trivet.config.environment_ids import EnvironmentId, parse_environment_id
+from trivet.config.schema.environment import EnvironmentId, parse_environment_id
 from trivet.dependencies import InstalledPackage, InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
 from trivet.environments.packages.interpreters import WORKER_SOURCE

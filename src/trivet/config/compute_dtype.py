@@ -78,27 +78,32 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
         ConfigError: the recorded choice cannot be read or written.
     """
     config, notices = loaded.config, list(loaded.notices)
-    dtypes = {
-        key: value for key in _KEYS.get(type(config), ()) if (value := value_at(config, tuple(key.split(".")))) is not None
-    }
+    keys = {key: value_at(config, tuple(key.split("."))) for key in _KEYS.get(type(config), ())}
+    dtypes = {key: value for key, value in keys.items() if value is not None}
     if not dtypes:
         return loaded
     key, computed = next(iter(dtypes.items()))
-    is_on_gpu = bool(machine.gpus) and not _avoids_gpu(config)
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    is_on_gpu = bool(machine.gpus) and not (isinstance(trainer, TrainingConfig) and trainer.device == "cpu")
     own, file = choose_dtype(machine, is_on_gpu=is_on_gpu), _record_of(config)
-    wanted = _DETERMINISTIC_ON_CPU if getattr(config, "deterministic", False) and not is_on_gpu else own
-    chosen = wanted if computed == AUTO else ChosenDtype(dtype=cast("Dtype", computed), reason="it is set")
-    if computed == AUTO and file is not None:
-        chosen = read_choice(file) or wanted
-    if does_record and file is not None and _is_role(config):
+    chosen = _DETERMINISTIC_ON_CPU if getattr(config, "deterministic", False) and not is_on_gpu else own
+    if computed != AUTO:
+        chosen = ChosenDtype(dtype=cast("Dtype", computed), reason="it is set")
+    elif file is not None:
+        chosen = read_choice(file) or chosen
+    others = [(_SERVED, dtypes.get(_SERVED, AUTO), key_name(key), chosen.dtype)]
+    if does_record and file is not None and isinstance(config, TrainerConfig | InferenceConfig):
         recorded = _record_first(file, chosen)
         if computed == AUTO:
             chosen = recorded
-        elif recorded.dtype != computed:
-            notices.append(_describe_difference(key_name(key), computed, f"the run in {file.parent}", recorded.dtype))
-    served = dtypes.get(_SERVED)
-    if served not in (None, AUTO, chosen.dtype):
-        notices.append(_describe_difference(key_name(_SERVED), served, key_name(key), chosen.dtype))
+        else:
+            others.insert(0, (key, computed, f"the run in {file.parent}", recorded.dtype))
+    for name, dtype, other, other_dtype in others:
+        if dtype not in (AUTO, other_dtype):
+            notices.append(
+                f"{key_name(name)} ({dtype}) differs from that of {other} ({other_dtype}): their log-probabilities will differ by"
+                " rounding"
+            )
     if (chosen.dtype, own.dtype) == ("bfloat16", "float32"):
         notices.append(f"computing in bfloat16 is slow on this machine: {own.reason}; float32 is faster")
     automatic = [key for key, dtype in dtypes.items() if dtype == AUTO and not (is_on_gpu and key.startswith(_TEACHER))]
@@ -140,27 +145,18 @@ def record_choice(layout: RunLayout, config: RLConfig | SftConfig) -> None:
 
 def _record_first(file: Path, chosen: ChosenDtype) -> ChosenDtype:
     """Write `chosen` unless another role has written its own; return the choice that stands."""
-    mine = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
+    own_file = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
     try:
-        write_json_atomically(mine, chosen)
+        write_json_atomically(own_file, chosen)
         try:
-            os.link(mine, file)
+            os.link(own_file, file)
         finally:
-            mine.unlink()
+            own_file.unlink()
     except FileExistsError:
         return read_choice(file) or chosen
     except OSError as exc:
         raise ConfigError(f"output_dir {str(file.parent)!r} cannot be written: {exc.strerror}; choose another") from exc
     return chosen
-
-
-def _describe_difference(key: str, dtype: object, other: str, other_dtype: str) -> str:
-    return f"{key} ({dtype}) differs from that of {other} ({other_dtype}): their log-probabilities will differ by rounding"
-
-
-def _avoids_gpu(config: Section) -> bool:
-    trainer = config.trainer if isinstance(config, RLConfig) else config
-    return isinstance(trainer, TrainingConfig) and trainer.device == "cpu"
 
 
 def _record_of(config: Section) -> Path | None:
@@ -172,10 +168,6 @@ def _record_of(config: Section) -> Path | None:
     assert isinstance(config, TrainerConfig | InferenceConfig)
     is_apart = config.bench is not None if isinstance(config, TrainerConfig) else config.is_teacher
     return None if is_apart else RunLayout(config.output_dir).compute_dtype
-
-
-def _is_role(config: Section) -> bool:
-    return isinstance(config, TrainerConfig | InferenceConfig)
 
 
 def _with_values(section: SectionT, values: Mapping[str, str]) -> SectionT:

@@ -8,9 +8,8 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
@@ -50,6 +49,8 @@ def _docs_of_module(module: str) -> dict[tuple[str, str], str]:
     return docs
 
 
+NEEDED = "needed"
+"""Stands for the default of a key that has to be given."""
 USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run [--changed]] [--help [SECTION]]"
 EXAMPLES: dict[type[Section], tuple[str, str]] = {
     RLConfig: ("rl", "rl @ config.toml --trainer.optim.lr 1e-5"),
@@ -75,19 +76,17 @@ REMARKS: dict[type[Section], str] = {
 """The kinds of configuration that have a reference page, each with a remark."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyRow:
+class KeyRow(NamedTuple):
     """A key, as text."""
 
     name: str
     type: str
-    default: str | None
-    """As TOML; None if the key has to be given."""
+    default: str
+    """As TOML, or `NEEDED`."""
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SectionRows:
+class SectionRows(NamedTuple):
     """A section with the keys that it holds itself, as text."""
 
     path: str
@@ -123,7 +122,7 @@ def help_text(kind: type[Section], only: str = "") -> str:
         lines += ["", f"{section.header}  {section.text}".strip()]
         for row in section.rows:
             text = f". {row.text}" if row.text else ""
-            default = "needed" if row.default is None else f"default {row.default}"
+            default = row.default if row.default == NEEDED else f"default {row.default}"
             lines.append(f"  {row.name:<26} {row.type}, {default}{text}")
     return "\n".join(lines)
 
@@ -136,22 +135,14 @@ def reference_pages() -> dict[str, str]:
 def _reference_page(kind: type[Section]) -> str:
     command, example = EXAMPLES[kind]
     parts = [f"# Keys of `{command}`\n\n```\nuv run {example}\n```\n\n{REMARKS[kind]}\n"]
-    return "\n".join([*parts, *(_table(section) for section in section_rows(kind))])
-
-
-def _table(section: SectionRows) -> str:
-    title = f"## `{section.header}`\n\n" if section.header else "## Top level\n\n"
-    table = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *(_line(row) for row in section.rows)])
-    return f"{title}{section.text + chr(10) * 2 if section.text else ''}{table}\n"
-
-
-def _line(row: KeyRow) -> str:
-    default = "needed" if row.default is None else f"`{_cell(row.default)}`"
-    return f"| `{row.name}` | {_cell(row.type)} | {default} | {_cell(row.text)} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    for section in section_rows(kind):
+        title = f"## `{section.header}`" if section.header else "## Top level"
+        lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for row in section.rows:
+            name, kind_of_value, default, text = (cell.replace("|", "\\|").replace("\n", " ") for cell in row)
+            lines.append(f"| `{name}` | {kind_of_value} | {default if default == NEEDED else f'`{default}`'} | {text} |")
+        parts.append("\n\n".join([title, *([section.text] if section.text else []), "\n".join(lines)]) + "\n")
+    return "\n".join(parts)
 
 
 def section_rows(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionRows]:
@@ -170,7 +161,7 @@ def section_rows(kind: type[Section], path: KeyPath = (), header: str = "", text
         for section in key.sections:
             variant = f' type = "{section.model_fields["type"].default}"' if len(key.sections) > 1 else ""
             description = " ".join(remark for remark in (*remarks, inspect.cleandoc(section.__doc__ or "")) if remark)
-            yield from section_rows(section, inner, brackets + variant, description.strip())
+            yield from section_rows(section, inner, brackets + variant, description)
 
 
 def _row(kind: type[Section], name: str, field: FieldInfo) -> KeyRow:
@@ -178,14 +169,13 @@ def _row(kind: type[Section], name: str, field: FieldInfo) -> KeyRow:
     return KeyRow(
         name=name,
         type=f"{_type_name(field.annotation)}{_bounds(field)}",
-        default=None if field.is_required() else "None" if default is None else literal(default),
+        default=NEEDED if field.is_required() else "None" if default is None else literal(default),
         text=field_doc(kind, name).replace("\n", " "),
     )
 
 
 def _type_name(annotation: Any) -> str:
-    names = [_member_name(member) for member in members(annotation)]
-    return " | ".join(names)
+    return " | ".join(map(_member_name, members(annotation)))
 
 
 def _member_name(member: Any) -> str:

@@ -44,7 +44,7 @@ def require_tmux(session: str) -> None:
             "tmux is not installed; install it with 'sudo apt-get install tmux' (Debian, Ubuntu), 'sudo dnf install tmux' "
             "(Fedora) or 'brew install tmux', or add --no-tmux to run in this terminal"
         )
-    if _exists(session):
+    if subprocess.run(["tmux", "has-session", "-t", f"={session}"], capture_output=True, check=False).returncode == 0:
         raise ConfigError(
             f"tmux session '{session}' exists already: attach with 'tmux attach -t {session}', end it with "
             f"'tmux kill-session -t {session}', or choose another name with -s"
@@ -117,7 +117,8 @@ def _wait(
             if interrupts.first == signal.SIGHUP or (viewer is not None and viewer.poll() is not None):
                 _print_text(f"session '{session}' goes on; attach again with: tmux attach -t {session}")
                 return 0
-            forwarded = forward(interrupts, partial(_send, pid), forwarded)
+            with suppress(ProcessLookupError):  # it has just ended
+                forwarded = forward(interrupts, partial(os.kill, pid), forwarded)
         time.sleep(_POLL_INTERVAL_S)
     return None
 
@@ -141,11 +142,6 @@ def _inspect_pane(pane: str) -> tuple[bool, bool, int]:
     return len(words) == 2, words[:1] == ["1"], int(words[1]) if len(words) == 2 else 0
 
 
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # it has just ended
-        os.kill(pid, number)
-
-
 def _print_text(text: str) -> None:
     with suppress(OSError):  # the terminal was closed
         print(text, flush=True)  # noqa: T201
@@ -157,10 +153,6 @@ def _tmux(*words: str) -> str:
     if done.returncode:
         raise ConfigError(f"tmux {words[0]} failed: {done.stderr.strip()}; --no-tmux runs in this terminal")
     return done.stdout.rstrip("\n")
-
-
-def _exists(session: str) -> bool:
-    return subprocess.run(["tmux", "has-session", "-t", f"={session}"], capture_output=True, check=False).returncode == 0
 
 
 def main(job: Path) -> int:

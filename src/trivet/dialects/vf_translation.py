@@ -4,10 +4,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from trivet.config.environment_ids import parse_environment_id
 from trivet.config.findings import ROOT, Findings
 from trivet.config.keys import find_key
 from trivet.config.load import LoadedConfig, environment_entries, load_sources
+from trivet.config.schema.environment import parse_environment_id
 from trivet.config.schema.inference import VLLM_KEYS
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs, VfWandbConfig

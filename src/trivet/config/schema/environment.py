@@ -1,13 +1,14 @@
 """Sections of environments: how they run, how tokens are sampled in them, and how a run is evaluated on them."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, Field, model_validator
 
 from trivet.algorithms.schedules import cosine_value, linear_value
-from trivet.config.environment_ids import parse_environment_id
 from trivet.config.layout import SECRET_FILE
 from trivet.config.schema.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Host, Section
 from trivet.process.imports import is_in_a_file
@@ -138,6 +139,43 @@ class EnvSamplingConfig(Section):
         elif isinstance(run, SamplingConfig) and self.temp_scheduler is not None:
             changes["temperature"] = None
         return run.model_copy(update=changes)
+
+
+_ID = re.compile(r"(?P<package>(?:[\w.-]+/)?[\w.-]+)(?:(?:@|==)(?P<version>[^@=]+))?")
+_ANY_VERSION = "latest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentId:
+    """The parts of an id."""
+
+    package: str
+    """The name of the package, with its owner where the id has one."""
+    version: Version | None = None
+    """The version that must be installed; None for any, which `@latest` means too."""
+
+    @property
+    def name(self) -> str:
+        """The name of the package alone."""
+        return self.package.rpartition("/")[2]
+
+
+def parse_environment_id(text: str) -> EnvironmentId:
+    """Return the parts of an id.
+
+    Raises:
+        ValueError: it is no name of a package, or its version is none.
+    """
+    found = _ID.fullmatch(text)
+    if found is None:
+        raise ValueError(
+            "is no name of an environment; write my-env, owner/my-env, and with a version my-env@0.1.2 or my-env==0.1.2"
+        )
+    version = found["version"]
+    try:
+        return EnvironmentId(package=found["package"], version=None if version in (None, _ANY_VERSION) else Version(version))
+    except InvalidVersion:
+        raise ValueError(f"asks for version {version!r}, which is none; write it like {found['package']}@0.1.2") from None
 
 
 _MAX_NAME_CHARS = 128
