@@ -13,7 +13,6 @@ import pytest
 from support.scripts import load_script
 from trivet.config.load import load_config
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.trainer import TrainerConfig
 
 script = load_script("gpu_check")
 parts_script = sys.modules["gpu_parts"]
@@ -82,21 +81,6 @@ def test_a_second_call_runs_what_the_first_did_not(path: Path) -> None:
     assert statuses(path) == {"a": "passed", "b": "passed", "c": "passed"}
 
 
-@pytest.mark.parametrize("other", [{"revision": "r2"}, {"device": "cuda"}, {"gpus": ["H200"]}])
-def test_a_record_of_other_files_or_another_device_is_kept_beside_a_new_one(path: Path, other: dict[str, str]) -> None:
-    FakeMachine().check([part("a")], Record(path, HEAD))
-    machine = FakeMachine()
-    machine.check([part("a")], Record(path, HEAD | other))
-    assert machine.ran == [("a", 60.0)]
-    assert statuses(path.with_name("record.old.json")) == {"a": "passed"}
-
-
-def test_a_file_that_is_no_record_is_replaced(path: Path) -> None:
-    path.write_text('{"parts": [')
-    FakeMachine().check([part("a")], Record(path, HEAD))
-    assert statuses(path) == {"a": "passed"}
-
-
 def test_a_failing_part_is_recorded_with_its_last_lines_and_the_next_one_runs(path: Path) -> None:
     record = Record(path, HEAD)
     FakeMachine(a=(3, 1.0)).check([part("a"), part("b")], record, shorten=lambda text: text.replace("/secret", "TMP"))
@@ -106,25 +90,6 @@ def test_a_failing_part_is_recorded_with_its_last_lines_and_the_next_one_runs(pa
     assert "result" not in first
     assert second == {"part": "b", "status": "passed", "seconds": 1.0, "result": {"part": "b"}}
     assert record.has_failure
-
-
-def test_failed_parts_are_run_again_only_when_asked_for(path: Path) -> None:
-    FakeMachine(a=(3, 1.0)).check([part("a")], Record(path, HEAD))
-    machine = FakeMachine()
-    machine.check([part("a")], Record(path, HEAD))
-    assert machine.ran == []
-    record = Record(path, HEAD)
-    machine.check([part("a")], record, retries_failed=True)
-    assert statuses(path) == {"a": "passed"}
-    assert not record.has_failure
-
-
-def test_a_part_may_have_other_good_exit_codes_and_a_result_when_it_fails(path: Path) -> None:
-    record = Record(path, HEAD)
-    FakeMachine(a=(1, 1.0), b=(1, 1.0)).check([part("a", good_codes=(0, 1)), part("b", keeps_result=True)], record)
-    first, second = record.content["parts"]
-    assert first["status"] == "passed"
-    assert (second["status"], second["result"]) == ("failed", {"part": "b"})
 
 
 def test_a_part_that_reaches_its_own_limit_is_not_run_again_but_one_that_had_less_time_is(path: Path) -> None:
@@ -138,79 +103,12 @@ def test_a_part_that_reaches_its_own_limit_is_not_run_again_but_one_that_had_les
     assert machine.ran == [("b", 60.0), ("c", 60.0)]
 
 
-def test_what_the_machine_lacks_is_recorded_with_the_reason_and_asked_again(path: Path) -> None:
-    record = Record(path, HEAD)
-    FakeMachine().check([part("a", missing="no vLLM is installed")], record)
-    assert record.content["parts"] == [{"part": "a", "status": "not run", "reason": "no vLLM is installed"}]
-    assert not record.has_failure
-    FakeMachine().check([part("a")], Record(path, HEAD))
-    assert statuses(path) == {"a": "passed"}
-
-
 def test_at_the_limit_all_processes_of_a_part_end() -> None:
     started = time.monotonic()
     outcome = script.run_limited(["bash", "-c", "echo begun; sleep 600 & sleep 600"], 0.5)
     assert outcome.exit_code is None
     assert outcome.output == "begun\n"
     assert time.monotonic() - started < 10
-
-
-def test_the_exit_code_and_everything_that_was_said_come_back() -> None:
-    outcome = script.run_limited(["bash", "-c", "echo out; echo err >&2; exit 7"], 60)
-    assert (outcome.exit_code, outcome.output) == (7, "out\nerr\n")
-
-
-def test_a_record_names_no_directory_of_the_machine() -> None:
-    shorten = script.make_shortener()
-    said = shorten(f"{parts_script.ROOT}/src {sys.prefix}/bin {Path.home()}/x")
-    assert "CHECKOUT/src PYTHON/bin" in said
-    assert str(Path.home()) not in said
-
-
-def test_the_revision_is_of_content_and_changes_with_a_program(tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
-    program = tmp_path / "src" / "a.py"
-    program.write_text("1")
-    first = script.revision_of(tmp_path)
-    (tmp_path / "src" / "a.pyc").write_text("2")
-    assert script.revision_of(tmp_path) == first
-    program.write_text("2")
-    assert script.revision_of(tmp_path) != first
-
-
-def test_every_part_says_why_it_cannot_run_here(tmp_path: Path) -> None:
-    on_cpu = {each.name: each for each in parts_script.make_parts(MACHINE, scratch=tmp_path, traces=tmp_path)}
-    assert on_cpu["quickstart"].missing == "no vLLM for cpu is installed"
-    assert on_cpu["row-rl-full-16384"].missing is None
-    assert on_cpu["row-rl-lora-4b-65536"].missing == "with small shapes it is the same as row-rl-lora-16384"
-    assert "--shape" in on_cpu["row-rl-full-16384"].command
-    assert on_cpu["row-rl-full-65536-keep"].missing == "with small shapes it is the same as row-rl-full-16384-keep"
-    no_gpu = parts_script.Machine(device="cuda", gpus=(), torch="2", vllm="0.32")
-    missing = {each.name: each.missing for each in parts_script.make_parts(no_gpu, scratch=tmp_path, traces=tmp_path)}
-    assert missing.pop("doctor") is None
-    assert set(missing.values()) == {"torch sees no CUDA device"}
-    one_gpu = parts_script.Machine(device="cuda", gpus=("H100",), torch="2", vllm="0.32")
-    on_one = {each.name: each for each in parts_script.make_parts(one_gpu, scratch=tmp_path, traces=tmp_path)}
-    assert on_one["tensor-parallel"].missing == "needs two GPUs, there are 1"
-    assert "--shape" not in on_one["row-rl-full-16384"].command
-    assert list(on_one) == list(on_cpu)
-
-
-@pytest.mark.parametrize("row", ["row-rl-full-16384-keep", "row-rl-full-65536-keep"])
-def test_a_row_that_keeps_the_outputs_of_attention_stands_behind_the_one_that_does_not(row: str, tmp_path: Path) -> None:
-    machine = parts_script.Machine(device="cuda", gpus=("H100",), torch="2", vllm=None)
-    parts = parts_script.make_parts(machine, scratch=tmp_path, traces=tmp_path)
-    names = [each.name for each in parts]
-    assert names.index(row) == names.index(row.removesuffix("-keep")) + 1
-    rows = load_script("bench/gpu_rows")
-    command = list(parts[names.index(row)].command)
-    case = next(each for each in rows.CASES if each.name == command[command.index("--only") + 1])
-    flags = rows.case_flags(
-        case, directory=tmp_path, output_json=tmp_path, is_cuda=True, extra=command[command.index("--") + 1 :]
-    )
-    config = load_config(TrainerConfig, flags, environ={}).config
-    assert config.model.ac is not None
-    assert (config.model.ac.keep, config.model.compile is not None) == (["attention"], True)
 
 
 def test_the_run_whose_server_sleeps_is_a_valid_configuration_for_one_gpu(tmp_path: Path) -> None:
