@@ -174,23 +174,6 @@ def test_a_deterministic_run_derives_what_it_needs_in_every_role() -> None:
     assert not any((plain.trainer.deterministic, plain.orchestrator.deterministic, plain.orchestrator.strict_async_level))
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "needed"),
-    [
-        ("orchestrator.oversampling_factor", "2", "1.0"),
-        ("orchestrator.strict_async_level", "false", "true"),
-        ("inference.max_num_seqs", "64", "1"),
-        ("trainer.model.optimization_dtype", "bfloat16", '"float32"'),
-    ],
-)
-def test_what_a_deterministic_run_cannot_have_is_refused_and_the_same_value_is_not(key: str, text: str, needed: str) -> None:
-    said = refusal("--deterministic", "true", f"--{key}", text)
-    assert (
-        f"deterministic = true (flag --deterministic) needs {key} = {needed}, got {text} (flag --{key}); remove {key}" in said
-    )
-    resolved("--deterministic", "true", f"--{key}", needed.strip('"'))
-
-
 def test_a_deterministic_run_may_use_someone_elses_server() -> None:
     config = resolved("--deterministic", "true", "--inference", "None")
     assert config.inference is None
