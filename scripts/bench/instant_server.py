@@ -14,7 +14,7 @@ import verifiers as vf
 from datasets import Dataset
 from openai import AsyncOpenAI
 
-from trivet.environments.apis.v0.model_client import ModelClient
+from trivet.environments.apis.v0.play import ModelClient
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.loop import Loop
 from trivet.wire.versions import PolicyVersion, Step

@@ -43,10 +43,9 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig, SamplingConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, TransportConfig
-from trivet.environments.apis.requests import request_arguments
-from trivet.environments.apis.trajectories import Turn, to_samples
-from trivet.environments.apis.v0.host import V0Host
-from trivet.environments.local_pool import LocalPool
+from trivet.environments.apis.turns import Turn, request_arguments, to_samples
+from trivet.environments.apis.v0.play import V0Host
+from trivet.environments.port import LocalPool
 from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.checkpoint import RunTotals

@@ -32,11 +32,10 @@ from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ClientConfig, InferenceConfig, InferenceModelConfig, ServerConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig, PolicyModelConfig, SamplingConfig
 from trivet.config.schema.shared import CkptConfig, TransportConfig, WeightsConfig
-from trivet.environments.apis.requests import request_arguments
+from trivet.environments.apis.turns import request_arguments
 from trivet.environments.apis.v0.load import load_environment
-from trivet.environments.apis.v0.model_client import ModelClient
-from trivet.environments.sampling import sampling_arguments
-from trivet.environments.settings import host_settings
+from trivet.environments.apis.v0.play import ModelClient
+from trivet.environments.settings import host_settings, sampling_arguments
 from trivet.orchestrator.connections import open_environments
 from trivet.orchestrator.start import run
 from trivet.secret import find_secret

@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 POLL_INTERVAL_S = 0.02
 PARTS = {
-    "probe_program": "environment check",
     "environments.workers": "environment workers",
     "inference.main": "inference",
     "orchestrator.main": "orchestrator",

@@ -16,15 +16,14 @@ from support.environments.unruly import WAYS
 from support.fake_inference import FakeInference
 from support.groups import make_request
 from support.http_fake import serve_fake
-from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive, wait_until
+from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive
 from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ClientConfig
-from trivet.environments.packages.probe import require_loadable
-from trivet.environments.packages.probe_program import ProbeTarget
+from trivet.environments.packages.probe import ProbeTarget, require_loadable
 from trivet.environments.settings import host_settings
 from trivet.environments.workers.client import WorkerClient
+from trivet.environments.workers.limits import WorkerLog
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.environments.workers.worker_log import WorkerLog
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.secret import SECRET_FILE
 from trivet.wire.events import EnvRestart, Event
@@ -243,9 +242,9 @@ def test_what_cannot_be_loaded_is_said_before_anything_is_started(args: dict[str
 
 def test_an_environment_that_takes_too_long_to_load_is_ended_and_named() -> None:
     wanted = [ProbeTarget(settings=settings(takes_s=3600.0), is_trained=True)]
-    with pytest.raises(EnvironmentLoadError, match="'unruly' were not loaded after 5 s"):
+    with pytest.raises(EnvironmentLoadError, match="'unruly' was not loaded after 5 s"):
         require_loadable(wanted, timeout_s=5)
-    wait_until(lambda: not descendants_with("probe", os.getpid()), timeout_s=60, waiting_for="the probe to end")
+    assert not descendants_with("trivet.environments.workers.main", os.getpid())
 
 
 def test_what_can_be_loaded_is_described() -> None:
@@ -268,7 +267,7 @@ def test_environments_do_not_get_the_credentials_of_the_run(
 
     async def load() -> None:
         worker = await WorkerClient.start(settings, log=WorkerLog(tmp_path / "log"))
-        await worker.loaded(timeout_s=120)
+        await worker.wait_loaded(timeout_s=120)
         await worker.aclose(timeout_s=20)
 
     asyncio.run(load())

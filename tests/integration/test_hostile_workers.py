@@ -27,9 +27,8 @@ REFUSED = {
 """The group fails, and the worker stays: what it says cannot be true."""
 
 ENDED = {
-    "unknown-call": "an answer to call 1000, which waits for none",
-    "another-group": "that has group 8 where group 7 was asked for",
-    "prompt-for-group": "that has a prompt where a group was asked for",
+    "unknown-call": "an answer to call 1000, which was never made",
+    "prompt-for-group": "a PromptFound in answer to call 0, which needs a GroupDone",
     "garbage": "are not a WorkerAnswer",
     "killed": "was killed by SIGKILL",
     "hangs": "event loop was blocked",
@@ -96,7 +95,7 @@ def test_an_answer_that_cannot_be_true_is_refused_and_named(
     outcome, events = play(way, settings, tmp_path, monkeypatch)
     assert isinstance(outcome, RolloutFailed)
     assert outcome.kind == "AnswerRefused"
-    assert "environment worker toy-0 (pid" in str(outcome)
+    assert "the worker of environment 'toy' (pid" in str(outcome)
     assert REFUSED[way] in str(outcome)
     assert not any(isinstance(event, EnvRestart) for event in events)
 

@@ -21,7 +21,7 @@ from support.servers import ServerProcess
 from support.template_server import write_conversation
 from support.tiny_chats import CALL, TEMPLATES, THOUGHT, WORDS, make_model_tokenizer, model_name, run_templates_server
 from support.v0_host import ToyHost
-from trivet.environments.apis.v0.model_client import ModelClient
+from trivet.environments.apis.v0.play import ModelClient
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, VersionRun

@@ -12,7 +12,7 @@ from pathlib import Path
 from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
 
-from trivet.environments.apis.v1.programs import tie_containers
+from trivet.environments.apis.v1.load import tie_containers
 
 
 async def start(engine: str) -> None:

@@ -1,6 +1,6 @@
-"""A worker that speaks the protocol and misbehaves: `python hostile_worker.py WAY … --channel FD --pulse FD`.
+"""A worker that speaks the protocol and misbehaves: `python hostile_worker.py WAY … --channel FD`.
 
-The way is the value of the variable HOSTILE_WAY. `-P -m MODULE`, which a pool puts before the descriptors, is ignored.
+The way is the value of the variable HOSTILE_WAY. `-P -m MODULE`, which a pool puts before the descriptor, is ignored.
 """
 
 import math
@@ -15,7 +15,6 @@ import numpy as np
 
 from trivet.environments.workers.channel import pack_message, receive_blocking
 from trivet.environments.workers.main import confine, make_hello
-from trivet.wire.codec import encode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.versions import VersionRun
@@ -51,14 +50,12 @@ def rollouts_of(way: str, asked: RunGroupOrder) -> list[Rollout]:
     return [Rollout(index=index, reward=reward, samples=[sample]) for index in range(count)]
 
 
-def answer_group(way: str, asked: RunGroupOrder, send, pulses: socket.socket) -> None:
-    call, group = asked.call_id, asked.request.group_id
-    done = GroupDone(call_id=call, group_id=group, rollouts=rollouts_of(way, asked))
+def answer_group(way: str, asked: RunGroupOrder, send) -> None:
+    call = asked.call_id
+    done = GroupDone(call_id=call, rollouts=rollouts_of(way, asked))
     match way:
         case "unknown-call":
             send(msgspec.structs.replace(done, call_id=call + 1000))
-        case "another-group":
-            send(msgspec.structs.replace(done, group_id=group + 1))
         case "prompt-for-group":
             send(PromptFound(call_id=call, messages=[]))
         case "killed":
@@ -100,9 +97,8 @@ def answer_group(way: str, asked: RunGroupOrder, send, pulses: socket.socket) ->
 
 def main() -> None:
     way = os.environ["HOSTILE_WAY"]
-    arguments = dict(zip(sys.argv[-4::2], sys.argv[-3::2], strict=True))
     confine()
-    sock, pulses = (socket.socket(fileno=int(arguments[name])) for name in ("--channel", "--pulse"))
+    sock = socket.socket(fileno=int(sys.argv[-1]))
     hello = make_hello()
     if way == "other-protocol":
         hello = msgspec.structs.replace(hello, protocol=hello.protocol + 1, worker="trivet-worker 9.9")
@@ -116,10 +112,10 @@ def main() -> None:
 
     send(EnvironmentLoaded(info=EnvironmentInfo(num_examples=4), api="v0"))
     if way != "no-pulse":
-        pulses.send(encode(Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[])))
+        send(Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[]))
     while (order := receive_blocking(sock, WorkerOrder)) is not None:
         if isinstance(order.body, RunGroupOrder):
-            answer_group(way, order.body, send, pulses)
+            answer_group(way, order.body, send)
 
 
 if __name__ == "__main__":

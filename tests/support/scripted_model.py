@@ -5,7 +5,7 @@ from typing import Any
 
 from openai.types.chat import ChatCompletion
 
-from trivet.environments.apis.v0.model_client import ModelClient
+from trivet.environments.apis.v0.play import ModelClient
 
 Answer = Callable[[list[dict[str, Any]]], str]
 

@@ -82,13 +82,13 @@ def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
     layout = RunLayout(Path.cwd())
     limits = RecoveryConfig.model_validate_json(recovery)
     attempts = StandInAttempts(layout=layout, behaviours=behaviours, ports=ports)
-    with RunDirectory(layout) as directory:
+    with RunDirectory(layout) as directory, EnvironmentProbe([], timeout_s=0.0) as environments:
         directory.begin(attempts.run, resumed_from=None)
         layout.logs.mkdir()
         with layout.log_file("rl.log").open("a") as file:
             return Supervisor(
                 attempts,
-                environments=EnvironmentProbe([], timeout_s=0.0),
+                environments=environments,
                 host=LocalHost(python=sys.executable, environ=os.environ),
                 config=limits,
                 recovery=Recovery(limits, stop_timeout_s=2.0, patience_s=30.0),

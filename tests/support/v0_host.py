@@ -6,7 +6,7 @@ from typing import Any
 
 import verifiers as vf
 
-from trivet.environments.apis.v0.host import V0Host
+from trivet.environments.apis.v0.play import V0Host
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.servers import ServerAccess

@@ -23,8 +23,7 @@ from packaging.version import Version
 from trivet.config.schema.environment import EnvironmentId, parse_environment_id
 from trivet.dependencies import InstalledPackage, InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
-from trivet.environments.packages.interpreters import WORKER_SOURCE
-from trivet.environments.packages.venvs import EnvironmentVenv, find_venvs, find_venvs_of
+from trivet.environments.packages.interpreters import WORKER_SOURCE, EnvironmentVenv, find_venvs, find_venvs_of
 from trivet.errors import ConfigError, DependencyError
 from trivet.process.lock import FileLock
 from trivet.process.proxies import PROXY_ERRORS

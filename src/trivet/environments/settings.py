@@ -1,4 +1,4 @@
-"""Derives the settings of an environment's host from the configuration, and the variables that its process gets."""
+"""Derives from the configuration the settings of an environment's host, what a group carries, and the variables of a process."""
 
 import os
 import sys
@@ -10,10 +10,11 @@ import msgspec
 
 from trivet.config.layout import SECRET_FILE
 from trivet.config.masking import names_secret
-from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig, RequestSamplingConfig
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.packages.interpreters import find_interpreter
+from trivet.wire.groups import SamplingArguments
 from trivet.wire.workers import HostSettings
 
 
@@ -70,6 +71,17 @@ def run_settings(config: OrchestratorConfig) -> dict[str, HostSettings]:
         )
         for name, env in config.environments.items()
     }
+
+
+def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | None) -> SamplingArguments:
+    """Return what a group carries of its sampling configuration.
+
+    Args:
+        temperature: the one in force when the group starts; None leaves it to the server.
+    """
+    named = set(RequestSamplingConfig.model_fields) - {"seed", "extra_body"}
+    fields = sampling.model_dump(include=named) | sampling.extra_body
+    return SamplingArguments(temperature=temperature, seed=sampling.seed, fields=fields)
 
 
 def worker_environment(environ: Mapping[str, str], *, settings: Iterable[HostSettings] = ()) -> dict[str, str]:

@@ -18,7 +18,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig, EvalEnvConfig, OnlineEvalConfig
 from trivet.config.schema.evaluation import EvalConfig, EvalRetryConfig
 from trivet.environments.port import EnvironmentPool
-from trivet.environments.sampling import sampling_arguments
+from trivet.environments.settings import sampling_arguments
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.results import EarlierResults, ResultRecord, ResultsFile, TaskRecord, read_summary
 from trivet.evaluation.scores import Summary, mean_over_examples, pass_at

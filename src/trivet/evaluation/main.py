@@ -22,7 +22,7 @@ from trivet.config.layout import STABLE
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import host_settings
-from trivet.environments.workers.memory import memory_limit
+from trivet.environments.workers.limits import memory_limit
 from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.evaluation.endpoints import KEY_VARIABLE
 from trivet.evaluation.evaluate import Evaluator

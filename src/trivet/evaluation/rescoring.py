@@ -19,7 +19,7 @@ from trivet.config.masking import HIDDEN, mask_table
 from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
-from trivet.environments.apis.rescoring import EXAMPLE_GONE, PROMPT_DIFFERS
+from trivet.environments.apis.messages import EXAMPLE_GONE, PROMPT_DIFFERS
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import host_settings, run_settings
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost

@@ -17,8 +17,7 @@ from trivet.config.schema.orchestrator import AdvantageConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.environments.packages.interpreters import describe_interpreter, require_environment
-from trivet.environments.packages.probe import EnvironmentProbe
-from trivet.environments.packages.probe_program import ProbeTarget
+from trivet.environments.packages.probe import EnvironmentProbe, ProbeTarget
 from trivet.environments.settings import run_settings
 from trivet.errors import ConfigError, NodesMissing
 from trivet.launcher.commands.bench import measure_trainer

@@ -17,7 +17,7 @@ from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.config.sources import Entry
 from trivet.dialects.vf_translation import load_run
-from trivet.environments.packages.installed import LOADER, require_installed
+from trivet.environments.apis.load import LOADER, require_installed
 from trivet.errors import ConfigError
 from trivet.key_names import use_names
 from trivet.library.arguments import RUN_KEYS, RLArguments, SFTArguments, entries_of, show_notices, written_values

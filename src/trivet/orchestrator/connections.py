@@ -13,11 +13,10 @@ from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
-from trivet.environments.local_pool import LocalPool
 from trivet.environments.nodes.node_pools import open_node_pools
-from trivet.environments.port import EnvironmentPool
+from trivet.environments.port import EnvironmentPool, LocalPool
 from trivet.environments.settings import run_settings
-from trivet.environments.workers.memory import memory_limit
+from trivet.environments.workers.limits import memory_limit
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.orchestrator.teacher import Teacher
 from trivet.process.proxies import direct_variables

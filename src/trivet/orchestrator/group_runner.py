@@ -6,7 +6,7 @@ from trivet.algorithms.advantages import AdvantageFunction, AdvantageInputs
 from trivet.algorithms.packing import truncate
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
-from trivet.environments.sampling import sampling_arguments
+from trivet.environments.settings import sampling_arguments
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.groups import GroupRequest
 from trivet.wire.rollouts import Group, Rollout

@@ -14,7 +14,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig, ValConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
-from trivet.environments.sampling import sampling_arguments
+from trivet.environments.settings import sampling_arguments
 from trivet.evaluation.evaluate import EvalSeries, Evaluator, make_series
 from trivet.evaluation.results import EarlierResults, read_summary
 from trivet.evaluation.scores import Summary, eval_metrics

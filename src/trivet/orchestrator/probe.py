@@ -14,7 +14,7 @@ import numpy as np
 from trivet.algorithms.probe import cut_samples
 from trivet.client.inference_client import InferenceClient
 from trivet.config.schema.environment import SamplingConfig
-from trivet.environments.sampling import sampling_arguments
+from trivet.environments.settings import sampling_arguments
 from trivet.errors import InferenceError
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.servers import OVERLONG_REFUSALS

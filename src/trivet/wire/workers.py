@@ -1,5 +1,7 @@
 """Defines the messages between a pool of environment workers and one worker: orders to it, answers and pulses from it.
 
+They travel over one connection, the orders in one direction, answers and pulses in the other.
+
 The two sides may be of different releases: a worker runs in a virtual environment of its own. So the first message of a worker is
 its `WorkerHello`, which states the version of this protocol that it speaks. A pool refuses every other version.
 """
@@ -9,10 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
 from trivet.wire.servers import ServerAccess
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of these messages and of every struct in them. Raise it whenever one changes; a test compares their schema with it."""
 PULSE_INTERVAL_S = 1.0
 """Seconds between two pulses of a worker."""
@@ -109,8 +111,6 @@ class GroupDone(msgspec.Struct, frozen=True, tag=True):
     """Answer to `RunGroupOrder`."""
 
     call_id: int
-    group_id: GroupId
-    """Repeats the request's."""
     rollouts: list[Rollout]
 
 
@@ -132,14 +132,8 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
     """A server or the network failed; nothing that the policy did is the cause."""
 
 
-class WorkerAnswer(msgspec.Struct, frozen=True):
-    """Envelope of an answer."""
-
-    body: EnvironmentLoaded | EnvironmentLoadFailed | GroupDone | PromptFound | CallFailed
-
-
-class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent by a thread of the worker, about once a second, whatever its event loop does."""
+class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Sent by a thread of the worker about once a second once the environment is loaded, whatever the event loop does."""
 
     loop_age_s: float
     """Seconds since the event loop last turned."""
@@ -149,3 +143,9 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the oldest group that is being scored."""
     lags_s: list[float]
     """Lateness of the event loop, for each time it was measured since the last pulse."""
+
+
+class WorkerAnswer(msgspec.Struct, frozen=True):
+    """Envelope of what a worker sends after its hello."""
+
+    body: EnvironmentLoaded | EnvironmentLoadFailed | GroupDone | PromptFound | CallFailed | Pulse

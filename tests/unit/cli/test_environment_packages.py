@@ -28,8 +28,7 @@ from trivet.cli.environment_packages import (
 from trivet.cli.main import main
 from trivet.config.schema.environment import EnvConfig
 from trivet.dependencies import InstalledPackages
-from trivet.environments.packages.interpreters import describe_interpreter, find_interpreter
-from trivet.environments.packages.venvs import EnvironmentVenv, find_venvs
+from trivet.environments.packages.interpreters import EnvironmentVenv, describe_interpreter, find_interpreter, find_venvs
 from trivet.errors import ConfigError, DependencyError, EnvironmentLoadError
 
 

@@ -9,7 +9,6 @@ from support.import_closure import SOURCE, closure, file_of
 
 ENTRIES = (
     "trivet.environments.workers.main",
-    "trivet.environments.packages.probe_program",
     "trivet.environments.packages.import_program",
 )
 ADAPTERS = "trivet.environments.apis."

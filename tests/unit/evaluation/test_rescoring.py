@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from trivet.environments.apis.rescoring import EXAMPLE_GONE
+from trivet.environments.apis.messages import EXAMPLE_GONE
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.evaluation.rescoring import RescoredRollout, SavedFile, SavedRollout, compare, most_changed, rescore
 from trivet.wire.groups import GroupRequest

@@ -5,23 +5,58 @@ verifiers in modules of its own, so this one can be imported without it. Nothing
 transformers itself: an environment's process has msgspec, numpy, and what its environment brings.
 """
 
+import difflib
 import importlib.metadata
+import importlib.util
 import re
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from trivet.config.masking import hide_values, mask_table
-from trivet.environments.apis.host import EnvironmentHost
-from trivet.environments.workers.stages import StageBoard
+from trivet.environments.apis.groups import StageBoard
 from trivet.errors import EnvironmentLoadError
+from trivet.process.imports import file_of
 from trivet.shown_text import printable
+from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import HostSettings
 
+LIBRARY = "verifiers"
+"""The library that environments are written with. They require it; trivet does not."""
+LOADER = "load_environment"
+"""The function of an environment's module that verifiers' v0 API calls."""
 FIRST_OF_V0, FIRST_OF_V1 = (0, 3), (0, 4)
 """Releases of verifiers, major and minor: the oldest that is run, by the v0 API, and the first that is run by the v1 API."""
 
 _TRACEBACK_LINES = 8
+
+
+class EnvironmentHost(Protocol):
+    """A loaded environment, its data sets, and its clients of the servers. Adapters: `V0Host` and `V1Host`."""
+
+    name: str
+    """The environment's name in the configuration."""
+    api: str
+    """Generation of the verifiers API that the environment is written for: `v0` or `v1`."""
+    info: EnvironmentInfo
+
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        """Run a group, or score a recorded one, and return its scored rollouts.
+
+        Raises:
+            RolloutFailed: a rollout could not be completed or scored, or a recorded one is not of today's example.
+        """
+        ...
+
+    def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
+        """Return the messages that an example starts with."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the clients of all servers and whatever the environment serves. May be called again."""
+        ...
 
 
 def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard | None = None) -> EnvironmentHost:
@@ -48,7 +83,7 @@ def require_release(env_id: str) -> tuple[int, int]:
         EnvironmentLoadError: verifiers is not installed, or is older than any that is run.
     """
     try:
-        version = importlib.metadata.version("verifiers")
+        version = importlib.metadata.version(LIBRARY)
     except importlib.metadata.PackageNotFoundError:
         raise EnvironmentLoadError(
             f"env.id = {env_id!r} needs verifiers, which is not installed where it runs; install the environment with: "
@@ -62,6 +97,40 @@ def require_release(env_id: str) -> tuple[int, int]:
             "environment of the v0 API (load_environment), or 0.4 or newer for one of the v1 API"
         )
     return release
+
+
+def require_installed(env_id: str, *, environments_dir: Path = Path("environments")) -> None:
+    """Check that the module of `env_id`, or the file of a function, can be found. Imports nothing.
+
+    Raises:
+        EnvironmentLoadError: there is none; the message names the environment with nearly this name, or says how to install it,
+            from this checkout when it is there.
+    """
+    if (file := file_of(env_id)) is not None:
+        if not file.is_file():
+            raise EnvironmentLoadError(f"env.id = {env_id!r}: there is no file {file}")
+        return
+    package = env_id.split("/")[-1]
+    module = package.replace("-", "_")
+    if importlib.util.find_spec(module) is not None:
+        return
+    if (environments_dir / module).is_dir():
+        raise EnvironmentLoadError(
+            f"env.id = {env_id!r} is not installed; install it with: uv run trivet env install {package}"
+        )
+    here = sorted(path.parent.name.replace("_", "-") for path in environments_dir.glob("*/pyproject.toml"))
+    installed = [
+        found.name.replace("_", "-")
+        for found in importlib.metadata.distributions()
+        if any(requirement.startswith(LIBRARY) for requirement in found.requires or ())
+    ]
+    if nearest := difflib.get_close_matches(package.replace("_", "-"), [*here, *installed], n=1, cutoff=0.8):
+        raise EnvironmentLoadError(f"env.id = {env_id!r} is not installed (no module {module!r}); did you mean {nearest[0]!r}?")
+    raise EnvironmentLoadError(
+        f"env.id = {env_id!r} is not installed (no module {module!r}). If you trust it, install it with: "
+        f"uv run trivet env install {env_id}{'' if '/' in env_id else ' --from-index'}. "
+        f"Environments of this checkout: {', '.join(here) or 'none'}"
+    )
 
 
 def load_failure(settings: HostSettings, error: BaseException, *, called: str) -> EnvironmentLoadError:
@@ -87,5 +156,4 @@ def traceback_tail(error: EnvironmentLoadError, args: Mapping[str, Any]) -> str:
     if cause is None:
         return ""
     text = printable(hide_values("".join(traceback.format_exception(cause)), args))
-    lines = text.rstrip().splitlines()
-    return "\n  " + "\n  ".join(lines[-_TRACEBACK_LINES:])
+    return "\n  " + "\n  ".join(text.rstrip().splitlines()[-_TRACEBACK_LINES:])

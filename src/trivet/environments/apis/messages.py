@@ -1,8 +1,16 @@
-"""Makes messages and errors short enough to be kept for a human to read. Training uses the tokens, which are never cut."""
+"""Makes messages and errors short enough to be kept for a human to read, and compares those of recorded rollouts with today's.
+
+Training uses the tokens, which are never cut.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
+from trivet.errors import RolloutFailed
+from trivet.wire.groups import RecordedConversation
+
+EXAMPLE_GONE, PROMPT_DIFFERS = "ExampleGone", "PromptDiffers"
+"""Kinds of failure of a group whose recorded rollouts are not comparable with today's data."""
 _MAX_ERROR_CHARS = 2_000
 _MAX_TEXT_CHARS = 200_000
 """Longer messages are cut where they are kept to be read."""
@@ -34,3 +42,20 @@ def describe(error: BaseException) -> str:
 def cut(text: str, max_chars: int = _MAX_ERROR_CHARS) -> str:
     """Return `text`, or its first `max_chars` characters with a note of its length."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"
+
+
+def find_example(examples: Sequence[Any] | None, example_id: int) -> Any:
+    """Return the example of this id; raises RolloutFailed when today's data has none."""
+    num_examples = 0 if examples is None else len(examples)
+    if examples is None or not 0 <= example_id < num_examples:
+        raise RolloutFailed(f"example {example_id} is gone: the data has {num_examples} examples", kind=EXAMPLE_GONE)
+    return examples[example_id]
+
+
+def require_same_prompt(prompt: Sequence[dict[str, Any]], recorded: RecordedConversation) -> None:
+    """Require that today's example starts with the recorded messages, by role and text; raises RolloutFailed."""
+    today, before = (
+        [(message.get("role"), message.get("content")) for message in messages] for messages in (prompt, recorded.prompt)
+    )
+    if today != before:
+        raise RolloutFailed("the prompt of the example differs from the recorded one", kind=PROMPT_DIFFERS)

@@ -53,16 +53,12 @@ class RemoteNode:
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run a group there, as `EnvironmentPool.run_group`."""
-        done = await self._calls.call(lambda call_id: RunGroupOrder(call_id=call_id, request=request), GroupDone)
-        return done.rollouts
+        return (await self._calls.call(RunGroupOrder(call_id=self._calls.next_id(), request=request), GroupDone)).rollouts
 
     async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
         """Ask for an example's prompt, as `EnvironmentPool.prompt`."""
-
-        def make_order(call_id: int) -> AskNodePrompt:
-            return AskNodePrompt(call_id=call_id, env=env, split=split, example_id=example_id)
-
-        return (await self._calls.call(make_order, PromptFound)).messages
+        order = AskNodePrompt(call_id=self._calls.next_id(), env=env, split=split, example_id=example_id)
+        return (await self._calls.call(order, PromptFound)).messages
 
     def take_metrics(self) -> dict[str, float]:
         """Return the node's metrics since the last call."""
@@ -126,9 +122,11 @@ class RemoteNode:
         self.workers = beat.workers
         for name, value in beat.metrics.items():
             self._metrics[name] = value + (self._metrics.get(name, 0.0) if name.startswith(_COUNTS) else 0.0)
-        running = set(beat.running)
-        self._calls.lose_missing(newest=beat.newest_call, running=running, loss=f"the connection to node {self.index} lost it")
-        for call_id in self._calls.cancelled_among(running, newest=beat.newest_call):
+        running, pending = set(beat.running), set(self._calls.ids)
+        for call_id in pending - running:
+            if call_id <= beat.newest_call:
+                self._calls.lose(call_id, f"the connection to node {self.index} lost it")
+        for call_id in running - pending:  # given up, and the node has not heard it
             self._send_order(self._session, WorkerOrder(body=Cancel(call_id=call_id)))
         if self._awaited is not None and beat.newest_call >= self._awaited[0]:
             self._awaited = None

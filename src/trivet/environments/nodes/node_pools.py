@@ -19,9 +19,8 @@ import zmq.asyncio
 from trivet.config.schema.environment import EnvNodesConfig
 from trivet.environments.nodes.connection import KEY_PURPOSE, open_socket
 from trivet.environments.nodes.node import RemoteNode
-from trivet.environments.workers.answers import find_fault
 from trivet.environments.workers.pool import MAX_LOSSES, WorkerPool
-from trivet.errors import ConfigError, EnvironmentLoadError, MessageRefused, RolloutFailed, WaitTimeout, WorkerLost, first_error
+from trivet.errors import ConfigError, EnvironmentLoadError, MessageRefused, WaitTimeout, WorkerLost, first_error
 from trivet.process.encrypted_sockets import in_frames, listen_encrypted
 from trivet.secret import RunSecret
 from trivet.wire.codec import decode, encode
@@ -36,8 +35,6 @@ logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 1.0
 _OTHERS_WITHIN_S = 60.0
 """Once one node has loaded its environments, a start waits this long for the others. Later ones join when they have."""
-_REFUSED = "AnswerRefused"
-"""The kind of failure of a group whose answer cannot be true."""
 
 GroupKey = tuple[str, Split, GroupId]
 
@@ -104,20 +101,13 @@ class NodePools:
         pool = await self._choose(request.env, home=self._homes.pop(key, None))
         self._num_pending[pool, request.env] += 1
         try:
-            rollouts = await pool.run_group(request)
+            return await pool.run_group(request)
         except WorkerLost:
             if pool in self._ready():  # else it was lost with its node
                 self._homes[key] = pool
             raise
         finally:
             self._num_pending[pool, request.env] -= 1
-        if isinstance(pool, RemoteNode) and (fault := find_fault(rollouts, request)):
-            raise RolloutFailed(
-                f"the environment workers of node {pool.index}: the answer for group {request.group_id} (example "
-                f"{request.example_id}) {fault}; it is not used",
-                kind=_REFUSED,
-            )
-        return rollouts
 
     async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
         """Return the messages that an example starts with."""

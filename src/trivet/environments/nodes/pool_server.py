@@ -109,7 +109,7 @@ class PoolServer:
                 messages = await self._pool.prompt(asked.env, split=asked.split, example_id=asked.example_id)
                 return PromptFound(call_id=asked.call_id, messages=messages)
             rollouts = await self._pool.run_group(asked.request)
-            return GroupDone(call_id=asked.call_id, group_id=asked.request.group_id, rollouts=rollouts)
+            return GroupDone(call_id=asked.call_id, rollouts=rollouts)
         except WorkerLost as exc:
             return CallLost(call_id=asked.call_id, message=str(exc))
         except RolloutFailed as exc:

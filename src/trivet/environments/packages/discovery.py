@@ -1,13 +1,13 @@
-"""Finds the installed environment packages from metadata and source text. Imports no environment; `import_check` does that.
+"""Finds the installed environment packages from metadata and source text. Imports no environment; `probe` does that.
 
 A package is an environment when trivet does not itself depend on it, and either one of its modules names `load_environment` or
 it requires verifiers. The second half keeps a package in the list that is broken or re-exports the function by `*`. verifiers has
 a function of that name too, and is none.
 """
 
-import ast
 import importlib.util
 import json
+import symtable
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from packaging.utils import canonicalize_name
 
 from trivet.dependencies import InstalledPackage, InstalledPackages, find_project_packages
-from trivet.environments.packages.installed import LIBRARY, LOADER
+from trivet.environments.apis.load import LIBRARY, LOADER
 
 _MAX_SOURCE_BYTES = 4 << 20
 """A larger module is not parsed. Sources of environments have a few thousand lines; generated tables may have millions."""
@@ -86,10 +86,12 @@ def names_loader(source: str) -> bool:
     if LOADER not in source:
         return False
     try:
-        tree = ast.parse(source)
+        symbol = symtable.symtable(source, "<module>", "exec").lookup(LOADER)
+    except KeyError:
+        return False
     except (SyntaxError, ValueError):
         return True
-    return any(LOADER in _bound_names(node) for node in tree.body)
+    return symbol.is_assigned() or symbol.is_imported()
 
 
 def _environment_module(package: InstalledPackage, *, search_path: Sequence[str] | None) -> str | None:
@@ -98,7 +100,8 @@ def _environment_module(package: InstalledPackage, *, search_path: Sequence[str]
         file = _source_file(module, search_path=search_path)
         if file is not None and names_loader(file.read_text(errors="replace")):
             return module
-    return modules[0] if _requires(package, LIBRARY) else None
+    requires_library = any(canonicalize_name(required.name) == LIBRARY for required in package.active_requirements())
+    return modules[0] if requires_library else None
 
 
 def _module_names(package: InstalledPackage) -> Iterator[str]:
@@ -128,23 +131,3 @@ def _source_file(module: str, *, search_path: Sequence[str] | None) -> Path | No
         return None
     file = Path(spec.origin)
     return file if file.is_file() and file.stat().st_size <= _MAX_SOURCE_BYTES else None
-
-
-def _bound_names(node: ast.stmt) -> set[str]:
-    match node:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {alias.asname or alias.name for alias in names}
-        case ast.Assign(targets=targets):
-            return {target.id for target in targets if isinstance(target, ast.Name)}
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return {name}
-        case ast.If() | ast.Try():
-            return {name for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt) for name in _bound_names(child)}
-        case _:
-            return set()
-
-
-def _requires(package: InstalledPackage, name: str) -> bool:
-    return any(canonicalize_name(requirement.name) == name for requirement in package.active_requirements())

@@ -1,39 +1,47 @@
-"""Loads environments in processes of their own, to find what is wrong with them before a run trains.
+"""Tries environments in processes of their own, since user code is never imported into a launcher or a tool.
 
-`probe_program` runs with each interpreter that workers will have: user code is never imported into a launcher. The environments
-of one interpreter are loaded in one process, so what they share is imported once. `require_loadable` waits for the result; a run
-starts its inference server meanwhile.
+`EnvironmentProbe` loads each in a worker, as a run will, to find what is wrong with it before anything is trained. A run starts its
+inference server meanwhile. `check_imports` imports the modules of installed environments with `import_program`.
 """
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 from trivet.config.masking import hide_values
-from trivet.environments.packages.probe_program import ProbeRequest, ProbeTarget, ProbeVerdict
+from trivet.environments.examples import training_problem
 from trivet.environments.settings import interpreter_variables, withheld_variables, worker_environment
-from trivet.errors import EnvironmentLoadError, MessageRefused
+from trivet.environments.workers.client import WorkerClient
+from trivet.environments.workers.limits import WorkerLog
+from trivet.errors import EnvironmentLoadError, WaitTimeout, WorkerLost
 from trivet.process.lifetime import module_command, tied_command
-from trivet.wire.codec import decode, encode
 from trivet.wire.groups import EnvironmentInfo
-from trivet.wire.workers import PROTOCOL
+from trivet.wire.workers import HostSettings
 
-_STDERR_LINES = 15
+_IMPORT_TIMEOUT_S = 120.0
+"""For all modules of one process. verifiers alone takes 5 to 20 s on two busy cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeTarget:
+    """An environment to load, and what its data is for."""
+
+    settings: HostSettings
+    is_trained: bool
+    """Its data must have examples to train on; otherwise, examples to evaluate on."""
 
 
 def require_loadable(wanted: Sequence[ProbeTarget], *, timeout_s: float) -> dict[str, EnvironmentInfo]:
-    """Load every environment and return what is known of each, by name.
-
-    Raises:
-        EnvironmentLoadError: one or more cannot be loaded or have no data; the message names them all.
-    """
+    """Load every environment and return what is known of each, by name. Raises as `EnvironmentProbe.wait`."""
     with EnvironmentProbe(wanted, timeout_s=timeout_s) as probe:
         return probe.wait()
 
@@ -43,26 +51,25 @@ class EnvironmentProbe:
 
     def __init__(self, wanted: Sequence[ProbeTarget], *, timeout_s: float) -> None:
         self._wanted = wanted
-        pythons = dict.fromkeys(target.settings.python for target in wanted)
-        self._loading = [
-            _Loading([target for target in wanted if target.settings.python == python], python, timeout_s=timeout_s)
-            for python in pythons
-        ]
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="probe-environments")
 
     def __enter__(self) -> Self:
         """Start to load."""
-        for loading in self._loading:
-            loading.start()
+        self._task = self._loop.create_task(self._load_all())
+        self._found = self._thread.submit(self._loop.run_until_complete, self._task)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for loading in self._loading:
-            loading.end()
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.shutdown()
+        self._loop.close()
 
     @property
     def is_over(self) -> bool:
         """True when `wait` returns or raises at once."""
-        return all(loading.is_over for loading in self._loading)
+        return self._found.done()
 
     def wait(self) -> dict[str, EnvironmentInfo]:
         """Return what is known of each environment, by name.
@@ -70,95 +77,87 @@ class EnvironmentProbe:
         Raises:
             EnvironmentLoadError: one or more cannot be loaded or have no data; the message names them all.
         """
-        verdicts = [loading.wait() for loading in self._loading]
-        problems = [problem for verdict in verdicts for problem in verdict.problems]
-        if problems:
-            raise EnvironmentLoadError("\n- ".join(map(_explain_withheld(self._wanted), problems)))
-        return {name: info for verdict in verdicts for name, info in verdict.infos.items()}
+        found = self._found.result()
+        if problems := [problem for problem in found.values() if isinstance(problem, str)]:
+            raise EnvironmentLoadError("\n- ".join(problems))
+        return {name: info for name, info in found.items() if not isinstance(info, str)}
+
+    async def _load_all(self) -> dict[str, EnvironmentInfo | str]:
+        """Return what is known of each environment, or what is wrong with it."""
+        found = await asyncio.gather(*(_load(target, timeout_s=self._timeout_s) for target in self._wanted))
+        return {target.settings.name: result for target, result in zip(self._wanted, found, strict=True)}
 
 
-class _Loading:
-    """The process that loads the environments of one interpreter. Files take its output: a full pipe would stop it."""
-
-    def __init__(self, wanted: Sequence[ProbeTarget], python: str, *, timeout_s: float) -> None:
-        self._wanted = wanted
-        self._python = python or sys.executable
-        self._timeout_s = timeout_s
-        self._files = ExitStack()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._deadline = 0.0
-
-    def start(self) -> None:
-        environ = worker_environment(os.environ, settings=[target.settings for target in self._wanted])
-        self._answer = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  closed by `end`
-        self._errors = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  closed by `end`
-        self._deadline = time.monotonic() + self._timeout_s
-        self._process = subprocess.Popen(
-            tied_command(module_command("trivet.environments.packages.probe_program", str(PROTOCOL), python=self._python)),
-            stdin=subprocess.PIPE,
-            stdout=self._answer,
-            stderr=self._errors,
-            env={**environ, **interpreter_variables(self._python, environ)},
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None, "it is a pipe"
-        with suppress(BrokenPipeError), self._process.stdin as request:  # `wait` says why it ended
-            request.write(encode(ProbeRequest(list(self._wanted))))
-
-    def end(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        self._files.close()
-
-    @property
-    def is_over(self) -> bool:
-        assert self._process is not None, "it was not started"
-        return self._process.poll() is not None or time.monotonic() > self._deadline
-
-    def wait(self) -> ProbeVerdict:
-        assert self._process is not None, "it was not started"
+async def _load(target: ProbeTarget, *, timeout_s: float) -> EnvironmentInfo | str:
+    settings = target.settings
+    with tempfile.TemporaryDirectory(prefix="trivet-probe-") as directory:
+        worker = await WorkerClient.start(settings, log=WorkerLog(Path(directory) / "log"))
         try:
-            exit_code = self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired as exc:
-            raise EnvironmentLoadError(
-                f"environments {self._names} were not loaded after {self._timeout_s:.0f} s; raise "
-                "orchestrator.env_start_timeout_s if load_environment needs longer"
-            ) from exc
+            info = await worker.wait_loaded(timeout_s=timeout_s)
+        except (EnvironmentLoadError, WaitTimeout) as exc:
+            return _explain_withheld(hide_values(str(exc), settings.args), settings)
+        except WorkerLost as exc:
+            return _explain_withheld(hide_values(f"{exc}.{worker.last_lines()}", settings.args), settings)
+        finally:
+            await worker.aclose(timeout_s=0.0)
+    if target.is_trained and (problem := training_problem(settings.name, info, hash_keys=settings.hash_keys)):
+        return problem
+    if info.num_examples == info.num_eval_examples == 0:
+        return f"environment {settings.name!r} has no data to evaluate on; check its args"
+    return info
+
+
+def _explain_withheld(problem: str, settings: HostSettings) -> str:
+    """Add to a problem the variables that it names and that the environment was not given."""
+    named = sorted(name for name in withheld_variables(os.environ, settings=[settings]) if name in problem)
+    if not named:
+        return problem
+    return (
+        f"{problem}\n  workers do not get {', '.join(named)}, whose name is that of a secret; if that is the reason, add "
+        f"env_vars = {json.dumps(named)} to the environment"
+    )
+
+
+def check_imports(
+    modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _IMPORT_TIMEOUT_S
+) -> dict[str, str]:
+    """Return the problem of each module in one line, by module; "" for one that loads.
+
+    The modules share one process, so what they share is imported once. If a module ends that process or exceeds the time, it gets
+    the blame, and a new process takes the rest.
+    """
+    problems: dict[str, str] = {}
+    remaining = list(modules)
+    while remaining:
+        answers, ending = _import_in_process(remaining, python, timeout_s=timeout_s)
+        problems |= answers
+        remaining = [module for module in remaining if module not in problems]
+        if remaining:
+            problems[remaining.pop(0)] = ending
+    return problems
+
+
+def _import_in_process(modules: Sequence[str], python: str, *, timeout_s: float) -> tuple[dict[str, str], str]:
+    """Return the answers, and how the process ended, for the module that it was at."""
+    environ = worker_environment(os.environ)
+    with tempfile.TemporaryDirectory(prefix="trivet-import-") as directory:
+        answers = Path(directory) / "answers.jsonl"
         try:
-            return decode(_read(self._answer), ProbeVerdict)
-        except MessageRefused as exc:
-            args = {target.settings.name: target.settings.args for target in self._wanted}
-            output = hide_values(_read(self._errors).decode(errors="replace"), args).splitlines()
-            last = "\n  ".join(output[-_STDERR_LINES:])
-            if "of the worker's protocol" in last:
-                env_ids = " and ".join(f"uv run trivet env install {target.settings.env_id}" for target in self._wanted)
-                last += f"\n  update the virtual environment with: {env_ids}"
-            raise EnvironmentLoadError(
-                f"loading environments {self._names} ended their process with exit code {exit_code}:\n  {last}"
-            ) from exc
-
-    @property
-    def _names(self) -> str:
-        return ", ".join(repr(target.settings.name) for target in self._wanted)
-
-
-def _read(file: IO[bytes]) -> bytes:
-    file.seek(0)
-    return file.read()
-
-
-def _explain_withheld(wanted: Sequence[ProbeTarget]) -> Callable[[str], str]:
-    """Return what adds to a problem the variables that it names and that the environment was not given."""
-    withheld = withheld_variables(os.environ, settings=[target.settings for target in wanted])
-
-    def explain(problem: str) -> str:
-        named = sorted(name for name in withheld if name in problem)
-        if not named:
-            return problem
-        return (
-            f"{problem}\n  workers do not get {', '.join(named)}, whose name is that of a secret; if that is the reason, add "
-            f"env_vars = {json.dumps(named)} to the environment"
-        )
-
-    return explain
+            done = subprocess.run(
+                tied_command(
+                    module_command("trivet.environments.packages.import_program", str(answers), *modules, python=python)
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=timeout_s,
+                check=False,
+                env={**environ, **interpreter_variables(python, environ)},
+                start_new_session=True,
+            )
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            ending = f"importing it ended the process with exit code {done.returncode}{f': {lines[-1]}' if lines else ''}"
+        except subprocess.TimeoutExpired:
+            ending = f"importing it took more than {timeout_s:.0f} s"
+        found = answers.read_text().splitlines() if answers.exists() else []
+    return dict(json.loads(line) for line in found), ending

@@ -1,34 +1,48 @@
-"""Matches the answers of one worker with the calls that wait for them. Owned by `client.WorkerClient`, or `nodes.node`."""
+"""Matches the answers of one worker with the calls that wait for them, and checks what they hold.
+
+Owned by `client.WorkerClient`, or `nodes.node`.
+"""
 
 import asyncio
-from collections.abc import Callable, Collection
-from typing import TypeVar
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
 
 from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
-from trivet.shown_text import printable
+from trivet.wire.groups import GroupRequest
+from trivet.wire.rollouts import Rollout, Sample
+from trivet.wire.versions import count_tokens
 from trivet.wire.workers import AskPrompt, CallFailed, Cancel, GroupDone, PromptFound, RunGroupOrder, WorkerOrder
+
+_DTYPES = {"token_ids_T": np.int32, "loss_mask_T": np.bool_, "logprobs_T": np.float32}
 
 AnswerT = TypeVar("AnswerT", GroupDone, PromptFound)
 
 
 class PendingCalls:
-    """The calls in flight to one worker, by call id."""
+    """The calls in flight to one worker, or to one node, by call id."""
 
     def __init__(self, send: Callable[[WorkerOrder], None]) -> None:
         self._send = send
-        self._pending: dict[int, tuple[RunGroupOrder | AskPrompt, asyncio.Future[GroupDone | PromptFound]]] = {}
-        self._cancelled: set[int] = set()
-        """Calls whose answer may have been on its way when they were cancelled."""
-        self._next_id = 0
+        self._pending: dict[int, tuple[type[GroupDone | PromptFound], asyncio.Future[Any]]] = {}
         self._loss = ""
+        self.newest = -1
+        """The id of the newest call, -1 before the first."""
 
-    def __len__(self) -> int:
-        return len(self._pending)
+    @property
+    def ids(self) -> list[int]:
+        """The calls in flight."""
+        return list(self._pending)
 
-    async def call(self, make_order: Callable[[int], RunGroupOrder | AskPrompt], kind: type[AnswerT]) -> AnswerT:
-        """Send the order that `make_order` makes of a call id, and wait for its answer.
+    def next_id(self) -> int:
+        """Return the id of a new call."""
+        self.newest += 1
+        return self.newest
 
-        If the caller is cancelled, the worker is told to cancel the call.
+    async def call(self, order: RunGroupOrder | AskPrompt, kind: type[AnswerT]) -> AnswerT:
+        """Send `order` and wait for its answer. If the caller is cancelled, the worker is told to cancel the call.
 
         Raises:
             RolloutFailed: the worker's answer is a failure.
@@ -36,65 +50,41 @@ class PendingCalls:
         """
         if self._loss:
             raise WorkerLost(self._loss)
-        call_id, self._next_id = self._next_id, self._next_id + 1
-        order, future = make_order(call_id), asyncio.get_running_loop().create_future()
-        self._pending[call_id] = order, future
+        future: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
+        self._pending[order.call_id] = kind, future
         try:
             self._send(WorkerOrder(body=order))
-            answer = await future
+            return await future
         except asyncio.CancelledError:
-            self._cancelled.add(call_id)
-            self._send(WorkerOrder(body=Cancel(call_id=call_id)))
+            self._send(WorkerOrder(body=Cancel(call_id=order.call_id)))
             raise
         finally:
-            self._pending.pop(call_id, None)
-        assert isinstance(answer, kind)
-        return answer
+            del self._pending[order.call_id]
 
     def resolve(self, answer: GroupDone | PromptFound | CallFailed) -> None:
         """Hand `answer` to its caller; an answer whose caller was cancelled is dropped.
 
         Raises:
-            MessageRefused: nothing waits for it: the call was never made, was answered before, or asked for something else.
+            MessageRefused: its call was never made, or asked for something else.
         """
-        if answer.call_id in self._cancelled:
-            self._cancelled.remove(answer.call_id)
+        if not 0 <= answer.call_id <= self.newest:
+            raise MessageRefused(f"an answer to call {answer.call_id}, which was never made")
+        kind, future = self._pending.get(answer.call_id, (None, None))
+        if kind is None or future is None or future.done():
             return
-        order, future = self._pending.get(answer.call_id, (None, None))
-        if future is not None and future.cancelled():
-            return  # its caller is about to be told
-        if order is None or future is None or future.done():
-            raise MessageRefused(f"an answer to call {answer.call_id}, which waits for none")
         if isinstance(answer, CallFailed):
-            failure = RolloutFailed(
-                printable(answer.message), kind=printable(answer.kind), is_infrastructure=answer.is_infrastructure
-            )
+            failure = RolloutFailed(answer.message, kind=answer.kind, is_infrastructure=answer.is_infrastructure)
             future.set_exception(failure)
-            return
-        if problem := _mismatch(order, answer):
-            raise MessageRefused(f"an answer to call {answer.call_id} {problem}")
-        future.set_result(answer)
-
-    @property
-    def newest(self) -> int:
-        """The id of the newest call, -1 before the first."""
-        return self._next_id - 1
-
-    def cancelled_among(self, running: Collection[int], *, newest: int) -> list[int]:
-        """Return the cancelled calls that the other side still runs; those that it received and ended are forgotten."""
-        self._cancelled = {call_id for call_id in self._cancelled if call_id > newest or call_id in running}
-        return [call_id for call_id in self._cancelled if call_id <= newest]
+        elif isinstance(answer, kind):
+            future.set_result(answer)
+        else:
+            raise MessageRefused(f"a {type(answer).__name__} in answer to call {answer.call_id}, which needs a {kind.__name__}")
 
     def lose(self, call_id: int, loss: str) -> None:
         """Fail one call with WorkerLost, if it is still in flight."""
         _, future = self._pending.get(call_id, (None, None))
         if future is not None and not future.done():
             future.set_exception(WorkerLost(loss))
-
-    def lose_missing(self, *, newest: int, running: Collection[int], loss: str) -> None:
-        """Fail with WorkerLost what the other side has received, up to `newest`, and does not run: its answer was lost."""
-        for call_id in [pending for pending in self._pending if pending <= newest and pending not in running]:
-            self.lose(call_id, loss)
 
     def fail_all(self, loss: str) -> None:
         """Fail every call in flight, and every later one, with WorkerLost.
@@ -103,17 +93,32 @@ class PendingCalls:
             loss: which worker ended and how; not empty.
         """
         self._loss = loss
-        for _, future in self._pending.values():
-            if not future.done():
-                future.set_exception(WorkerLost(loss))
+        for call_id in self.ids:
+            self.lose(call_id, loss)
 
 
-def _mismatch(order: RunGroupOrder | AskPrompt, answer: GroupDone | PromptFound) -> str:
-    """Return how `answer` differs from what `order` asked for; empty when it is an answer to it."""
-    if isinstance(order, AskPrompt):
-        return "" if isinstance(answer, PromptFound) else "that has rollouts where a prompt was asked for"
-    if isinstance(answer, PromptFound):
-        return "that has a prompt where a group was asked for"
-    if answer.group_id != order.request.group_id:
-        return f"that has group {answer.group_id} where group {order.request.group_id} was asked for"
-    return ""
+def find_fault(rollouts: Sequence[Rollout], request: GroupRequest) -> str | None:
+    """Return what is wrong with the answer to `request`, as the end of a sentence; None when the run may use it."""
+    if [rollout.index for rollout in rollouts] != list(range(request.num_rollouts)):
+        return f"has {len(rollouts)} rollouts, where {request.num_rollouts} in order were asked for"
+    for rollout in rollouts:
+        numbers = {"reward": rollout.reward, **rollout.scores}
+        found = [f"with {name} = {value}" for name, value in numbers.items() if not math.isfinite(value)]
+        found += [fault for sample in rollout.samples if (fault := _sample_fault(sample))]
+        if found:
+            return f"has a rollout (index {rollout.index}) {found[0]}"
+    return None
+
+
+def _sample_fault(sample: Sample) -> str:
+    num_tokens = len(sample.token_ids_T)
+    for name, dtype in _DTYPES.items():
+        array = getattr(sample, name)
+        if array.dtype != dtype or array.shape != (num_tokens,):
+            return (
+                f"whose {name} has the shape {array.shape} and dtype {array.dtype}, where its {num_tokens} tokens need {dtype}"
+            )
+    # The first token of a sample is never trained on, so the model may have sampled one more than the mask has.
+    if count_tokens(sample.versions) - sample.num_loss_tokens not in (0, 1):
+        return f"that has {sample.num_loss_tokens} sampled tokens and policy versions for {count_tokens(sample.versions)}"
+    return "" if np.isfinite(sample.logprobs_T).all() else "with log-probabilities that are no numbers"

@@ -1,4 +1,4 @@
-"""Carries messages between a pool and a worker over a socket pair: a length of eight bytes, then an encoded struct.
+"""Carries messages between a pool and a worker over a socket: a length of eight bytes, then an encoded struct.
 
 A socket pair has no name that another process could find, and each side notices at once when the other is gone.
 """
@@ -32,20 +32,14 @@ class Channel:
     @classmethod
     async def open(cls, sock: socket.socket) -> "Channel":
         """Take over `sock`."""
-        return cls(*await asyncio.open_unix_connection(sock=sock, limit=_BUFFER_BYTES))
+        return cls(*await asyncio.open_connection(sock=sock, limit=_BUFFER_BYTES))
 
-    async def send(self, message: msgspec.Struct) -> None:
-        """Send `message`, and wait while the other side is behind.
+    def post(self, message: msgspec.Struct) -> None:
+        """Send a message without waiting. If the other side is gone it is dropped, and `receive` reports the end.
 
         Raises:
             MessageRefused: the message is too large.
-            OSError: the other side is gone.
         """
-        self._writer.write(pack_message(message))
-        await self._writer.drain()
-
-    def post(self, message: msgspec.Struct) -> None:
-        """Send a small message without waiting. If the other side is gone it is dropped, and `receive` reports the end."""
         if not self._writer.is_closing():
             self._writer.write(pack_message(message))
 
@@ -72,14 +66,20 @@ class Channel:
 
 
 def pack_message(message: msgspec.Struct) -> bytes:
-    """Return the bytes of `message` on the wire.
-
-    Raises:
-        MessageRefused: it is too large.
-    """
+    """Return the bytes of `message` on the wire; raises MessageRefused when it is too large."""
     data = encode(message)
     _require_fits(len(data))
     return _LENGTH.pack(len(data)) + data
+
+
+def receive_blocking(sock: socket.socket, kind: type[StructT]) -> StructT | None:
+    """Receive a message as `Channel.receive` does, before there is an event loop."""
+    header = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if len(header) < _LENGTH.size:
+        return None
+    length = _unpack_length(header)
+    data = sock.recv(length, socket.MSG_WAITALL)
+    return None if len(data) < length else decode(data, kind)
 
 
 def _unpack_length(header: bytes) -> int:
@@ -94,22 +94,3 @@ def _require_fits(num_bytes: int) -> None:
             f"a message of {num_bytes / 2**20:.0f} MiB is larger than what fits between a worker and its pool "
             f"({MAX_MESSAGE_BYTES // 2**20} MiB)"
         )
-
-
-def receive_blocking(sock: socket.socket, kind: type[StructT]) -> StructT | None:
-    """Receive a message as `Channel.receive` does, before there is an event loop."""
-    header = _receive_exactly(sock, _LENGTH.size)
-    if header is None:
-        return None
-    data = _receive_exactly(sock, _unpack_length(header))
-    return None if data is None else decode(data, kind)
-
-
-def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < num_bytes:
-        part = sock.recv(num_bytes - len(data))
-        if not part:
-            return None
-        data += part
-    return bytes(data)

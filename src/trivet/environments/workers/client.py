@@ -1,27 +1,35 @@
 """One worker as its pool sees it: started, asked, listened to, ended. Knows nothing of other workers or of restarts.
 
-It joins three parts: the operating system's process (`process`), the calls in flight (`calls`) and the pulses (`pulses`). A worker
-that speaks another version of the protocol is refused, and one that sends what it must not is ended.
+The worker is a process of its own session, with a directory of its own for temporary files. It runs the interpreter that the
+settings name, which may be that of another virtual environment. One that speaks another version of the protocol is refused, and
+one that sends what it must not is ended.
 """
 
 import asyncio
+import math
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from trivet.environments.workers.calls import PendingCalls
+from trivet.environments.settings import interpreter_variables, worker_environment
+from trivet.environments.workers.calls import PendingCalls, find_fault
 from trivet.environments.workers.channel import Channel
-from trivet.environments.workers.process import WorkerProcess
-from trivet.environments.workers.pulses import PulseMonitor
-from trivet.environments.workers.worker_log import WorkerLog
-from trivet.errors import EnvironmentLoadError, MessageRefused, WaitTimeout, WorkerLost
+from trivet.environments.workers.containers import SCOPE, WorkerDirectory
+from trivet.environments.workers.limits import WorkerLog
+from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed, WaitTimeout, WorkerLost
+from trivet.exits import describe_exit
+from trivet.process.lifetime import end_session, module_command, tied_command
+from trivet.process.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.shown_text import printable
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 from trivet.wire.workers import (
     PROTOCOL,
+    PULSE_INTERVAL_S,
     AskPrompt,
     CallFailed,
     EnvironmentLoaded,
@@ -30,6 +38,7 @@ from trivet.wire.workers import (
     HostSettings,
     LoadEnvironment,
     PromptFound,
+    Pulse,
     RunGroupOrder,
     WorkerAnswer,
     WorkerHello,
@@ -38,26 +47,50 @@ from trivet.wire.workers import (
 
 _EXIT_TIMEOUT_S = 10.0
 """Longest time from the end of the channel to the end of the process, or the other way round."""
+_BLOCKED_AFTER_S = 3 * PULSE_INTERVAL_S
+"""A worker counts as blocked when no pulse came, or its event loop did not turn, for longer than this. One late pulse is common
+on a busy machine."""
 
 
 class WorkerClient:
-    """A started worker with its process, its channel and its pulses."""
+    """A started worker: its process, its channel, the calls in flight, and its pulses."""
 
-    def __init__(self, process: WorkerProcess, channel: Channel, pulses: PulseMonitor, *, settings: HostSettings) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        channel: Channel,
+        *,
+        settings: HostSettings,
+        log: WorkerLog,
+        log_offset: int = 0,
+        directory: WorkerDirectory | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        end_session: Callable[[int], object] = end_session,
+    ) -> None:
+        """Take over a started process and the channel to it.
+
+        Args:
+            log_offset: where its output begins in `log`, in bytes.
+            directory: of its temporary files; it is removed when the process is.
+            end_session: kills every process of the session that a pid leads.
+        """
         self.name = settings.name
         """The environment's."""
-        self.pulses = pulses
+        self.pid = process.pid
+        self.pulses = PulseMonitor(clock)
         self.hello: WorkerHello | None = None
         """The worker's description of itself; None before it has sent one."""
-        self.api = ""
-        """Generation of the verifiers API that its environment uses; empty before it is loaded."""
-        self.package = ""
-        """Version of the environment's distribution; empty before it is loaded."""
+        self.loaded: EnvironmentLoaded | None = None
+        """The answer of a worker that has loaded its environment."""
         self._env_id = settings.env_id
         self._process = process
         self._channel = channel
+        self._log, self._log_offset = log, log_offset
+        self._directory = directory
+        self._end_session = end_session
+        self._cause = ""
         self._calls = PendingCalls(channel.post)
-        self._info: asyncio.Future[EnvironmentInfo] = asyncio.get_running_loop().create_future()
+        self._loading: asyncio.Future[EnvironmentInfo] = asyncio.get_running_loop().create_future()
         self._ended = asyncio.Event()
         self._watching = asyncio.create_task(self._watch(), name=f"{self.name}-watch")
 
@@ -65,32 +98,40 @@ class WorkerClient:
     async def start(
         cls, settings: HostSettings, *, log: WorkerLog, clock: Callable[[], float] = time.monotonic
     ) -> "WorkerClient":
-        """Start a worker and have it load its environment.
-
-        Args:
-            log: the worker's output is appended to it.
-        """
-        pool_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        pulses, worker_pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with worker_end, worker_pulses:
-            process = await WorkerProcess.start(settings, log=log, channel=worker_end, pulses=worker_pulses)
+        """Start a worker and have it load its environment. Its output is appended to `log`."""
+        log.path.parent.mkdir(parents=True, exist_ok=True)
+        python = settings.python or sys.executable
+        environ = worker_environment(os.environ, settings=[settings])
+        directory = WorkerDirectory()
+        pool_end, worker_end = socket.socketpair()
+        with worker_end, log.path.open("ab") as output:
+            command = module_command("trivet.environments.workers.main", "--channel", str(worker_end.fileno()), python=python)
+            process = await asyncio.create_subprocess_exec(
+                *tied_command(command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[worker_end.fileno()],
+                env={
+                    **environ,
+                    **interpreter_variables(python, environ),
+                    "TMPDIR": str(directory.path),
+                    SCOPE: directory.path.name,
+                },
+                start_new_session=True,
+            )
+            log_offset = output.tell()
         channel = await Channel.open(pool_end)
-        monitor = PulseMonitor(pulses, clock=clock, on_fault=process.end)
-        worker = cls(process, channel, monitor, settings=settings)
+        worker = cls(process, channel, settings=settings, log=log, log_offset=log_offset, directory=directory, clock=clock)
         channel.post(WorkerOrder(body=LoadEnvironment(settings=settings)))
         return worker
 
     @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        return self._process.pid
-
-    @property
     def num_pending(self) -> int:
         """Calls that the worker has not answered."""
-        return len(self._calls)
+        return len(self._calls.ids)
 
-    async def loaded(self, *, timeout_s: float) -> EnvironmentInfo:
+    async def wait_loaded(self, *, timeout_s: float) -> EnvironmentInfo:
         """Wait for the worker to load its environment.
 
         Raises:
@@ -100,7 +141,7 @@ class WorkerClient:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(self._info)
+                return await asyncio.shield(self._loading)
         except TimeoutError as exc:
             raise WaitTimeout(
                 f"environment {self.name!r} was not loaded after {timeout_s:.0f} s; raise env_start_timeout_s if "
@@ -111,23 +152,22 @@ class WorkerClient:
         """Run a group. Cancelling the caller cancels the group.
 
         Raises:
-            RolloutFailed: as the worker says.
+            RolloutFailed: as the worker says, or its answer cannot be true.
             WorkerLost: it ended first.
         """
-        return (await self._calls.call(lambda call_id: RunGroupOrder(call_id=call_id, request=request), GroupDone)).rollouts
+        done = await self._calls.call(RunGroupOrder(call_id=self._calls.next_id(), request=request), GroupDone)
+        if fault := find_fault(done.rollouts, request):
+            raise RolloutFailed(
+                f"the worker of environment {self.name!r} (pid {self.pid}): its answer for group {request.group_id} (example "
+                f"{request.example_id}) {fault}; it is not used",
+                kind="AnswerRefused",
+            )
+        return done.rollouts
 
     async def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Return the messages that an example starts with.
-
-        Raises:
-            RolloutFailed: as the worker says.
-            WorkerLost: it ended first.
-        """
-
-        def make_order(call_id: int) -> AskPrompt:
-            return AskPrompt(call_id=call_id, split=split, example_id=example_id)
-
-        return (await self._calls.call(make_order, PromptFound)).messages
+        """Return the messages that an example starts with. Raises as `run_group`."""
+        order = AskPrompt(call_id=self._calls.next_id(), split=split, example_id=example_id)
+        return (await self._calls.call(order, PromptFound)).messages
 
     async def ended(self) -> str:
         """Wait until the process is gone; return how it ended, as the end of a sentence.
@@ -135,7 +175,7 @@ class WorkerClient:
         It returns before the calls in flight fail, so that the pool gives no retry of theirs to this worker.
         """
         await self._ended.wait()
-        return self._process.describe_end()
+        return self._describe_end()
 
     def status(self, *, num_restarts: int) -> WorkerStatus:
         """Return what the worker does now, as far as its last pulse tells.
@@ -146,91 +186,133 @@ class WorkerClient:
         return WorkerStatus(
             env=self.name,
             pid=self.pid,
-            is_alive=self._process.is_running,
+            is_alive=self._process.returncode is None,
             num_pending=self.num_pending,
-            num_generating=self.pulses.num_generating,
-            num_scoring=self.pulses.num_scoring,
+            num_generating=self.pulses.newest.num_generating,
+            num_scoring=self.pulses.newest.num_scoring,
             scoring_for_s=self.pulses.scoring_for_s(),
             blocked_for_s=self.pulses.blocked_for_s(),
             num_restarts=num_restarts,
         )
 
-    def end(self, cause: str) -> None:
-        """End the worker at once.
+    def end(self, cause: str = "", *, with_stacks: bool = False) -> None:
+        """End the worker, and everything that it started and left.
 
         Args:
-            cause: why, as the end of a sentence; `ended` returns it.
+            cause: why, as the end of a sentence; `ended` returns it. Empty keeps the cause that is known.
+            with_stacks: it writes its stacks to its log before.
         """
-        self._process.end(cause)
-
-    async def kill(self, cause: str) -> None:
-        """End the worker after it has written its stacks to its log.
-
-        Args:
-            cause: why, as the end of a sentence; `ended` returns it.
-        """
-        await self._process.kill(cause)
+        is_ending, self._cause = bool(self._cause), cause or self._cause
+        if not with_stacks:
+            self._end_session(self.pid)
+        elif not is_ending and self._process.returncode is None:
+            self._process.send_signal(STACKS_SIGNAL)
+            asyncio.get_running_loop().call_later(STACKS_WITHIN_S, self.end)
 
     async def aclose(self, *, timeout_s: float) -> None:
         """Let the worker finish by itself for `timeout_s`, then end it and everything that it left. May be called again."""
         await self._channel.aclose()
-        await self._process.wait_or_end(timeout_s=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            self.end()
         await self._watching
 
     def last_lines(self) -> str:
         """Return the end of the worker's output, for an error message; empty when it wrote nothing."""
-        return self._process.last_lines()
+        return self._log.last_lines(since=self._log_offset)
+
+    def _describe_end(self) -> str:
+        """Return how the process ended, or why it was ended, as the end of a sentence."""
+        exit_code, how = self._process.returncode, describe_exit(self._process.returncode)
+        return self._cause or (f"was {how}" if exit_code is not None and exit_code < 0 else how)
 
     async def _watch(self) -> None:
         """Wait for the process to exit, then fail every pending call."""
         listening = asyncio.create_task(self._listen(), name=f"{self.name}-listen")
         exiting = asyncio.create_task(self._process.wait(), name=f"{self.name}-exit")
-        both = {listening, exiting}
+        both: set[asyncio.Task[Any]] = {listening, exiting}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(both, timeout=_EXIT_TIMEOUT_S)
         listening.cancel()  # still open only when something that the worker left behind holds the other end
-        self._process.end()
+        self.end()
         await exiting
         await self._channel.aclose()
-        self.pulses.close()
-        await asyncio.to_thread(self._process.clean_up)  # in a thread, because an engine of containers may take its time
+        if self._directory is not None:
+            await asyncio.to_thread(self._directory.remove)  # in a thread, because an engine of containers may take its time
         self._ended.set()
-        loss = f"the worker of environment {self.name!r} (pid {self.pid}) {self._process.describe_end()}"
+        loss = f"the worker of environment {self.name!r} (pid {self.pid}) {self._describe_end()}"
         self._calls.fail_all(loss)
-        if not self._info.done():
-            self._info.set_exception(WorkerLost(loss))
-        self._info.exception()  # marks it as retrieved: nobody may have waited for it
+        if not self._loading.done():
+            self._loading.set_exception(WorkerLost(loss))
+        self._loading.exception()  # marks it as retrieved: nobody may have waited for it
 
     async def _listen(self) -> None:
         try:
             self.hello = await self._channel.receive(WorkerHello)
-            if self.hello is None or not self._speaks_our_protocol(self.hello):
+            if self.hello is not None and self.hello.protocol != PROTOCOL:
+                problem = (
+                    f"runs {printable(self.hello.worker)}, which speaks version {self.hello.protocol} of the worker's protocol, "
+                    f"and this trivet speaks version {PROTOCOL}; update its virtual environment with: "
+                    f"uv run trivet env install {self._env_id}"
+                )
+                self._loading.set_exception(EnvironmentLoadError(f"the worker of environment {self.name!r} {problem}"))
+                self.end(problem)
                 return
             while (answer := await self._channel.receive(WorkerAnswer)) is not None:
-                self._handle(answer)
+                match answer.body:
+                    case Pulse() as pulse:
+                        self.pulses.receive(pulse)
+                    case EnvironmentLoaded() | EnvironmentLoadFailed() if self._loading.done():
+                        raise MessageRefused("a second answer to the order to load the environment")
+                    case EnvironmentLoaded() as loaded:
+                        self.loaded = loaded
+                        self.pulses.expect()
+                        self._loading.set_result(loaded.info)
+                    case EnvironmentLoadFailed(message=message):
+                        self._loading.set_exception(EnvironmentLoadError(message))
+                    case GroupDone() | PromptFound() | CallFailed() as done:
+                        self._calls.resolve(done)
         except MessageRefused as exc:
-            self._process.end(f"sent what is not an answer: {exc}")
+            self.end(f"sent what is not an answer: {exc}")
 
-    def _speaks_our_protocol(self, hello: WorkerHello) -> bool:
-        if hello.protocol == PROTOCOL:
-            return True
-        problem = (
-            f"runs {printable(hello.worker)}, which speaks version {hello.protocol} of the worker's protocol, and this trivet "
-            f"speaks version {PROTOCOL}; update its virtual environment with: uv run trivet env install {self._env_id}"
-        )
-        self._info.set_exception(EnvironmentLoadError(f"the worker of environment {self.name!r} {problem}"))
-        self._process.end(problem)
-        return False
 
-    def _handle(self, answer: WorkerAnswer) -> None:
-        match answer.body:
-            case EnvironmentLoaded() | EnvironmentLoadFailed() if self._info.done():
-                raise MessageRefused("a second answer to the order to load the environment")
-            case EnvironmentLoaded(info=info, api=api, package=package):
-                self.api, self.package = printable(api), printable(package)
-                self.pulses.expect()
-                self._info.set_result(info)
-            case EnvironmentLoadFailed(message=message):
-                self._info.set_exception(EnvironmentLoadError(message))
-            case GroupDone() | PromptFound() | CallFailed() as done:
-                self._calls.resolve(done)
+class PulseMonitor:
+    """The newest pulse of one worker, and when it came: says for how long the worker's event loop has been blocked."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.newest = Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[])
+        self._clock = clock
+        self._heard_at: float | None = None
+        """None while the worker loads its environment, and need not send any."""
+        self._lags: list[float] = []
+
+    def receive(self, pulse: Pulse) -> None:
+        """Note a pulse; raises MessageRefused for one whose times are no numbers."""
+        if not all(map(math.isfinite, (pulse.loop_age_s, pulse.scoring_for_s, *pulse.lags_s))):
+            raise MessageRefused("a pulse whose times are no numbers")
+        self.newest = pulse
+        self._lags.extend(pulse.lags_s)
+        self.expect()
+
+    def expect(self) -> None:
+        """Count the worker's silence from now: it has just loaded, or the pool itself did not run, so it could not hear."""
+        self._heard_at = self._clock()
+
+    def scoring_for_s(self) -> float:
+        """Return the age of the oldest group that is being scored, in seconds."""
+        return self.newest.scoring_for_s + self._silent_for_s() if self.newest.num_scoring else 0.0
+
+    def blocked_for_s(self) -> float:
+        """Return for how many seconds the worker's event loop has not turned; 0 while it is well, and while it loads."""
+        silent_s, loop_age_s = self._silent_for_s(), self.newest.loop_age_s
+        return loop_age_s + silent_s if max(silent_s, loop_age_s) > _BLOCKED_AFTER_S else 0.0
+
+    def take_lags(self) -> list[float]:
+        """Return by how many seconds the worker's event loop was late, for each measurement since the last call."""
+        lags, self._lags = self._lags, []
+        return lags
+
+    def _silent_for_s(self) -> float:
+        return 0.0 if self._heard_at is None else self._clock() - self._heard_at

@@ -1,10 +1,9 @@
 """Runs one environment in a worker process: many groups at a time on its own event loop.
 
-Started by `workers.process` as `python -m trivet.environments.workers.main --channel FD --pulse FD`, tied to the pool's process.
-The interpreter may be one that has the distribution `trivet-worker` alone, so this module and all that it imports need msgspec and
-numpy, and nothing else of trivet's. The first message says which release this is. Orders come in and answers go out over the
-channel. A thread sends pulses over another socket, which go on while the loop is
-blocked. The process ends when the pool closes the channel.
+Started by `workers.client` as `python -m trivet.environments.workers.main --channel FD`, tied to the pool's process. The
+interpreter may be one that has the distribution `trivet-worker` alone, so this module and all that it imports need msgspec and
+numpy, and nothing else of trivet's. The first message says which release this is. A thread sends what goes out: the answers, and
+pulses, which go on while the event loop is blocked. The process ends when the pool closes the channel.
 """
 
 import argparse
@@ -13,6 +12,7 @@ import contextlib
 import logging
 import os
 import platform
+import queue
 import resource
 import selectors
 import socket
@@ -23,8 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trivet.environments.apis.groups import Stage, StageBoard
 from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
-from trivet.environments.workers.stages import StageBoard
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
 from trivet.process.imports import without_collections
 from trivet.process.lifetime import tie_forks
@@ -32,7 +32,6 @@ from trivet.process.loop_lag import LoopLag
 from trivet.process.noisy_loggers import quiet_noisy_loggers
 from trivet.process.stacks import show_stacks_on_signal, show_tasks_on_signal
 from trivet.shown_text import printable
-from trivet.wire.codec import encode
 from trivet.wire.workers import (
     PROTOCOL,
     PULSE_INTERVAL_S,
@@ -42,7 +41,6 @@ from trivet.wire.workers import (
     EnvironmentLoaded,
     EnvironmentLoadFailed,
     GroupDone,
-    HostSettings,
     LoadEnvironment,
     PromptFound,
     Pulse,
@@ -53,12 +51,14 @@ from trivet.wire.workers import (
 )
 
 if TYPE_CHECKING:
-    from trivet.environments.apis.host import EnvironmentHost
+    from trivet.environments.apis.load import EnvironmentHost
 
 logger = logging.getLogger(__name__)
 
 _MAX_PULSE_LAGS = 100
 """Measurements of lag in one pulse. Ten are made a second; after a longer block the older ones are dropped."""
+_SEND_TIMEOUT_S = 3600.0
+"""A pool that reads nothing for so long is gone. Its end is noticed at once; this bounds the wait for one that is stopped."""
 _MAX_OPEN_FILES = 16_384
 """Open files of a worker and of each process that it starts. A rollout in flight has a connection or two; a leak of one per group
 reaches this within a day, and then costs the worker its groups and not the machine its file table."""
@@ -69,12 +69,54 @@ _DISTRIBUTIONS = ("trivet-worker", "trivet")
 """Distributions with a worker's code: environments' virtual environments have the first, trivet's interpreter the second."""
 
 
+class Outbox:
+    """Sends the worker's answers, and a pulse about once a second whatever its event loop does, from a thread of its own."""
+
+    def __init__(self, sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
+        """Begin to send over `sock`, from which the event loop reads meanwhile."""
+        self._sock = sock.dup()
+        self._sock.settimeout(_SEND_TIMEOUT_S)  # has Python wait for a socket that the event loop has made non-blocking
+        self._lag = lag
+        self._stages = stages
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._send, name="outbox", daemon=True).start()
+
+    def fileno(self) -> int:
+        """Return the descriptor that it sends over."""
+        return self._sock.fileno()
+
+    def put(self, answer: WorkerAnswer) -> None:
+        """Send `answer`; raises MessageRefused when it is too large."""
+        self._messages.put(pack_message(answer))
+
+    def _send(self) -> None:
+        """Send until the pool is gone."""
+        next_pulse = time.monotonic()
+        with contextlib.suppress(OSError):
+            while True:
+                try:
+                    data = self._messages.get(timeout=max(0.0, next_pulse - time.monotonic()))
+                except queue.Empty:
+                    data = pack_message(WorkerAnswer(body=self._make_pulse()))
+                    next_pulse = time.monotonic() + PULSE_INTERVAL_S
+                self._sock.sendall(data)
+
+    def _make_pulse(self) -> Pulse:
+        return Pulse(
+            loop_age_s=time.monotonic() - self._lag.last_turn,
+            num_generating=self._stages.num_rollouts(Stage.GENERATING),
+            num_scoring=self._stages.num_rollouts(Stage.SCORING),
+            scoring_for_s=self._stages.scoring_for_s(),
+            lags_s=self._lag.take()[-_MAX_PULSE_LAGS:],
+        )
+
+
 class Worker:
     """Carries out the orders of the pool until the channel ends."""
 
-    def __init__(self, host: "EnvironmentHost", *, env_id: str, lag: LoopLag) -> None:
+    def __init__(self, host: "EnvironmentHost", outbox: Outbox, *, lag: LoopLag) -> None:
         self._host = host
-        self._env_id = env_id
+        self._outbox = outbox
         self._lag = lag
         self._running: dict[int, asyncio.Task[None]] = {}
         self._pid = os.getpid()
@@ -83,14 +125,12 @@ class Worker:
         """Answer every order that comes over `sock`, each in a task of its own, until the pool closes it."""
         show_tasks_on_signal()
         channel = await Channel.open(sock)
-        package = installed_version(self._env_id.rpartition("/")[2])
-        await channel.send(WorkerAnswer(body=EnvironmentLoaded(info=self._host.info, api=self._host.api, package=package)))
         async with asyncio.TaskGroup() as tasks:
             measuring = tasks.create_task(self._lag.run(), name="loop-lag")
             while (order := await channel.receive(WorkerOrder)) is not None:
                 match order.body:
                     case RunGroupOrder() | AskPrompt() as asked:
-                        task = tasks.create_task(self._answer(asked, channel), name=f"call-{asked.call_id}")
+                        task = tasks.create_task(self._answer(asked), name=f"call-{asked.call_id}")
                         self._running[asked.call_id] = task
                         task.add_done_callback(lambda _, call_id=asked.call_id: self._running.pop(call_id))
                     case Cancel(call_id=call_id):
@@ -103,40 +143,39 @@ class Worker:
                 task.cancel()
         await self._host.aclose()
 
-    async def _answer(self, asked: RunGroupOrder | AskPrompt, channel: Channel) -> None:
+    async def _answer(self, asked: RunGroupOrder | AskPrompt) -> None:
         try:
-            answer = await self._execute(asked)
-            self._leave_if_forked()
-            try:
-                await channel.send(WorkerAnswer(body=answer))
-            except MessageRefused as exc:
-                await channel.send(WorkerAnswer(body=_failure(asked.call_id, exc)))
-        except OSError:
-            return  # the pool is gone; `serve` is about to notice
+            if isinstance(asked, AskPrompt):
+                messages = self._host.prompt(split=asked.split, example_id=asked.example_id)
+                answer = PromptFound(call_id=asked.call_id, messages=messages)
+            else:
+                answer = GroupDone(call_id=asked.call_id, rollouts=await self._host.run_group(asked.request))
+        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # an error of the user's code fails its own group alone
+            if not isinstance(exc, RolloutFailed):
+                logger.exception("call failed env=%s", self._host.name)
+            answer = _failure(asked.call_id, exc)
+        self._leave_if_forked()
+        try:
+            self._outbox.put(WorkerAnswer(body=answer))
+        except MessageRefused as exc:
+            self._outbox.put(WorkerAnswer(body=_failure(asked.call_id, exc)))
 
     def _leave_if_forked(self) -> None:
         """End this process if it is a child that user code forked and that returned from there: the parent does its work."""
         if os.getpid() != self._pid:
             os._exit(0)
 
-    async def _execute(self, asked: RunGroupOrder | AskPrompt) -> GroupDone | PromptFound | CallFailed:
-        try:
-            if isinstance(asked, AskPrompt):
-                messages = self._host.prompt(split=asked.split, example_id=asked.example_id)
-                return PromptFound(call_id=asked.call_id, messages=messages)
-            rollouts = await self._host.run_group(asked.request)
-            return GroupDone(call_id=asked.call_id, group_id=asked.request.group_id, rollouts=rollouts)
-        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # an error of the user's code fails its own group alone
-            if not isinstance(exc, RolloutFailed):
-                logger.exception("call failed env=%s", self._host.name)
-            return _failure(asked.call_id, exc)
-
 
 def _failure(call_id: int, error: BaseException) -> CallFailed:
-    kind = error.kind if isinstance(error, RolloutFailed) else type(error).__name__
-    message = str(error) if isinstance(error, RolloutFailed) else f"{kind}: {error}"
-    is_infrastructure = isinstance(error, RolloutFailed) and error.is_infrastructure
-    return CallFailed(call_id=call_id, kind=printable(kind), message=printable(message), is_infrastructure=is_infrastructure)
+    if not isinstance(error, RolloutFailed):
+        kind = type(error).__name__
+        error = RolloutFailed(f"{kind}: {error}", kind=kind)
+    return CallFailed(
+        call_id=call_id,
+        kind=printable(error.kind),
+        message=printable(str(error)),
+        is_infrastructure=error.is_infrastructure,
+    )
 
 
 def make_hello() -> WorkerHello:
@@ -158,7 +197,7 @@ def installed_version(distribution: str) -> str:
 def confine() -> None:
     """Limit the open files of this process and of what it starts, and offer it to the kernel first when memory runs out.
 
-    The pool limits memory from outside (`workers.memory`): the kernel's limits count address space, of which libraries reserve many
+    The pool limits memory from outside (`workers.limits`): the kernel's limits count address space, of which libraries reserve many
     times what they use.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -166,26 +205,6 @@ def confine() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with contextlib.suppress(OSError):  # a container may forbid it, and the machine then chooses by itself
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-
-
-def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
-    """Send a pulse every PULSE_INTERVAL_S until the pool is gone. Runs in a thread of its own."""
-    while True:
-        counts = stages.counts()
-        pulse = Pulse(
-            loop_age_s=time.monotonic() - lag.last_turn,
-            num_generating=counts.num_generating,
-            num_scoring=counts.num_scoring,
-            scoring_for_s=counts.scoring_for_s,
-            lags_s=lag.take()[-_MAX_PULSE_LAGS:],
-        )
-        try:
-            sock.send(encode(pulse), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass  # the pool is behind; the next pulse has newer values
-        except OSError:
-            return
-        time.sleep(PULSE_INTERVAL_S)
 
 
 def detach_on_fork(selector: selectors.BaseSelector, *descriptors: int) -> None:
@@ -204,7 +223,7 @@ def detach_on_fork(selector: selectors.BaseSelector, *descriptors: int) -> None:
     os.register_at_fork(after_in_child=detach)
 
 
-def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
+def run(sock: socket.socket) -> int:
     """Say which release this is, load the environment that the first order names, and serve it; return the exit code."""
     sock.sendall(pack_message(make_hello()))
     order = receive_blocking(sock, WorkerOrder)
@@ -213,7 +232,13 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     if not isinstance(order.body, LoadEnvironment):
         raise MessageRefused(f"the first order to a worker is to load an environment, not {type(order.body).__name__}")
     settings = order.body.settings
-    _set_up_logging(settings)
+    logging.basicConfig(
+        stream=sys.stdout,
+        level=settings.log_level.upper(),
+        format=f"%(asctime)s {settings.name.replace('%', '%%')} %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    quiet_noisy_loggers()
     stages = StageBoard()
     with without_collections():
         from trivet.environments.apis.load import load_host, traceback_tail
@@ -225,40 +250,27 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
         sock.sendall(pack_message(WorkerAnswer(body=EnvironmentLoadFailed(message=message))))
         return exc.exit_code
     logger.info("environment loaded env=%s examples=%s pid=%s", settings.name, host.info.num_examples, os.getpid())
+    package = installed_version(settings.env_id.rpartition("/")[2])
+    sock.sendall(pack_message(WorkerAnswer(body=EnvironmentLoaded(info=host.info, api=host.api, package=package))))
     lag = LoopLag()
-    threading.Thread(
-        target=send_pulses, args=(pulse_sock,), kwargs={"lag": lag, "stages": stages}, name="pulses", daemon=True
-    ).start()
+    outbox = Outbox(sock, lag=lag, stages=stages)
     selector = selectors.DefaultSelector()
-    detach_on_fork(selector, sock.fileno(), pulse_sock.fileno())
+    detach_on_fork(selector, sock.fileno(), outbox.fileno())
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-        runner.run(Worker(host, env_id=settings.env_id, lag=lag).serve(sock))
+        runner.run(Worker(host, outbox, lag=lag).serve(sock))
     return 0
 
 
-def _set_up_logging(settings: HostSettings) -> None:
-    logging.basicConfig(
-        stream=sys.stdout,
-        level=settings.log_level.upper(),
-        format=f"%(asctime)s {settings.name.replace('%', '%%')} %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    quiet_noisy_loggers()
-
-
 def main() -> int:
-    """Run the worker on the sockets that the command line names; return the exit code."""
+    """Run the worker on the socket that the command line names; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--channel", type=int, required=True)
-    parser.add_argument("--pulse", type=int, required=True)
-    descriptors = parser.parse_args()
+    sock = socket.socket(fileno=parser.parse_args().channel)
+    sock.set_inheritable(False)
     show_stacks_on_signal()
     confine()
     tie_forks()  # a scoring pool that the environment forks must not outlive a worker that is killed
-    sock, pulse_sock = socket.socket(fileno=descriptors.channel), socket.socket(fileno=descriptors.pulse)
-    for inherited in (sock, pulse_sock):
-        inherited.set_inheritable(False)
-    return run(sock, pulse_sock)
+    return run(sock)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +19,11 @@ from typing import Any
 
 import msgspec
 
+from trivet.backoff import backoff_s
 from trivet.environments.examples import other_data
-from trivet.environments.workers.answers import find_fault
 from trivet.environments.workers.client import WorkerClient
-from trivet.environments.workers.memory import MEASURE_INTERVAL_S, describe_excess, measure_sessions
-from trivet.environments.workers.restarts import RestartBudget
-from trivet.environments.workers.worker_directory import sweep_directories
-from trivet.environments.workers.worker_log import WorkerLog
+from trivet.environments.workers.containers import sweep_directories
+from trivet.environments.workers.limits import WorkerLog, measure_sessions
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost, first_error
 from trivet.process.loop_lag import lag_metrics
 from trivet.wire.events import EnvLoad, EnvRestart, Event
@@ -39,12 +37,16 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 3
 """A group that is lost this often is treated as the cause: other groups of the same worker are rarely lost three times."""
 
-_WATCH_INTERVAL_S = 1.0
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 30.0
+"""Pause before a worker is restarted: doubled with each consecutive restart, up to this."""
+_WATCH_INTERVAL_S = 0.5
+"""Seconds between two looks at workers. One can take a few GiB of memory in that time."""
+_SUSPENDED_AFTER_S = 3.0
+"""A look that comes so late means that this process did not run, and could not hear its workers."""
 _WARN_BLOCKED_S = 10.0
 """A worker whose event loop is blocked for longer is reported once: reward functions often compute for a few seconds."""
 _CLOSE_TIMEOUT_S = 5.0
-_REFUSED = "AnswerRefused"
-"""The kind of failure of a group whose answer cannot be true."""
 _TIMEOUT_GRACE_S = 30.0
 """How long a worker has, beyond a group's own time limit, to report itself that the group exceeded it."""
 
@@ -65,6 +67,25 @@ class PoolLimits:
 
 
 @dataclass(slots=True, kw_only=True)
+class RestartBudget:
+    """The restarts of one worker. Only consecutive ones count: a worker that finishes groups in between is worth restarting."""
+
+    limit: int
+    """Consecutive restarts that are allowed; -1: no limit."""
+    num_restarts: int = 0
+    num_consecutive: int = 0
+    """Restarts since the worker last finished a group."""
+
+    def next_delay_s(self) -> float | None:
+        """Count a restart and return how long to wait before it, in seconds; None when the limit is reached."""
+        if 0 <= self.limit <= self.num_consecutive:
+            return None
+        self.num_restarts += 1
+        self.num_consecutive += 1
+        return backoff_s(self.num_consecutive, first_s=_FIRST_DELAY_S, max_s=_MAX_DELAY_S)
+
+
+@dataclass(slots=True, kw_only=True)
 class _Slot:
     """The place of one worker; each restart puts a new worker in it."""
 
@@ -72,20 +93,19 @@ class _Slot:
     settings: HostSettings
     budget: RestartBudget
     worker: WorkerClient | None = None
-    """The ready worker; None while it is being started."""
-    starting: WorkerClient | None = None
-    """The worker that is loading its environment."""
+    """None before the first start."""
+    is_ready: bool = False
+    """The worker has loaded its environment and has not ended."""
     is_warned: bool = False
     """The log has a warning that the worker is blocked."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Environment:
-    info: EnvironmentInfo
     slots: list[_Slot]
     log: WorkerLog
-    is_loaded: bool = False
-    """`info` is that of the first worker, with which later ones are compared."""
+    info: EnvironmentInfo | None = None
+    """That of the first worker, with which later ones are compared; None before all have loaded."""
     suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the one group that was lost twice and may run now."""
 
@@ -108,12 +128,20 @@ class WorkerPool:
             log_of: returns the file that the output of an environment's workers is appended to, given its name.
             name_suffix: of the names of workers, where a run has several pools.
         """
-        self._settings = settings
-        self._name_suffix = name_suffix
-        self._log_of = log_of
         self._limits = limits
         self._clock = clock
         self._environments: dict[str, _Environment] = {}
+        for env in settings:
+            slots = [
+                _Slot(
+                    name=f"{env.name}-{index}{name_suffix}",
+                    # The first worker's hashes name the examples; `_compare` says when another has other data.
+                    settings=env if index == 0 else msgspec.structs.replace(env, hash_keys=[]),
+                    budget=RestartBudget(limit=limits.max_restarts),
+                )
+                for index in range(limits.workers_per_env)
+            ]
+            self._environments[env.name] = _Environment(slots=slots, log=WorkerLog(log_of(env.name)))
         self._losses: Counter[tuple[str, Split, int]] = Counter()
         self._failures: Counter[tuple[str, str]] = Counter()
         self._changed = asyncio.Condition()
@@ -122,23 +150,22 @@ class WorkerPool:
     @property
     def infos(self) -> Mapping[str, EnvironmentInfo]:
         """See `EnvironmentPool.infos`."""
-        return {name: environment.info for name, environment in self._environments.items()}
+        return {name: environment.info for name, environment in self._environments.items() if environment.info is not None}
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:
-        """Write an event with `write_event` for each environment that is loaded, and at every restart from now on."""
+        """Write an event for each environment that is loaded, and at every restart from now on."""
         self._write_event = write_event
         for name, environment in self._environments.items():
             worker = environment.slots[0].worker
-            if worker is not None and worker.hello is not None:
-                hello = worker.hello
+            if worker is not None and worker.hello is not None and worker.loaded is not None:
                 write_event(
                     EnvLoad(
                         env=name,
-                        package=worker.package,
-                        api=worker.api,
-                        verifiers=hello.verifiers,
-                        python=hello.python,
-                        worker=hello.worker,
+                        package=worker.loaded.package,
+                        api=worker.loaded.api,
+                        verifiers=worker.hello.verifiers,
+                        python=worker.hello.python,
+                        worker=worker.hello.worker,
                     )
                 )
 
@@ -153,66 +180,66 @@ class WorkerPool:
 
     async def _run(self, environment: _Environment, request: GroupRequest, key: tuple[str, Split, int]) -> list[Rollout]:
         slot, worker = await self._choose(environment)
+        timeout_s = slot.settings.rollout_timeout_s
+        what = f"group {request.group_id} (example {request.example_id} of environment {request.env!r})"
         try:
-            rollouts = await _limit_time(slot.settings.rollout_timeout_s, worker.run_group(request), request)
+            # The worker limits the time itself, unless its environment swallows the cancellation or blocks the event loop.
+            async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
+                rollouts = await worker.run_group(request)
         except WorkerLost as exc:
             self._losses[key] += 1
             if self._losses[key] < MAX_LOSSES:
                 raise
-            del self._losses[key]
-            self._failures[request.env, "WorkerLost"] += 1
-            raise RolloutFailed(
-                f"group {request.group_id} (example {request.example_id} of environment {request.env!r}) was lost with its "
-                f"worker {MAX_LOSSES} times, the last time because {exc}",
-                kind="WorkerLost",
-            ) from exc
-        except RolloutFailed as exc:
-            slot.budget.finished_a_group()
-            self._failures[request.env, exc.kind] += 1
-            del self._losses[key]
-            raise
-        slot.budget.finished_a_group()
-        del self._losses[key]
-        if fault := find_fault(rollouts, request):
-            self._failures[request.env, _REFUSED] += 1
-            raise RolloutFailed(
-                f"environment worker {slot.name} (pid {worker.pid}): its answer for group {request.group_id} (example "
-                f"{request.example_id}) {fault}; it is not used",
-                kind=_REFUSED,
+            failure = RolloutFailed(
+                f"{what} was lost with its worker {MAX_LOSSES} times, the last time because {exc}", kind="WorkerLost"
             )
-        return rollouts
+            failure.__cause__ = exc
+        except TimeoutError as exc:
+            failure = RolloutFailed(
+                f"{what} did not end when its time was over (rollout_timeout_s, {timeout_s:g} s): its code must let "
+                "asyncio.CancelledError pass",
+                kind="TimeoutError",
+            )
+            failure.__cause__ = exc
+        except RolloutFailed as exc:
+            slot.budget.num_consecutive = 0
+            failure = exc
+        else:
+            slot.budget.num_consecutive = 0
+            del self._losses[key]
+            return rollouts
+        del self._losses[key]
+        self._failures[request.env, failure.kind] += 1
+        raise failure
 
     async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
         """Return the messages that an example starts with."""
         _, worker = await self._choose(self._environments[env])
         return await worker.prompt(split=split, example_id=example_id)
 
+    async def _choose(self, environment: _Environment) -> tuple[_Slot, WorkerClient]:
+        """Return the ready worker with the fewest pending groups. The wait while none is ready ends when `_keep_alive` gives up."""
+        while True:
+            ready = [(slot, slot.worker) for slot in environment.slots if slot.is_ready and slot.worker is not None]
+            if ready:
+                return min(ready, key=lambda pair: pair[1].num_pending)
+            async with self._changed:
+                await self._changed.wait_for(lambda: any(slot.is_ready for slot in environment.slots))
+
     def status(self) -> list[WorkerStatus]:
         """Return what each worker is doing. May be called from another thread."""
-        return [
-            worker.status(num_restarts=slot.budget.num_restarts)
-            for slot in self._slots()
-            if (worker := slot.worker or slot.starting) is not None
-        ]
+        return [worker.status(num_restarts=slot.budget.num_restarts) for slot, worker in self._workers()]
 
     def metrics(self) -> dict[str, float]:
         """Return load, lag and restarts by worker, and failed groups by environment and type of error, since the last call."""
         values: dict[str, float] = {}
-        for slot in self._slots():
-            values[f"worker/{slot.name}/pending"] = float(slot.worker.num_pending if slot.worker else 0)
+        for slot, worker in self._workers():
+            values[f"worker/{slot.name}/pending"] = float(worker.num_pending)
             values[f"worker/{slot.name}/restarts"] = float(slot.budget.num_restarts)
-            lags = slot.worker.pulses.take_lags() if slot.worker else []
-            values |= lag_metrics(f"worker_lag/{slot.name}", lags, ("mean", "max", "p90"))
+            values |= lag_metrics(f"worker_lag/{slot.name}", worker.pulses.take_lags(), ("mean", "max", "p90"))
         values |= {f"failed_groups/{env}/{kind}": float(count) for (env, kind), count in self._failures.items()}
         self._failures.clear()
         return values
-
-    async def aclose(self) -> None:
-        """End every worker. May be called again."""
-        workers = [worker for slot in self._slots() if (worker := slot.worker or slot.starting) is not None]
-        await asyncio.gather(*(worker.aclose(timeout_s=_CLOSE_TIMEOUT_S) for worker in workers))
-        for environment in self._environments.values():
-            environment.log.limit_size()
 
     async def start(self) -> None:
         """Start all workers and wait until they have loaded their environments.
@@ -223,22 +250,21 @@ class WorkerPool:
             WaitTimeout: one took too long.
         """
         await asyncio.to_thread(sweep_directories)
-        self._environments = {settings.name: self._make_environment(settings) for settings in self._settings}
+        slots = [slot for environment in self._environments.values() for slot in environment.slots]
         try:
             async with asyncio.TaskGroup() as tasks:
-                measuring = tasks.create_task(self._measure(), name="measure-workers")
+                watching = tasks.create_task(self._watch(), name="watch-workers")
                 async with asyncio.TaskGroup() as starts:
-                    for slot in self._slots():
-                        starts.create_task(self._start_worker(slot), name=f"start-{slot.name}")
-                measuring.cancel()
+                    started = {
+                        slot.name: starts.create_task(self._start_worker(slot), name=f"start-{slot.name}") for slot in slots
+                    }
+                watching.cancel()
         except ExceptionGroup as failed:  # the first failure has ended the others
             raise first_error(failed) from None
         for environment in self._environments.values():
-            infos = [await slot.worker.loaded(timeout_s=0.0) for slot in environment.slots if slot.worker is not None]
-            environment.info = infos[0]
-            for slot, info in zip(environment.slots, infos, strict=True):
-                self._compare(slot, info)
-            environment.is_loaded = True
+            environment.info = started[environment.slots[0].name].result()
+            for slot in environment.slots:
+                self._compare(slot, environment.info, started[slot.name].result())
 
     async def run(self) -> None:
         """Restart workers that end or hang, until cancelled.
@@ -247,50 +273,35 @@ class WorkerPool:
             RoleFailed: a worker ended too often.
         """
         async with asyncio.TaskGroup() as tasks:
-            for slot in self._slots():
-                tasks.create_task(self._keep_alive(slot), name=f"keep-{slot.name}")
+            for slot, worker in self._workers():
+                tasks.create_task(self._keep_alive(slot, worker), name=f"keep-{slot.name}")
             tasks.create_task(self._watch(), name="watch-workers")
-            tasks.create_task(self._measure(), name="measure-workers")
 
-    def _make_environment(self, settings: HostSettings) -> _Environment:
-        slots = [
-            _Slot(
-                name=f"{settings.name}-{index}{self._name_suffix}",
-                # The first worker's hashes name the examples; `_compare` says when another has other data.
-                settings=settings if index == 0 else msgspec.structs.replace(settings, hash_keys=[]),
-                budget=RestartBudget(limit=self._limits.max_restarts),
-            )
-            for index in range(self._limits.workers_per_env)
-        ]
-        log = WorkerLog(self._log_of(settings.name))
-        return _Environment(info=EnvironmentInfo(num_examples=0), slots=slots, log=log)
+    async def aclose(self) -> None:
+        """End every worker. May be called again."""
+        await asyncio.gather(*(worker.aclose(timeout_s=_CLOSE_TIMEOUT_S) for _, worker in self._workers()))
+        for environment in self._environments.values():
+            environment.log.limit_size()
 
-    def _slots(self) -> list[_Slot]:
-        return [slot for environment in self._environments.values() for slot in environment.slots]
+    def _workers(self) -> list[tuple[_Slot, WorkerClient]]:
+        """Return the workers that were started, those too that load or have ended."""
+        slots = [slot for environment in self._environments.values() for slot in environment.slots]
+        return [(slot, slot.worker) for slot in slots if slot.worker is not None]
 
-    async def _choose(self, environment: _Environment) -> tuple[_Slot, WorkerClient]:
-        """Return the ready worker with the fewest pending groups. The wait while none is ready ends when `_keep_alive` gives up."""
-        while True:
-            ready = [(slot, slot.worker) for slot in environment.slots if slot.worker is not None]
-            if ready:
-                return min(ready, key=lambda pair: pair[1].num_pending)
-            async with self._changed:
-                await self._changed.wait_for(lambda: any(slot.worker for slot in environment.slots))
-
-    async def _start_worker(self, slot: _Slot) -> None:
-        log = self._environments[slot.settings.name].log
-        worker = await WorkerClient.start(slot.settings, log=log, clock=self._clock)
-        slot.starting = worker
-        info = await worker.loaded(timeout_s=self._limits.start_timeout_s)
-        if self._environments[slot.settings.name].is_loaded:
-            self._compare(slot, info)
-        slot.worker, slot.starting, slot.is_warned = worker, None, False
+    async def _start_worker(self, slot: _Slot) -> EnvironmentInfo:
+        environment = self._environments[slot.settings.name]
+        slot.worker = await WorkerClient.start(slot.settings, log=environment.log, clock=self._clock)
+        info = await slot.worker.wait_loaded(timeout_s=self._limits.start_timeout_s)
+        if environment.info is not None:
+            self._compare(slot, environment.info, info)
+        slot.is_ready, slot.is_warned = True, False
         async with self._changed:
             self._changed.notify_all()
+        return info
 
-    def _compare(self, slot: _Slot, info: EnvironmentInfo) -> None:
+    def _compare(self, slot: _Slot, known: EnvironmentInfo, info: EnvironmentInfo) -> None:
         """Say when a worker has other data than those that the run knows the environment by."""
-        difference = other_data(self._environments[slot.settings.name].info, info)
+        difference = other_data(known, info)
         if difference is None:
             return
         what = (
@@ -301,16 +312,11 @@ class WorkerPool:
             raise EnvironmentLoadError(f"{what}; strict_data = true refuses that")
         logger.warning("%s", what)
 
-    async def _keep_alive(self, slot: _Slot) -> None:
+    async def _keep_alive(self, slot: _Slot, worker: WorkerClient) -> None:
+        """Restart the worker of a slot whenever it ends."""
+        cause = await worker.ended()
         while True:
-            assert slot.worker is not None
-            worker = slot.worker
-            cause = await worker.ended()
-            slot.worker = None
-            await self._restart(slot, worker, cause)
-
-    async def _restart(self, slot: _Slot, worker: WorkerClient, cause: str) -> None:
-        while True:
+            slot.is_ready = False
             delay_s = slot.budget.next_delay_s()
             if delay_s is None:
                 raise RoleFailed(
@@ -322,50 +328,45 @@ class WorkerPool:
             await asyncio.sleep(delay_s)
             try:
                 await self._start_worker(slot)
+                assert slot.worker is not None
+                worker = slot.worker
+                cause = await worker.ended()
             except (WorkerLost, EnvironmentLoadError) as exc:
-                cause = str(exc)
-                assert slot.starting is not None
-                worker, slot.starting = slot.starting, None
+                assert slot.worker is not None
+                worker, cause = slot.worker, str(exc)
                 await worker.aclose(timeout_s=0.0)
-            else:
-                return
 
     async def _watch(self) -> None:
-        """Report, and in the end kill, workers whose event loop is blocked."""
+        """End workers that are blocked or take too much memory, and cut logs that are too long. Loading counts too."""
         before = self._clock()
-        while True:
+        for look in itertools.count(1):
             await asyncio.sleep(_WATCH_INTERVAL_S)
             now = self._clock()
-            was_suspended, before = now - before > 3 * _WATCH_INTERVAL_S, now
-            for slot in self._slots():
-                if slot.worker is None:
-                    continue
-                if was_suspended:
-                    slot.worker.pulses.restart_silence()
-                await self._handle_blocked(slot, slot.worker)
-
-    async def _measure(self) -> None:
-        """End workers that take too much memory, and cut logs that are too long. Loading may take the most, so it counts too."""
-        for turn in itertools.count(1):
-            await asyncio.sleep(MEASURE_INTERVAL_S)
-            if self._limits.max_memory_bytes is not None:
-                workers = [worker for slot in self._slots() if (worker := slot.worker or slot.starting) is not None]
-                taken = await measure_sessions([worker.pid for worker in workers], turn=turn)
-                for worker in workers:
-                    if taken[worker.pid] > self._limits.max_memory_bytes:
-                        worker.end(describe_excess(taken[worker.pid], self._limits.max_memory_bytes))
+            was_suspended, before = now - before > _SUSPENDED_AFTER_S, now
+            if (limit := self._limits.max_memory_bytes) is not None:
+                taken = await measure_sessions([worker.pid for _, worker in self._workers()], look=look)
+                for _, worker in self._workers():
+                    if taken.get(worker.pid, 0) > limit:
+                        has, most = (f"{number / 2**30:.2f} GiB" for number in (taken[worker.pid], limit))
+                        worker.end(f"was ended because it had {has} of memory, and max_worker_memory is {most}")
+            for slot, worker in self._workers():
+                if slot.is_ready and was_suspended:
+                    worker.pulses.expect()
+                if slot.is_ready:
+                    self._handle_blocked(slot, worker)
             for environment in self._environments.values():
                 environment.log.limit_size()
 
-    async def _handle_blocked(self, slot: _Slot, worker: WorkerClient) -> None:
+    def _handle_blocked(self, slot: _Slot, worker: WorkerClient) -> None:
+        """Report, and in the end kill, a worker whose event loop is blocked."""
         blocked_s = worker.pulses.blocked_for_s()
         if blocked_s > self._limits.blocked_timeout_s:
-            await worker.kill(
-                f"was ended because its event loop was blocked for {blocked_s:.0f} s "
-                "(env_worker_timeout_s); where it was is in its log"
+            cause = (
+                f"was ended because its event loop was blocked for {blocked_s:.0f} s (env_worker_timeout_s); where it was is in "
+                "its log"
             )
+            worker.end(cause, with_stacks=True)
         elif blocked_s > _WARN_BLOCKED_S and not slot.is_warned:
-            slot.is_warned = True
             logger.warning(
                 "environment worker %s (pid %s) has been blocked for %.0f s: synchronous code of the environment holds its "
                 "event loop; %s groups wait in it",
@@ -374,21 +375,7 @@ class WorkerPool:
                 blocked_s,
                 worker.num_pending,
             )
-        elif blocked_s == 0.0:
-            slot.is_warned = False
-
-
-async def _limit_time(timeout_s: float | None, running: Awaitable[list[Rollout]], request: GroupRequest) -> list[Rollout]:
-    """Limit the time of a group whose worker does not: its environment swallows the cancellation, or blocks the event loop."""
-    try:
-        async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
-            return await running
-    except TimeoutError as exc:
-        raise RolloutFailed(
-            f"group {request.group_id} (example {request.example_id} of environment {request.env!r}) did not end when its time "
-            f"was over (rollout_timeout_s, {timeout_s:g} s): its code must let asyncio.CancelledError pass",
-            kind="TimeoutError",
-        ) from exc
+        slot.is_warned = blocked_s > _WARN_BLOCKED_S
 
 
 @asynccontextmanager

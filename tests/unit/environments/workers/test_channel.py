@@ -3,7 +3,6 @@
 import asyncio
 import socket
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -13,23 +12,18 @@ from trivet.environments.workers.channel import Channel, pack_message, receive_b
 from trivet.errors import MessageRefused
 from trivet.wire.workers import Cancel, GroupDone, WorkerAnswer, WorkerOrder
 
-
-async def open_both() -> tuple[Channel, Channel]:
-    ours, theirs = socket.socketpair()
-    return await Channel.open(ours), await Channel.open(theirs)
+CANCEL = WorkerOrder(body=Cancel(call_id=1))
 
 
 def test_messages_arrive_whole_and_in_order_whatever_their_size():
     async def scenario() -> None:
-        pool, worker = await open_both()
+        ours, theirs = socket.socketpair()
+        pool, worker = await Channel.open(ours), await Channel.open(theirs)
         rollouts = make_group(7).rollouts
         rollouts[0].completion = [{"role": "assistant", "content": "x" * 10_000_000}]
-        sending = asyncio.gather(
-            worker.send(WorkerAnswer(body=GroupDone(call_id=3, group_id=7, rollouts=rollouts))),
-            worker.send(WorkerAnswer(body=GroupDone(call_id=4, group_id=8, rollouts=[]))),
-        )
+        worker.post(WorkerAnswer(body=GroupDone(call_id=3, rollouts=rollouts)))
+        worker.post(WorkerAnswer(body=GroupDone(call_id=4, rollouts=[])))
         large, small = await pool.receive(WorkerAnswer), await pool.receive(WorkerAnswer)
-        await sending
         assert small.body.rollouts == []
         assert len(large.body.rollouts[0].completion[0]["content"]) == 10_000_000
         sample = large.body.rollouts[1].samples[0]
@@ -40,66 +34,52 @@ def test_messages_arrive_whole_and_in_order_whatever_their_size():
     asyncio.run(scenario())
 
 
-def test_the_end_of_one_side_is_seen_by_the_other_even_within_a_message():
-    async def scenario() -> None:
+def receive(data: bytes) -> list[object]:
+    """Return what either way to receive makes of `data` and an end: an order, None, or a refusal."""
+
+    async def wait(sock: socket.socket) -> object:
+        channel = await Channel.open(sock)
+        try:
+            return await channel.receive(WorkerOrder)
+        finally:
+            await channel.aclose()
+            await channel.aclose()
+            channel.post(CANCEL)  # nobody hears it
+
+    found: list[object] = []
+    for receiver in (lambda sock: asyncio.run(wait(sock)), lambda sock: receive_blocking(sock, WorkerOrder)):
         ours, theirs = socket.socketpair()
-        pool = await Channel.open(ours)
-        theirs.sendall(pack_message(WorkerOrder(body=Cancel(call_id=1)))[:-1])
-        theirs.close()
-        assert await pool.receive(WorkerOrder) is None
-        await pool.aclose()
-        await pool.aclose()
-        pool.post(WorkerOrder(body=Cancel(call_id=1)))  # nobody hears it
-
-    asyncio.run(scenario())
-
-
-def test_a_message_can_be_received_before_there_is_an_event_loop():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(pack_message(WorkerOrder(body=Cancel(call_id=1))))
-        assert receive_blocking(theirs, WorkerOrder) == WorkerOrder(body=Cancel(call_id=1))
-        ours.close()
-        assert receive_blocking(theirs, WorkerOrder) is None
+        with ours, theirs:
+            theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+            try:
+                found.append(receiver(ours))
+            except MessageRefused as exc:
+                found.append(str(exc))
+    return found
 
 
-def test_bytes_that_are_no_message_are_refused():
-    async def scenario() -> None:
-        ours, theirs = socket.socketpair()
-        pool = await Channel.open(ours)
-        with theirs:
-            theirs.sendall(pack_message(WorkerAnswer(body=GroupDone(call_id=1, group_id=1, rollouts=[]))))
-            with pytest.raises(MessageRefused):
-                await pool.receive(WorkerOrder)
-        await pool.aclose()
-
-    asyncio.run(scenario())
+def test_a_message_is_received_with_and_without_an_event_loop():
+    assert receive(pack_message(CANCEL)) == [CANCEL, CANCEL]
 
 
-def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch):
-    monkeypatch.setattr(channel_module, "MAX_MESSAGE_BYTES", 100)
+@pytest.mark.parametrize("data", [b"", pack_message(CANCEL)[:-1]], ids=["no message", "within a message"])
+def test_the_end_of_one_side_is_seen_by_the_other(data: bytes):
+    assert receive(data) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (pack_message(WorkerAnswer(body=GroupDone(call_id=1, rollouts=[]))), "are not a WorkerOrder"),
+        ((2**62).to_bytes(8, "little"), "larger than what fits"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(data: bytes, said: str):
+    assert all(said in str(found) for found in receive(data))
+
+
+def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel_module, "MAX_MESSAGE_BYTES", 1)
     with pytest.raises(MessageRefused, match="larger than what fits"):
-        pack_message(msgspec.convert({"text": "x" * 200}, _Text))
-
-
-class _Text(msgspec.Struct):
-    text: str
-
-
-def test_a_length_beyond_the_limit_is_refused_before_anything_is_read():
-    async def scenario() -> None:
-        ours, theirs = socket.socketpair()
-        pool = await Channel.open(ours)
-        theirs.sendall((2**62).to_bytes(8, "little"))
-        theirs.close()
-        with pytest.raises(MessageRefused, match="larger than what fits"):
-            await pool.receive(WorkerOrder)
-        await pool.aclose()
-
-    asyncio.run(scenario())
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall((2**62).to_bytes(8, "little"))
-        theirs.shutdown(socket.SHUT_WR)
-        with pytest.raises(MessageRefused, match="larger than what fits"):
-            receive_blocking(ours, WorkerOrder)
+        pack_message(CANCEL)

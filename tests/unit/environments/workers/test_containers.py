@@ -9,8 +9,7 @@ import pytest
 
 from support.stand_in_docker import install
 from trivet.cli.doctor import diagnose, machine_facts
-from trivet.environments.workers.containers import note_engine, remove_containers
-from trivet.environments.workers.worker_directory import WorkerDirectory, sweep_directories
+from trivet.environments.workers.containers import WorkerDirectory, note_engine, remove_containers, sweep_directories
 
 
 @pytest.fixture(autouse=True)

@@ -1,78 +1,38 @@
 """Test the pool's decisions about its workers. Real ones are in tests/integration/test_env_workers.py."""
 
 import asyncio
-import socket
 from pathlib import Path
 
 import pytest
 
+from support.groups import make_request
 from support.virtual_time import run_virtually
 from trivet.config.schema.inference import ClientConfig
-from trivet.environments.workers.pool import PoolLimits, WorkerPool, _Environment, _Slot
-from trivet.environments.workers.pulses import PulseMonitor
-from trivet.environments.workers.restarts import RestartBudget
-from trivet.environments.workers.worker_log import WorkerLog
+from trivet.environments.workers.client import PulseMonitor
+from trivet.environments.workers.pool import PoolLimits, RestartBudget, WorkerPool
 from trivet.errors import EnvironmentLoadError, RolloutFailed
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.groups import EnvironmentInfo, GroupRequest
+from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import HostSettings
 
-
-class DeafWorker:
-    """A worker that ignores every message, like an environment that swallows its cancellation."""
-
-    num_pending = 0
-
-    def __init__(self, pulses: PulseMonitor) -> None:
-        self.pulses = pulses
-
-    async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
-def test_a_group_that_its_worker_does_not_end_in_time_fails():
-    async def scenario() -> None:
-        settings = HostSettings(
-            env_id="deaf", name="deaf", args={}, servers=ClientConfig().access, model_name="tiny", rollout_timeout_s=60.0
-        )
-        pool = WorkerPool([settings], log_of=Path, limits=PoolLimits())
-        slot = _Slot(name="deaf-0", settings=settings, budget=RestartBudget(limit=5))
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pulses = PulseMonitor(ours, clock=asyncio.get_running_loop().time, on_fault=print)
-        slot.worker = DeafWorker(pulses)  # type: ignore[assignment]  # acts as one
-        pool._environments = {"deaf": _Environment(info=EnvironmentInfo(num_examples=1), slots=[slot], log=WorkerLog(Path()))}
-        request = GroupRequest(
-            group_id=GroupId(7),
-            env="deaf",
-            example_id=0,
-            num_rollouts=2,
-            base_url="",
-            sampling=SamplingArguments(temperature=1.0),
-        )
-        with pytest.raises(RolloutFailed, match=r"group 7 .* did not end when its time was over") as caught:
-            await pool.run_group(request)
-        assert (caught.value.kind, asyncio.get_running_loop().time()) == ("TimeoutError", pytest.approx(90.0))
-        assert pool.metrics()["failed_groups/deaf/TimeoutError"] == 1
-        pulses.close()
-        theirs.close()
-
-    run_virtually(scenario(), limit_s=200)
+SETTINGS = HostSettings(env_id="e", name="e", args={}, servers=ClientConfig().access, model_name="tiny", rollout_timeout_s=60.0)
 
 
 class LoadedWorker:
-    """A worker that has loaded an environment."""
+    """A worker that has loaded an environment, and never ends a group."""
 
     num_pending = 0
 
     def __init__(self, info: EnvironmentInfo) -> None:
         self.info = info
+        self.pulses = PulseMonitor(lambda: 0.0)
 
-    async def loaded(self, *, timeout_s: float) -> EnvironmentInfo:
+    async def wait_loaded(self, *, timeout_s: float) -> EnvironmentInfo:
         return self.info
 
-    async def aclose(self, *, timeout_s: float) -> None:
-        return None
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        await asyncio.Event().wait()
+        raise AssertionError
 
 
 def workers_of(infos: list[EnvironmentInfo], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +69,8 @@ def test_a_worker_with_other_data_is_said_or_refused(
     async def scenario(*, is_strict: bool) -> None:
         infos = [info_of(), other] if when == "start" else [info_of(), info_of(), other]
         workers_of(infos, monkeypatch)
-        settings = HostSettings(env_id="e", name="e", args={}, servers=ClientConfig().access, model_name="tiny")
         limits = PoolLimits(workers_per_env=2, strict_data=is_strict)
-        pool = WorkerPool([settings], log_of=lambda name: tmp_path / name, limits=limits)
+        pool = WorkerPool([SETTINGS], log_of=lambda name: tmp_path / name, limits=limits)
         await pool.start()
         if when == "restart":
             assert caplog.text == ""
@@ -122,3 +81,29 @@ def test_a_worker_with_other_data_is_said_or_refused(
     caplog.clear()
     with pytest.raises(EnvironmentLoadError, match=f"has {said}.*strict_data = true refuses that"):
         asyncio.run(scenario(is_strict=True))
+
+
+def test_a_group_that_its_worker_does_not_end_in_time_fails(monkeypatch: pytest.MonkeyPatch):
+    async def scenario() -> None:
+        workers_of([info_of()], monkeypatch)
+        pool = WorkerPool([SETTINGS], log_of=Path, limits=PoolLimits())
+        await pool.start()
+        with pytest.raises(RolloutFailed, match=r"group 7 .* did not end when its time was over") as caught:
+            await pool.run_group(make_request(7, env="e"))
+        assert (caught.value.kind, asyncio.get_running_loop().time()) == ("TimeoutError", pytest.approx(90.0))
+        assert pool.metrics()["failed_groups/e/TimeoutError"] == 1
+
+    run_virtually(scenario(), limit_s=200)
+
+
+def test_the_wait_before_a_restart_doubles_up_to_a_limit():
+    budget = RestartBudget(limit=-1)
+    assert [budget.next_delay_s() for _ in range(8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+def test_there_are_as_many_consecutive_restarts_as_the_limit_says():
+    budget = RestartBudget(limit=2)
+    assert [budget.next_delay_s() for _ in range(3)] == [0.5, 1.0, None]
+    budget.num_consecutive = 0
+    assert (budget.next_delay_s(), budget.num_restarts) == (0.5, 3)
+    assert RestartBudget(limit=0).next_delay_s() is None

@@ -1,30 +1,36 @@
-"""Loads an environment of the v1 API, verifiers 0.4 and newer: its configuration, its tasks, and the clients of the servers."""
+"""Loads an environment of the v1 API, verifiers 0.4 and newer: its configuration, its tasks, and the clients of the servers.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+It also ties what verifiers starts on this machine to this process: harnesses, their setup, tool servers, and containers. verifiers
+gives each program a session of its own and ends it when its rollout is over, and so with containers. A worker that is killed cannot
+do that: the kernel ends its programs, and the pool removes its containers (`workers.containers`).
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verifiers.v1 import AgentConfig, ClientConfig, EnvConfig, EvalClientConfig, SubprocessConfig, Task
+from verifiers.v1 import AgentConfig, ClientConfig, EnvConfig, EvalClientConfig, SubprocessConfig, Task, runtimes
 from verifiers.v1.configs.select import SelectConfig  # pyright: ignore[reportMissingImports]  checked with 0.3.1
+from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils.loaders import env_config_type, harness_class, load_environment, resolve_env_config
 
-from trivet.environments.apis.load import load_failure
-from trivet.environments.apis.reward_guard import Scores, guard
-from trivet.environments.apis.v1.client import TrivetClientConfig, use_trivet_clients
-from trivet.environments.apis.v1.host import V1Host
-from trivet.environments.apis.v1.programs import tie_containers, tie_programs
-from trivet.environments.apis.v1.served_turns import ServedTurns
+from trivet.environments.apis.groups import StageBoard
+from trivet.environments.apis.load import load_failure, require_installed
+from trivet.environments.apis.rewards import Scores, guard
+from trivet.environments.apis.v1.play import ServedTurns, TrivetClientConfig, V1Host, use_trivet_clients
 from trivet.environments.examples import digest_rows, hash_fields
-from trivet.environments.packages.installed import require_installed
-from trivet.environments.workers.containers import SCOPE
-from trivet.environments.workers.stages import StageBoard
+from trivet.environments.workers.containers import APPTAINER, SCOPE, note_engine
 from trivet.errors import EnvironmentLoadError
+from trivet.process.lifetime import tied_command
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.servers import server_root
 from trivet.wire.workers import HostSettings
 
 _CONNECT_TIMEOUT_S = 30.0
 """verifiers' own: an address that does not exist is reported soon, whatever the limit of a request is."""
+_STARTERS = ("run", "open_process", "run_background")
+"""The methods of the subprocess runtime that start a program. Their first argument is its command line."""
+_TIED = "__trivet_tied__"
 
 
 def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard) -> V1Host:
@@ -37,38 +43,49 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
         EnvironmentLoadError: the package is not installed, its configuration refuses the args, or its own code raised.
     """
     use_trivet_clients()
-    tie_programs()
+    _tie_programs()
     if SCOPE in environ:
         tie_containers(Path(environ["TMPDIR"]))
     try:
         data, select = read_arguments(settings.env_id, settings.args)
         env = load_environment(make_config(data, name=settings.name))
-        tasks = _read_tasks(env.taskset, select, name=settings.name)
+        chosen: Any = env.taskset.select(select)
+        if not chosen.bounded and select.limit is None:
+            raise EnvironmentLoadError(
+                f"the tasks of environment {settings.name!r} have no end; say how many are used with args.select.limit"
+            )
+        tasks = list(chosen)
     except EnvironmentLoadError:
         raise
-    except ModuleNotFoundError as exc:
-        require_installed(settings.env_id)
-        raise load_failure(settings, exc, called="loading the taskset") from exc
     except (Exception, SystemExit) as exc:  # an environment is the user's code: whatever it raises is reported with its name
+        if isinstance(exc, ModuleNotFoundError):
+            require_installed(settings.env_id)
         raise load_failure(settings, exc, called="loading the taskset") from exc
     guard_rewards(type(env.taskset).task_type())
-    turns = ServedTurns()
     digest = digest_rows(task.data.model_dump(mode="json") for task in tasks)
-    return V1Host(
-        env,
-        tasks,
-        settings,
-        info=EnvironmentInfo(
-            num_examples=len(tasks),
-            num_eval_examples=len(tasks),
-            train_digest=digest,
-            eval_digest=digest,
-            example_hashes=task_hashes(tasks, settings.hash_keys),
-        ),
-        make_client_config=_config_maker(settings, turns),
-        turns=turns,
-        stages=stages,
+    info = EnvironmentInfo(
+        num_examples=len(tasks),
+        num_eval_examples=len(tasks),
+        train_digest=digest,
+        eval_digest=digest,
+        example_hashes=task_hashes(tasks, settings.hash_keys),
     )
+    turns = ServedTurns()
+
+    def make_client_config(base_url: str) -> ClientConfig:
+        """Return the configuration of the clients of one server."""
+        servers = settings.servers
+        options = {
+            "base_url": f"{server_root(base_url)}/v1",
+            "api_key_var": servers.key_variable(base_url),
+            "headers": servers.headers,
+            "timeout": {"connect": min(_CONNECT_TIMEOUT_S, servers.timeout_s), "read": servers.timeout_s},
+        }
+        if settings.is_plain:
+            return EvalClientConfig.model_validate(options)
+        return TrivetClientConfig.for_policy(options, settings, turns)
+
+    return V1Host(env, tasks, settings, info=info, make_client_config=make_client_config, turns=turns, stages=stages)
 
 
 def read_arguments(env_id: str, args: Mapping[str, Any]) -> tuple[dict[str, Any], SelectConfig]:
@@ -91,7 +108,7 @@ def read_arguments(env_id: str, args: Mapping[str, Any]) -> tuple[dict[str, Any]
 
 
 def make_config(data: Mapping[str, Any], *, name: str) -> EnvConfig:
-    """Return the configuration, with every agent in a process of this machine unless it says another place.
+    """Return the configuration, with every agent in a process of this machine unless its author or the user chose another place.
 
     verifiers' own default is a sandbox that has to be paid for.
 
@@ -101,7 +118,12 @@ def make_config(data: Mapping[str, Any], *, name: str) -> EnvConfig:
     config = resolve_env_config(dict(data))
     harnesses = config.agent_harnesses()
     places: dict[str, AgentConfig] = {}
-    for agent, spec in _agents_without_a_place(config, data):
+    for agent, spec in config:
+        if not isinstance(spec, AgentConfig):
+            continue
+        declared, given = type(config).model_fields[agent].default, data.get(agent)
+        if "runtime" in declared.model_fields_set or (isinstance(given, Mapping) and "runtime" in given):
+            continue
         harness = harness_class(harnesses[agent].id)
         if harness.EXECUTES_CODE or harness.NEEDS_CONTAINER:
             raise EnvironmentLoadError(
@@ -111,25 +133,6 @@ def make_config(data: Mapping[str, Any], *, name: str) -> EnvConfig:
             )
         places[agent] = spec.model_copy(update={"runtime": SubprocessConfig()})
     return config.model_copy(update=places)
-
-
-def _agents_without_a_place(config: EnvConfig, data: Mapping[str, Any]) -> Iterator[tuple[str, AgentConfig]]:
-    """Yield the agents for which neither the environment's author nor the user chose a runtime."""
-    for name, value in config:
-        if isinstance(value, AgentConfig):
-            declared = type(config).model_fields[name].default
-            chosen = data.get(name)
-            if "runtime" not in declared.model_fields_set and not (isinstance(chosen, Mapping) and "runtime" in chosen):
-                yield name, value
-
-
-def _read_tasks(taskset: Any, select: SelectConfig, *, name: str) -> list[Task]:
-    chosen = taskset.select(select)
-    if not chosen.bounded and select.limit is None:
-        raise EnvironmentLoadError(
-            f"the tasks of environment {name!r} have no end; say how many are used with args.select.limit"
-        )
-    return list(chosen)
 
 
 def task_hashes(tasks: Sequence[Task], keys: Sequence[str]) -> list[str]:
@@ -166,23 +169,37 @@ def guard_rewards(task_class: type[Task]) -> None:
     task_class.hooks, task_class.plugged_judges = hooks, plugged_judges  # type: ignore[method-assign]  no other place to wrap them
 
 
-def _config_maker(settings: HostSettings, turns: ServedTurns) -> Callable[[str], ClientConfig]:
-    servers = settings.servers
+def _tie_programs() -> None:
+    """Have every program that a subprocess runtime starts end with this process. May be called again."""
 
-    def make_client_config(base_url: str) -> ClientConfig:
-        options = {
-            "base_url": f"{server_root(base_url)}/v1",
-            "api_key_var": servers.key_variable(base_url),
-            "headers": servers.headers,
-            "timeout": {"connect": min(_CONNECT_TIMEOUT_S, servers.timeout_s), "read": servers.timeout_s},
-        }
-        if settings.is_plain:
-            return EvalClientConfig.model_validate(options)
-        return TrivetClientConfig.for_policy(
-            options,
-            turns=turns,
-            model_name=settings.model_name,
-            keeps_tokens=settings.trajectory_strategy == "interleaved",
-        )
+    def tied(start: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def start_tied(self: SubprocessRuntime, argv: list[str], *args: Any, **kwargs: Any) -> Any:
+            return await start(self, tied_command(argv), *args, **kwargs)
 
-    return make_client_config
+        setattr(start_tied, _TIED, True)
+        return start_tied
+
+    for name in _STARTERS:
+        start = getattr(SubprocessRuntime, name)
+        if not hasattr(start, _TIED):
+            setattr(SubprocessRuntime, name, tied(start))
+
+
+def tie_containers(directory: Path) -> None:
+    """Have every runtime of containers note its engine in `directory`, that of this worker. May be called again."""
+
+    def noting(make: Callable[..., None]) -> Callable[..., None]:
+        def make_noted(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            engine = getattr(self, "engine", APPTAINER)
+            if engine == APPTAINER:
+                self._instance = f"{directory.name}-{self._instance}"
+            note_engine(directory, engine)
+
+        setattr(make_noted, _TIED, True)
+        return make_noted
+
+    for name in ("DockerRuntime", "ApptainerRuntime"):  # a Podman runtime is one of Docker's with another engine
+        runtime: Any = getattr(runtimes, name, None)
+        if runtime is not None and not hasattr(runtime.__init__, _TIED):
+            runtime.__init__ = noting(runtime.__init__)

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from support.scripted_model import ScriptedModel, call_of
 from support.v0_host import ToyHost
-from trivet.environments.local_pool import LocalPool
+from trivet.environments.port import LocalPool
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import GroupId
 

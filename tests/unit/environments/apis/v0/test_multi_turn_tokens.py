@@ -16,7 +16,7 @@ from support.multi_turn import QUESTION, Interview, add
 from support.served_turns import assert_trains_on_what_was_sampled
 from support.template_server import SENTENCE_END, TemplateServer
 from support.v0_host import ToyHost
-from trivet.environments.apis.v0.model_client import ModelClient
+from trivet.environments.apis.v0.play import ModelClient
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 

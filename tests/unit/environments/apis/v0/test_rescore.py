@@ -8,8 +8,8 @@ from datasets import Dataset
 
 from support.scripted_model import ScriptedModel
 from support.v0_host import ToyHost
-from trivet.environments.apis.rescoring import PROMPT_DIFFERS
-from trivet.environments.apis.v0.scoring import guard_rewards
+from trivet.environments.apis.messages import PROMPT_DIFFERS
+from trivet.environments.apis.v0.score import guard_rewards
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import RecordedConversation
 from trivet.wire.rollouts import Rollout

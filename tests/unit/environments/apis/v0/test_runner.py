@@ -12,9 +12,9 @@ from openai.types.chat import ChatCompletion
 from support.scripted_model import ScriptedModel, call_of
 from support.v0_host import ToyHost
 from trivet.config.schema.environment import EvalSamplingConfig
-from trivet.environments.apis import attempts, messages
-from trivet.environments.apis.v0.scoring import guard_rewards
-from trivet.environments.sampling import sampling_arguments
+from trivet.environments.apis import groups, messages
+from trivet.environments.apis.v0.score import guard_rewards
+from trivet.environments.settings import sampling_arguments
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import Rollout
@@ -23,7 +23,7 @@ from trivet.wire.versions import VersionRun
 
 @pytest.fixture(autouse=True)
 def _no_delay(monkeypatch):
-    monkeypatch.setattr(attempts, "_RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(groups, "_RETRY_DELAY_S", 0.0)
 
 
 def make_host(reward, *, env_type=vf.SingleTurnEnv, **env_args) -> ToyHost:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from trivet.environments.apis.host import EnvironmentHost
-from trivet.environments.apis.load import FIRST_OF_V1, load_host, require_release
+from trivet.environments.apis.load import FIRST_OF_V1, EnvironmentHost, load_host, require_release
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.wire.groups import GroupRequest, SamplingArguments, Split
 from trivet.wire.rollouts import GroupId, Rollout
@@ -24,7 +23,7 @@ if require_release("talks") < FIRST_OF_V1:
 
 from support.served_turns import assert_trains_on_what_was_sampled
 from support.template_server import SENTENCE_END, TemplateServer
-from trivet.environments.apis import attempts
+from trivet.environments.apis import groups
 
 ROOT = Path(__file__).parents[5]
 IM_END = "<|im_end|>"
@@ -69,7 +68,7 @@ CASES: dict[str, tuple[str, list[str], dict[str, Any], int]] = {
 
 @pytest.fixture(autouse=True)
 def _environments_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "_RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(groups, "_RETRY_DELAY_S", 0.0)
     for directory in (ROOT / "tests" / "support" / "environments", ROOT / "environments" / "count_letters"):
         monkeypatch.syspath_prepend(str(directory))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trivet.environments.apis.load import FIRST_OF_V1, load_host, require_release
-from trivet.environments.apis.rescoring import EXAMPLE_GONE, PROMPT_DIFFERS
+from trivet.environments.apis.messages import EXAMPLE_GONE, PROMPT_DIFFERS
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout

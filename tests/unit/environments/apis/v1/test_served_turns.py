@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from trivet.environments.apis.trajectories import Turn
-from trivet.environments.apis.v1.served_turns import ServedTurns
+from trivet.environments.apis.turns import Turn
+from trivet.environments.apis.v1.play import ServedTurns
 
 
 @dataclass

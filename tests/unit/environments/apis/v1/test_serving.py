@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from trivet.environments.apis.v1.serving import Serving
+from trivet.environments.apis.v1.play import Serving
 from trivet.errors import RolloutFailed
 
 

@@ -1,10 +1,23 @@
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from trivet.environments.apis.trajectories import Turn, read_turn, to_samples
+from support.groups import make_request
+from trivet.config.schema.environment import RequestSamplingConfig
+from trivet.environments.apis.turns import (
+    SAMPLING_DEFAULTS,
+    Turn,
+    later_seed,
+    read_turn,
+    request_arguments,
+    rollout_seed,
+    to_samples,
+)
+from trivet.environments.settings import sampling_arguments
 from trivet.errors import RolloutFailed
+from trivet.wire.groups import SamplingArguments
 from trivet.wire.versions import VersionRun
 
 
@@ -104,3 +117,35 @@ def test_a_completion_without_tokens_is_one() -> None:
 def test_an_answer_that_lacks_something_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RolloutFailed, match=r"is it `uv run inference`"):
         read_turn(answer(**changes))
+
+
+def test_the_values_that_change_nothing_are_the_defaults_of_the_configuration() -> None:
+    configured = RequestSamplingConfig().model_dump(exclude={"seed", "extra_body"})
+    assert configured == SAMPLING_DEFAULTS
+
+
+def test_a_trivet_server_is_asked_for_tokens_and_gets_every_field() -> None:
+    sampling = sampling_arguments(RequestSamplingConfig(max_tokens=8, top_k=5, extra_body={"a": 1}), temperature=0.5)
+    asked = request_arguments(sampling, seed=3)
+    assert (asked["temperature"], asked["seed"], asked["max_tokens"], asked["logprobs"]) == (0.5, 3, 8, True)
+    expected = {"top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "a": 1, "return_token_ids": True}
+    assert asked["extra_body"] == expected
+
+
+def test_another_server_gets_only_what_differs_from_its_own_defaults() -> None:
+    sampling = sampling_arguments(RequestSamplingConfig(max_tokens=8, top_k=5), temperature=0.5)
+    asked = request_arguments(sampling, seed=None, is_plain=True)
+    assert asked == {"temperature": 0.5, "max_tokens": 8, "extra_body": {"top_k": 5}}
+
+
+def test_every_rollout_and_every_turn_has_a_seed_of_its_own() -> None:
+    def seed_of(group_id: int, index: int, seed: int | None = 1) -> int | None:
+        sampling = SamplingArguments(temperature=1.0, seed=seed)
+        return rollout_seed(msgspec.structs.replace(make_request(group_id, env="toy"), sampling=sampling), index)
+
+    seeds = {seed_of(group_id, index) for group_id in (0, 1) for index in (0, 1)}
+    assert len(seeds - {None}) == 4
+    assert seed_of(0, 0, None) is None
+    later = {later_seed(7, kind, number) for kind in ("trace", "turn") for number in range(4)}
+    assert 7 in later
+    assert len(later) == 7

@@ -7,12 +7,15 @@ import pytest
 
 pytest.importorskip("verifiers.v1")
 
-from trivet.environments.apis.trajectories import Turn
-from trivet.environments.apis.v1.episodes import EpisodeReader, PlayedEpisode
-from trivet.environments.apis.v1.served_turns import ServedTurns
+
+from trivet.environments.apis.turns import Turn
+from trivet.environments.apis.v1.play import ServedTurns
+from trivet.environments.apis.v1.score import to_rollout
 from trivet.errors import RolloutFailed
 from trivet.wire.rollouts import Rollout
+from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import VersionRun
+from trivet.wire.workers import HostSettings
 
 QUESTION = SimpleNamespace(role="user", content="Sure?")
 
@@ -54,13 +57,15 @@ def trace_of(
     )
 
 
-def read(*traces: SimpleNamespace, turns: ServedTurns | None = None, failure: RolloutFailed | None = None) -> Rollout:
+SETTINGS = HostSettings(env_id="toy", name="toy", args={}, model_name="m", servers=ServerAccess(base_urls=[], key_variables=[]))
+
+
+def read(*traces: SimpleNamespace, turns: ServedTurns | None = None) -> Rollout:
     data = SimpleNamespace(system_prompt=None, prompt="What?")
-    episode = SimpleNamespace(
+    episode: Any = SimpleNamespace(
         traces=list(traces), task=SimpleNamespace(data=data), num_turns=sum(each.num_turns for each in traces), usage=None
     )
-    reader = EpisodeReader(env="toy", turns=turns or ServedTurns(), strategy="interleaved")
-    return reader.to_rollout(PlayedEpisode(episode=episode, failure=failure), 0)  # type: ignore[arg-type]  the parts that are read
+    return to_rollout(episode, 0, settings=SETTINGS, find_turn=(turns or ServedTurns()).find)
 
 
 def turn(prompt: list[int], completion: list[int]) -> Turn:
@@ -127,11 +132,6 @@ def test_a_reward_that_is_no_number_fails_the_group(rewards: dict[str, float | N
     with pytest.raises(RolloutFailed, match=said) as failed:
         read(trace_of([[node(QUESTION)]], rewards=rewards))
     assert failed.value.kind == kind
-
-
-def test_an_episode_whose_reward_function_raised_fails_with_that_error() -> None:
-    with pytest.raises(RolloutFailed, match="KeyError"):
-        read(trace_of([[node(QUESTION)]]), failure=RolloutFailed("KeyError: 'x'", kind="KeyError"))
 
 
 def test_an_episode_that_ran_out_of_context_says_so_and_scores_that_do_not_exist_are_left_out() -> None:

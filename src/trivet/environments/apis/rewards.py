@@ -2,7 +2,7 @@
 
 verifiers' v0 API catches what a reward function raises, or what float() raises of its value, logs it and counts 0: the model would
 be trained on a bug. Its v1 API fails the whole episode, and lets a sys.exit end the process. Each adapter wraps every reward
-function; whoever scores a group collects what was raised, and decides.
+function with `guard`; whoever scores a group collects what was raised, and decides.
 """
 
 import functools
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -27,6 +27,7 @@ _MAX_VALUE_CHARS = 200
 """A returned value is shown up to this length."""
 _UNMEASURED = -sys.float_info.max
 """Stands for a metric without a value until `measured` leaves it out. It is finite, so with a weight of 0 it adds 0 to a reward."""
+_GUARDED = "__trivet_guarded__"
 
 
 class Scores(StrEnum):
@@ -40,22 +41,6 @@ class Scores(StrEnum):
     """A number for each rollout of a group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardError:
-    """An exception that one call of a reward function raised."""
-
-    function: str
-    kind: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Collection:
-    errors: list[RewardError]
-    value_on_error: float | None
-    num_rollouts: int | None
-
-
 class RewardNotFinite(ValueError):
     """Raised for a reward that is NaN or infinite."""
 
@@ -64,34 +49,85 @@ class RewardTooLarge(ValueError):
     """Raised for a reward beyond `MAX_REWARD`."""
 
 
-_collection: ContextVar[_Collection | None] = ContextVar("reward_errors", default=None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Collection:
+    env: str
+    value_on_error: float | None
+    num_rollouts: int | None
+    errors: list[RolloutFailed] = field(default_factory=list)
 
-_GUARDED = "__trivet_guarded__"
+
+_collection: ContextVar[_Collection | None] = ContextVar("reward_errors", default=None)
 
 
 @contextmanager
 def collect_reward_errors(
-    *, value_on_error: float | None = None, num_rollouts: int | None = None
-) -> Iterator[list[RewardError]]:
-    """Collect what reward functions raise inside the `with`, in tasks started there too.
+    env: str, *, value_on_error: float | None = None, num_rollouts: int | None = None
+) -> Iterator[list[RolloutFailed]]:
+    """Collect what reward functions of an environment raise inside the `with`, in tasks started there too.
 
     Args:
         value_on_error: is returned by a reward function that raises; None lets it raise.
         num_rollouts: that are scored together.
     """
-    errors: list[RewardError] = []
-    token = _collection.set(_Collection(errors=errors, value_on_error=value_on_error, num_rollouts=num_rollouts))
+    collection = _Collection(env=env, value_on_error=value_on_error, num_rollouts=num_rollouts)
+    token = _collection.set(collection)
     try:
-        yield errors
+        yield collection.errors
     finally:
         _collection.reset(token)
 
 
-def failed_reward(error: RewardError, *, env: str) -> RolloutFailed:
-    """Return the error of a group whose reward function raised."""
-    return RolloutFailed(
-        f"reward function {error.function} of environment {env!r}: {error.kind}: {cut(error.message)}", kind=error.kind
-    )
+def guard(
+    function: Callable[..., Any], *, scores: Scores = Scores.ONE, is_metric: bool = False, name: str = ""
+) -> Callable[..., Any]:
+    """Return `function` such that it returns numbers, and what it raises is collected.
+
+    Args:
+        is_metric: its weight is 0. A value that is no finite number then costs that metric, and nothing is raised for it.
+        name: shown in errors; the function's own when empty.
+    """
+    if hasattr(function, _GUARDED):
+        return function
+    name = name or getattr(function, "__name__", repr(function))
+    read = _metric_reader(name) if is_metric else _as_reward
+
+    def checked(value: Any) -> Any:
+        try:
+            return _read_all(value, scores, read)
+        except (TypeError, ValueError) as exc:
+            raise type(exc)(f"returned {exc}") from None
+
+    async def finish(value: Awaitable[Any]) -> Any:
+        try:
+            return checked(await value)
+        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  the user's code
+            return _collect(name, exc)
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = function(*args, **kwargs)
+            return finish(value) if inspect.isawaitable(value) else checked(value)
+        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  the user's code
+            return _collect(name, exc)
+
+    setattr(guarded, _GUARDED, True)
+    return guarded
+
+
+def _collect(name: str, error: BaseException) -> float:
+    """Collect what a reward function raised. Return the value that counts instead, or raise where there is none."""
+    collection = _collection.get()
+    if collection is not None:
+        kind = type(error).__name__
+        message = f"reward function {name} of environment {collection.env!r}: {kind}: {cut(str(error))}"
+        collection.errors.append(RolloutFailed(message, kind=kind))
+        if collection.value_on_error is not None:
+            return collection.value_on_error
+    if isinstance(error, Exception):
+        raise error
+    raise RuntimeError(f"{type(error).__name__}: {error}") from error  # else it would end the worker and every group in it
 
 
 def require_reward(reward: Any, *, env: str, values: Mapping[str, float | None]) -> float:
@@ -118,77 +154,25 @@ def measured(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None and _UNMEASURED < value < math.inf}
 
 
-def guard(
-    function: Callable[..., Any], *, scores: Scores = Scores.ONE, is_metric: bool = False, name: str = ""
-) -> Callable[..., Any]:
-    """Return `function` such that it returns numbers, and what it raises is collected.
+def _metric_reader(name: str) -> Callable[[Any], float]:
+    """Return what reads the values of one metric. A value that is no finite number is left out; the first is reported."""
+    has_reported = False
 
-    Args:
-        is_metric: its weight is 0. A value that is no finite number then costs that metric, and nothing is raised for it.
-        name: shown in errors; the function's own when empty.
-    """
-    if hasattr(function, _GUARDED):
-        return function
-    name = name or getattr(function, "__name__", repr(function))
-    read = _MetricReader(name) if is_metric else _as_reward
-
-    def checked(value: Any) -> Any:
-        """Return the numbers that `function` returned, or raise what is wrong with them."""
-        try:
-            return _read_all(value, scores, read)
-        except (TypeError, ValueError) as exc:
-            raise type(exc)(f"returned {exc}") from None
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with _recorded(name):
-                value = function(*args, **kwargs)
-                return _await_guarded(value, name=name, checked=checked) if inspect.isawaitable(value) else checked(value)
-        except Exception:
-            if (value := _value_on_error()) is None:
-                raise
-            return value
-
-    setattr(guarded, _GUARDED, True)
-    return guarded
-
-
-async def _await_guarded(value: Awaitable[Any], *, name: str, checked: Callable[[Any], Any]) -> Any:
-    try:
-        with _recorded(name):
-            return checked(await value)
-    except Exception:
-        if (instead := _value_on_error()) is None:
-            raise
-        return instead
-
-
-def _value_on_error() -> float | None:
-    """Return what counts for a function that raised; None when its error does."""
-    collection = _collection.get()
-    return None if collection is None else collection.value_on_error
-
-
-@dataclass(slots=True)
-class _MetricReader:
-    """Reads the values of one metric. A value that is no finite number is left out; the first is reported."""
-
-    name: str
-    has_reported: bool = False
-
-    def __call__(self, value: Any) -> float:
-        """Return the number, or `_UNMEASURED`."""
+    def read(value: Any) -> float:
+        nonlocal has_reported
         try:
             return _as_finite(value)
         except (TypeError, ValueError) as exc:
-            if not self.has_reported:
-                logger.warning("metric %s returned %s: such a value is left out, and no reward depends on it", self.name, exc)
-            self.has_reported = True
+            if not has_reported:
+                logger.warning("metric %s returned %s: such a value is left out, and no reward depends on it", name, exc)
+            has_reported = True
             return _UNMEASURED
+
+    return read
 
 
 def _read_all(value: Any, scores: Scores, read: Callable[[Any], float]) -> Any:
+    """Return the numbers in what a reward function returned; the message of an error is the end of a sentence."""
     if scores is Scores.NAMED and isinstance(value, Mapping):
         return {key: read(inner) for key, inner in value.items()}
     if scores is not Scores.GROUP:
@@ -205,7 +189,6 @@ def _read_all(value: Any, scores: Scores, read: Callable[[Any], float]) -> Any:
 
 
 def _as_reward(value: Any) -> float:
-    """Return `value` as a number that can be trained on; the message of an error is the end of a sentence."""
     number = _as_finite(value)
     if abs(number) > MAX_REWARD:
         raise RewardTooLarge(
@@ -232,15 +215,3 @@ def _as_finite(value: Any) -> float:
 
 def _shown(value: Any) -> str:
     return "None" if value is None else f"the {type(value).__name__} {cut(repr(value), _MAX_VALUE_CHARS)}"
-
-
-@contextmanager
-def _recorded(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (Exception, SystemExit, KeyboardInterrupt) as exc:  # the last two would end the worker and every group in it
-        if (collection := _collection.get()) is not None:
-            collection.errors.append(RewardError(function=name, kind=type(exc).__name__, message=str(exc)))
-        if isinstance(exc, Exception):
-            raise
-        raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc

@@ -11,16 +11,8 @@ from typing import Any
 
 import verifiers as vf
 
-from trivet.environments.apis.messages import describe, shorten_messages
-from trivet.environments.apis.rescoring import require_same_prompt
-from trivet.environments.apis.reward_guard import (
-    Scores,
-    collect_reward_errors,
-    failed_reward,
-    guard,
-    measured,
-    require_reward,
-)
+from trivet.environments.apis.messages import describe, require_same_prompt, shorten_messages
+from trivet.environments.apis.rewards import Scores, collect_reward_errors, guard, measured, require_reward
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import RecordedConversation
 from trivet.wire.rollouts import Rollout
@@ -30,21 +22,16 @@ def guard_rewards(env: vf.Environment) -> None:
     """Wrap every reward function of `env`, its sub-rubrics and sub-environments."""
     for rubric in _rubrics(env.rubric):
         rubric.funcs = [
-            guard(function, scores=_scores_of(rubric, function), is_metric=weight == 0)
+            # verifiers has no public name for the kind of a function
+            guard(function, scores=Scores.GROUP if rubric._is_group_func(function) else Scores.ONE, is_metric=weight == 0)
             for function, weight in zip(rubric.funcs, rubric.weights, strict=False)
         ]
 
 
-def _scores_of(rubric: vf.Rubric, function: Any) -> Scores:
-    return Scores.GROUP if rubric._is_group_func(function) else Scores.ONE  # verifiers has no public name for it
-
-
 def _rubrics(rubric: vf.Rubric) -> Iterator[vf.Rubric]:
     yield rubric
-    for inner in getattr(rubric, "rubrics", []):
+    for inner in [*getattr(rubric, "rubrics", []), *(env.rubric for env in getattr(rubric, "env_map", {}).values())]:
         yield from _rubrics(inner)
-    for env in getattr(rubric, "env_map", {}).values():
-        yield from _rubrics(env.rubric)
 
 
 async def score_group(env: vf.Environment, states: Sequence[Any], *, name: str, drops_errors: bool) -> float:
@@ -57,19 +44,17 @@ async def score_group(env: vf.Environment, states: Sequence[Any], *, name: str, 
         RolloutFailed: the rubric raised, or a reward function did.
     """
     started = time.monotonic()
-    with collect_reward_errors(num_rollouts=len(states)) as errors:
+    with collect_reward_errors(name, num_rollouts=len(states)) as errors:
         try:
-            if env.score_rollouts:
-                await env.rubric.score_group(list(states))
-            else:
-                await env.rubric.dummy_score_group(list(states))
+            score = env.rubric.score_group if env.score_rollouts else env.rubric.dummy_score_group
+            await score(list(states))
         except Exception as exc:  # the user's code
             raise RolloutFailed(f"scoring failed: {describe(exc)}", kind=type(exc).__name__) from exc
         finally:
             for state in states:
                 await env.rubric.cleanup(state)
     if errors and drops_errors:
-        raise failed_reward(errors[0], env=name)
+        raise errors[0]
     return time.monotonic() - started
 
 
@@ -126,23 +111,19 @@ async def _make_state(
     """Return the state of a finished rollout, before it is scored."""
     state = await env.init_state(dict(example), client, model_name, {})
     require_same_prompt(shorten_messages(state["prompt"]), recorded)
+    messages: Any = [dict(message) for message in recorded.completion]
+    if [message.get("role") for message in messages] == ["text"]:
+        messages = messages[0]["content"]  # of a text completion, which the environment had as one text
     # `init_state` brings messages into the form that rubrics read, those of the completion too.
-    answered = await env.init_state({**example, "prompt": _native(recorded.completion)}, client, model_name, {})
+    answered = await env.init_state({**example, "prompt": messages}, client, model_name, {})
     prompt, completion = state["prompt"], answered["prompt"]
-    state["completion"] = completion
-    state["is_completed"], state["is_truncated"] = True, recorded.is_truncated
-    state["trajectory"] = [] if isinstance(completion, str) else _steps(list(prompt), list(completion), recorded.is_truncated)
+    state["completion"], state["is_completed"], state["is_truncated"] = completion, True, recorded.is_truncated
+    is_text = isinstance(completion, str)
+    state["trajectory"] = [] if is_text else _steps(list(prompt), list(completion), is_truncated=recorded.is_truncated)
     return state
 
 
-def _native(messages: Sequence[dict[str, Any]]) -> Any:
-    """Return the messages as the environment had them: those of a text completion were one text."""
-    if [message.get("role") for message in messages] == ["text"]:
-        return messages[0]["content"]
-    return [dict(message) for message in messages]
-
-
-def _steps(prompt: list[Any], completion: list[Any], is_truncated: bool) -> list[dict[str, Any]]:
+def _steps(prompt: list[Any], completion: list[Any], *, is_truncated: bool) -> list[dict[str, Any]]:
     """Return a step for each message of the model, without its response and tokens, which were not saved."""
     return [
         {
@@ -157,9 +138,5 @@ def _steps(prompt: list[Any], completion: list[Any], is_truncated: bool) -> list
             "extras": {},
         }
         for place, message in enumerate(completion)
-        if _role(message) == "assistant"
+        if (message.get("role") if isinstance(message, dict) else getattr(message, "role", None)) == "assistant"
     ]
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else getattr(message, "role", None)

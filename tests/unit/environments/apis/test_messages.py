@@ -1,18 +1,15 @@
 import pytest
 
-from trivet.environments.apis.rescoring import EXAMPLE_GONE, PROMPT_DIFFERS, find_example, require_same_prompt
+from trivet.environments.apis.messages import EXAMPLE_GONE, PROMPT_DIFFERS, find_example, require_same_prompt
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import RecordedConversation
 
 
-@pytest.mark.parametrize(("examples", "example_id"), [(["a"], 1), (["a"], -1), ([], 0), (None, 0)])
+@pytest.mark.parametrize(("examples", "example_id"), [(["a"], 1), (["a"], -1), (None, 0)])
 def test_an_example_that_todays_data_does_not_have_is_gone(examples: list[str] | None, example_id: int) -> None:
     with pytest.raises(RolloutFailed) as caught:
         find_example(examples, example_id)
     assert caught.value.kind == EXAMPLE_GONE
-
-
-def test_an_example_is_found_by_its_row() -> None:
     assert find_example(["a", "b"], 1) == "b"
 
 

@@ -1,10 +1,9 @@
-"""Reads the turns of a rollout from the answers of a trivet server, and joins them into samples to train on. Pure.
+"""Makes the arguments of model requests, reads the turns of a rollout from the answers, and joins them into samples. Pure.
 
 A turn is the prompt and the answer of one model request. `branching` makes a sample of each turn. `interleaved` continues the
 newest sample whose tokens are exactly the start of the prompt, and begins a new sample where there is none: a broken prefix is
 counted and never trained on as if it were whole. The inference server keeps the tokens of earlier turns wherever the chat
-template allows it (inference/continuation), so a prefix breaks where the template leaves out earlier text, such as
-thinking.
+template allows it (inference/continuation), so a prefix breaks where the template leaves out earlier text, such as thinking.
 Only sampled tokens are trained on: no policy chose the environment's own tokens, so they have no log-probability.
 """
 
@@ -14,9 +13,58 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trivet.algorithms.seeds import derive_seed
 from trivet.errors import RolloutFailed
+from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import PolicyVersion, VersionRun, count_tokens, join_versions
+
+_OPENAI = ("max_tokens", "top_p", "presence_penalty", "frequency_penalty")
+"""Fields that the OpenAI client knows; every other travels in `extra_body`."""
+SAMPLING_DEFAULTS: Mapping[str, Any] = {
+    "max_tokens": None,
+    "min_tokens": 0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Values that change nothing, by the name of the field: the defaults of the sampling section. A test compares them with it."""
+
+
+def rollout_seed(request: GroupRequest, index: int) -> int | None:
+    """Return the seed of one rollout's first request; None when sampling is not to be reproducible."""
+    seed = request.sampling.seed
+    return None if seed is None else derive_seed(seed, request.group_id, index) % 2**31
+
+
+def later_seed(seed: int, kind: Literal["trace", "turn"], number: int) -> int:
+    """Return the seed of a later turn, or of a later conversation of a rollout that has several.
+
+    With one seed for all, each would draw the same random numbers.
+
+    Args:
+        number: number of turns or conversations before it; 0 returns `seed`.
+    """
+    return derive_seed(seed, kind, number) % 2**31 if number else seed
+
+
+def request_arguments(sampling: SamplingArguments, *, seed: int | None, is_plain: bool = False) -> dict[str, Any]:
+    """Return the arguments of one chat-completions request, in the form that verifiers passes on.
+
+    Args:
+        seed: this request's own.
+        is_plain: for a server that is not trivet's. It gets only values that differ from their default: such a server may refuse
+            fields that it does not know.
+    """
+    fields = {name: value for name, value in sampling.fields.items() if not is_plain or value != SAMPLING_DEFAULTS.get(name)}
+    known = {name: fields.pop(name) for name in _OPENAI if name in fields}
+    asked = {"temperature": sampling.temperature, "seed": seed, **known}
+    if not is_plain:
+        return {**asked, "logprobs": True, "extra_body": {**fields, "return_token_ids": True}}
+    return {name: value for name, value in {**asked, "extra_body": fields or None}.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +90,7 @@ class Trajectory:
 
 
 def read_turn(answer: Mapping[str, Any]) -> Turn:
-    """Return the tokens of one chat completion, as a turn to train on.
-
-    Args:
-        answer: the JSON object of the answer.
-
-    Raises:
-        RolloutFailed: it lacks token ids or the policy of each token.
-    """
+    """Return the tokens of one chat completion, the JSON object of an answer, as a turn to train on. Raises as `make_turn`."""
     [choice] = answer["choices"]
     logprobs = (choice.get("logprobs") or {}).get("content") or []
     return make_turn(
@@ -90,29 +131,29 @@ def make_turn(
     )
 
 
-def to_samples(turns: Sequence[Turn], *, temperature: float, strategy: Literal["interleaved", "branching"]) -> Trajectory:
+def to_samples(
+    turns: Sequence[Turn], *, temperature: float | None, strategy: Literal["interleaved", "branching"]
+) -> Trajectory:
     """Join turns into samples.
 
     Args:
         turns: in order; turns without completion tokens are left out.
-        temperature: at which the tokens were sampled.
+        temperature: at which the tokens were sampled; None: the server's default, taken to be 1.
     """
     chains: list[list[Turn]] = []
-    broken = 0
+    num_broken = 0
     for turn in turns:
         if not turn.completion_ids:
             continue
-        chain = _chain_before(turn, chains) if strategy == "interleaved" else None
-        if chain is not None:
-            chain.append(turn)
+        candidates = reversed(chains) if strategy == "interleaved" else ()
+        continued = next((chain for chain in candidates if _continues(chain[-1], turn)), None)
+        if continued is not None:
+            continued.append(turn)
         else:
-            broken += strategy == "interleaved" and bool(chains)
+            num_broken += strategy == "interleaved" and bool(chains)
             chains.append([turn])
-    return Trajectory(samples=[_join(chain, temperature=temperature) for chain in chains], num_broken_prefixes=broken)
-
-
-def _chain_before(turn: Turn, chains: Sequence[list[Turn]]) -> list[Turn] | None:
-    return next((chain for chain in reversed(chains) if _continues(chain[-1], turn)), None)
+    temperature = 1.0 if temperature is None else temperature
+    return Trajectory(samples=[_join(chain, temperature=temperature) for chain in chains], num_broken_prefixes=num_broken)
 
 
 def _continues(previous: Turn, turn: Turn) -> bool:
@@ -125,8 +166,7 @@ def _continues(previous: Turn, turn: Turn) -> bool:
 
 
 def _join(chain: Sequence[Turn], *, temperature: float) -> Sample:
-    last = chain[-1]
-    token_ids = [*last.prompt_ids, *last.completion_ids]
+    token_ids = [*chain[-1].prompt_ids, *chain[-1].completion_ids]
     loss_mask_T = np.zeros(len(token_ids), dtype=np.bool_)
     logprobs_T = np.zeros(len(token_ids), dtype=np.float32)
     for turn in chain:

@@ -12,8 +12,8 @@ import verifiers as vf
 from datasets import Dataset
 
 from support.scripted_model import ScriptedModel
-from trivet.environments.apis.reward_guard import collect_reward_errors
-from trivet.environments.apis.v0.scoring import guard_rewards, read_scores, score_group
+from trivet.environments.apis.rewards import collect_reward_errors
+from trivet.environments.apis.v0.score import guard_rewards, read_scores, score_group
 from trivet.errors import RolloutFailed
 
 
@@ -22,7 +22,7 @@ def make_env(*functions) -> vf.Environment:
     return vf.SingleTurnEnv(dataset=dataset, rubric=vf.Rubric(funcs=list(functions)))
 
 
-def score(env: vf.Environment, *, num_rollouts: int = 2) -> tuple[list[float], list[tuple[str, str, str]]]:
+def score(env: vf.Environment) -> tuple[list[float], list[tuple[str, str, str]]]:
     """Return the rewards and, for each error, its function, kind and message."""
     route = {"env_id": env.env_names[0]} if isinstance(env, vf.EnvGroup) else {}
 
@@ -30,12 +30,15 @@ def score(env: vf.Environment, *, num_rollouts: int = 2) -> tuple[list[float], l
 
     async def run():
         row = {**env.get_dataset()[0], "info": route}
-        states = [await env.init_state(row, client, "m", {}) for _ in range(num_rollouts)]
+        states = [await env.init_state(row, client, "m", {}) for _ in range(2)]
         for state in states:
             state["completion"] = [{"role": "assistant", "content": "cba"}]
-        with collect_reward_errors(num_rollouts=num_rollouts) as errors:
+        with collect_reward_errors("toy", num_rollouts=2) as errors:
             await env.rubric.score_group(states)
-        return [state["reward"] for state in states], [(error.function, error.kind, error.message) for error in errors]
+        said = [str(error).removeprefix("reward function ").split(f" of environment 'toy': {error.kind}: ") for error in errors]
+        return [state["reward"] for state in states], [
+            (name, error.kind, message) for error, (name, message) in zip(errors, said, strict=True)
+        ]
 
     guard_rewards(env)
     guard_rewards(env)  # a second time changes nothing
