@@ -63,8 +63,8 @@ def test_what_a_cut_line_swallowed_is_asked_for_again_and_a_late_answer_costs_no
         assert [message.body for message in wire.posted[num_posted:]] == [Cancel(call_id=2)]  # the first was lost too
         with pytest.raises(WorkerLost, match="the connection to node 1 lost it"):
             await lost
-        wire.say(GroupDone(call_id=0, group_id=GroupId(0), rollouts=[]), at=3.0)
-        wire.say(GroupDone(call_id=1, group_id=GroupId(1), rollouts=[]), at=3.0)
+        wire.say(GroupDone(call_id=0, rollouts=[]), at=3.0)
+        wire.say(GroupDone(call_id=1, rollouts=[]), at=3.0)
         assert await kept == []
 
     asyncio.run(scenario())
