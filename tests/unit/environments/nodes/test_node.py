@@ -8,7 +8,6 @@ from support.groups import make_request
 from trivet.environments.nodes.node import RemoteNode
 from trivet.errors import WorkerLost
 from trivet.wire.groups import EnvironmentInfo
-from trivet.wire.rollouts import GroupId
 from trivet.wire.worker_nodes import FromNode, NodeAnswer, NodeBeat, PoolLoaded, StartSession, ToNode
 from trivet.wire.workers import Cancel, GroupDone
 
