@@ -1,8 +1,6 @@
-import random
-
 import pytest
 
-from alphabet_sort import Name, draw_turns, expected_answers, load_environment, similarity
+from alphabet_sort import Name, expected_answers, load_environment, similarity
 from support.scripted_policy import play, said
 
 TURNS = [[Name(first="Zora", last="Abbott"), Name(first="Ada", last="Zhou")], [Name(first="Mina", last="Costa")]]
@@ -24,11 +22,6 @@ def env():
 def test_names_are_in_order_of_the_key_and_new_ones_are_marked_once():
     assert expected_answers(TURNS, key="first") == [["AdaZhou", "ZoraAbbott"], ["AdaZhou", "MinaCosta // new", "ZoraAbbott"]]
     assert expected_answers(TURNS, key="last")[1] == ["ZoraAbbott", "MinaCosta // new", "AdaZhou"]
-
-
-def test_no_first_and_no_last_name_appears_twice():
-    names = [name for added in draw_turns(random.Random(0), [5, 5, 5]) for name in added]
-    assert len({name.first for name in names}) == len({name.last for name in names}) == 15
 
 
 def test_perfect_answers_score_one_and_take_the_turns_of_the_example(env):
@@ -60,16 +53,6 @@ def test_the_power_applies_per_turn_or_to_the_mean():
 def test_a_wrong_order_scores_less_than_the_right_one_and_blanks_cost_nothing():
     assert similarity("  b\n\na ", "b\na") == 1.0
     assert 0.0 < similarity("AdaZhou\nMinaCosta", "MinaCosta\nAdaZhou") < 1.0
-
-
-def test_no_evaluation_question_is_a_training_question():
-    env = load_environment(num_examples=500, num_eval_examples=100, max_turns=1, max_names_per_turn=1)
-    assert not set(env.get_dataset()["question"]) & set(env.get_eval_dataset()["question"])
-
-
-def test_the_same_seed_gives_the_same_examples_and_another_seed_others():
-    first, same, other = (list(load_environment(num_examples=9, seed=seed).get_dataset()["question"]) for seed in (1, 1, 2))
-    assert first == same != other
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 from support.import_closure import SOURCE, closure, file_of
 
@@ -55,7 +54,3 @@ def test_a_worker_starts_without_any_other_package() -> None:
     assert done.returncode == 0, done.stderr
     files = {str(file.relative_to(SOURCE)) for name in done.stdout.split() if (file := file_of(name)) is not None}
     assert files <= included()
-
-
-def test_the_list_is_of_files_that_exist() -> None:
-    assert all((SOURCE / Path(name)).is_file() for name in included())

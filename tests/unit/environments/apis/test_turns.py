@@ -58,15 +58,6 @@ def test_branching_makes_a_sample_of_each_turn():
     assert trajectory.num_broken_prefixes == 0
 
 
-def test_a_turn_without_completion_is_left_out():
-    assert to_samples([turn([1, 2], [])], temperature=1.0, strategy="interleaved").samples == []
-
-
-def test_the_first_token_is_never_trained_on():
-    [sample] = to_samples([turn([], [7, 8])], temperature=1.0, strategy="interleaved").samples
-    assert sample.loss_mask_T.tolist() == [False, True]
-
-
 def test_a_turn_continues_the_newest_sample_that_it_starts_with_also_after_another_conversation():
     aside = turn([50], [51])
     trajectory = to_samples([FIRST, aside, SECOND], temperature=1.0, strategy="interleaved")
@@ -97,11 +88,6 @@ def test_tokens_log_probabilities_and_versions_are_those_of_the_answer() -> None
     assert turn.versions == [VersionRun(3, 1), VersionRun(4, 2)]
     assert turn.is_truncated
     assert not read_turn(answer(finish_reason="stop")).is_truncated
-
-
-def test_a_completion_without_tokens_is_one() -> None:
-    turn = read_turn(answer(token_ids=[], logprobs=None, policy_versions=[]))
-    assert (turn.completion_ids, turn.versions) == ([], [])
 
 
 @pytest.mark.parametrize(

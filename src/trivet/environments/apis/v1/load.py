@@ -49,7 +49,8 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
     try:
         data, select = read_arguments(settings.env_id, settings.args)
         env = load_environment(make_config(data, name=settings.name))
-        chosen: Any = env.taskset.select(select)
+        taskset: Any = env.taskset  # pyright reads the methods of verifiers 0.3.1
+        chosen = taskset.select(select)
         if not chosen.bounded and select.limit is None:
             raise EnvironmentLoadError(
                 f"the tasks of environment {settings.name!r} have no end; say how many are used with args.select.limit"

@@ -109,13 +109,6 @@ class Echo(vf.MultiTurnEnv):
         return [{"role": "user", "content": f"you said {messages[-1]['content']}"}]
 
 
-def test_an_environment_of_several_turns_answers_until_its_turns_are_over():
-    env = Echo(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[lambda completion, **kwargs: 1.0]), max_turns=3)
-    rollout = run(env, lambda prompt: "hm")[0]
-    assert rollout.num_turns == 3
-    assert [message["content"] for message in rollout.completion] == ["hm", "you said hm", "hm", "you said hm", "hm"]
-
-
 def test_each_example_of_a_group_of_environments_is_played_and_scored_by_its_own():
     def longest(completion, **kwargs) -> float:
         return float(len(completion[-1]["content"]))

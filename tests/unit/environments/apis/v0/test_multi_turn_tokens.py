@@ -216,13 +216,3 @@ def test_a_conversation_that_the_environment_rewrites_goes_on_as_a_new_sample():
     rollout, server = run(case, strategy="interleaved")
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) == 2
-
-
-def test_each_turn_has_a_seed_of_its_own_that_depends_on_the_rollout_s():
-    def seeds(seed: int) -> list[int | None]:
-        _, server = run(CASES["plain chat"], strategy="interleaved", sampling_seed=seed)
-        return server.seeds
-
-    assert len(set(seeds(1))) == 4
-    assert seeds(1) == seeds(1)
-    assert not set(seeds(1)) & set(seeds(2))

@@ -1,4 +1,3 @@
-import asyncio
 import dataclasses
 import sys
 
@@ -57,23 +56,6 @@ def test_an_empty_completion_is_a_rollout_without_samples():
     assert rollouts[0].samples == []
 
 
-def test_a_failed_request_is_tried_again():
-    model = ScriptedModel(lambda prompt: "cba", errors=[ConnectionError("down")])
-    assert [rollout.reward for rollout in run(make_host(exact), model)] == [1.0, 1.0]
-    assert len(model.requests) == 3
-
-
-def test_a_rollout_that_fails_every_time_fails_with_its_first_error():
-    model = ScriptedModel(lambda prompt: "x", errors=[ConnectionError(f"down {i}") for i in range(10)])
-    with pytest.raises(RolloutFailed, match="ConnectionError: down 0"):
-        run(make_host(exact), model, num_rollouts=1)
-
-
-def test_a_reward_that_is_no_number_fails_the_group():
-    with pytest.raises(RolloutFailed, match="nan, not a finite number"):
-        run(make_host(lambda **kwargs: float("nan")), ScriptedModel(lambda prompt: "x"))
-
-
 def test_each_rollout_has_its_own_seed_that_depends_on_group_and_index():
     def seeds(run_seed: int) -> list[int]:
         model = ScriptedModel(lambda prompt: "x")
@@ -88,16 +70,6 @@ def test_each_rollout_has_its_own_seed_that_depends_on_group_and_index():
 class EchoEnv(vf.MultiTurnEnv):
     async def env_response(self, messages, state, **kwargs):
         return [{"role": "user", "content": "more"}]
-
-
-def test_turns_that_continue_each_other_become_one_sample():
-    rollouts = run(
-        make_host(lambda **kwargs: 1.0, env_type=EchoEnv, max_turns=3), ScriptedModel(lambda prompt: "ok", version=2)
-    )
-    [sample] = rollouts[0].samples
-    assert bytes(sample.token_ids_T.astype("u1")).decode() == "abcokmoreokmoreok"
-    assert int(sample.loss_mask_T.sum()) == 6
-    assert rollouts[0].num_turns == 3
 
 
 def with_guard(reward, **fields) -> ToyHost:
@@ -206,35 +178,11 @@ def test_an_environment_that_leaves_the_process_fails_its_rollout_alone():
     assert failed.value.kind == "SystemExit"
 
 
-def test_a_group_that_takes_too_long_fails_with_the_key_to_raise():
-    async def never(**kwargs) -> float:
-        await asyncio.Event().wait()
-        return 0.0
-
-    with pytest.raises(RolloutFailed, match=r"not done after rollout_timeout_s \(0.01 s\)") as failed:
-        run(dataclasses.replace(make_host(never), settings={"rollout_timeout_s": 0.01}), ScriptedModel(lambda prompt: "x"))
-    assert failed.value.kind == "TimeoutError"
-
-
 def test_long_texts_are_cut_where_they_are_kept_to_be_read_and_tokens_are_not():
     length = messages._MAX_TEXT_CHARS + 1
     [rollout] = run(make_host(exact), ScriptedModel(lambda prompt: "x" * length), num_rollouts=1)
     assert rollout.completion[0]["content"].endswith(f"… ({length} characters)")
     assert rollout.samples[0].num_loss_tokens == length
-
-
-def test_a_score_that_does_not_exist_is_left_out():
-    class Unmeasured(vf.Rubric):
-        async def score_group(self, states):
-            await super().score_group(states)
-            for state in states:
-                state["metrics"]["undefined"] = float("nan")
-
-    dataset = Dataset.from_list([{"question": "abc", "answer": "cba"}])
-    env = vf.SingleTurnEnv(dataset=dataset, rubric=Unmeasured(funcs=[exact]))
-    [rollout] = run(ToyHost(env=env), ScriptedModel(lambda prompt: "x"), num_rollouts=1)
-    assert "undefined" not in rollout.scores
-    assert "exact" in rollout.scores
 
 
 def without_tokens(model: ScriptedModel, *, finish_reason: str = "stop") -> ScriptedModel:

@@ -38,12 +38,3 @@ def test_the_turns_of_a_trace_that_is_over_are_dropped() -> None:
     assert turns.find("a", message) is None
     assert turns.find("b", message) == turn(8)
     assert len(turns) == 1
-
-
-def test_a_trace_has_its_number_in_its_episode_until_it_is_over() -> None:
-    turns = ServedTurns()
-    turns.begin("a", number=0)
-    turns.begin("b", number=1)
-    assert (turns.number("a"), turns.number("b"), len(turns)) == (0, 1, 2)
-    turns.forget("b")
-    assert (turns.number("b"), len(turns)) == (0, 1)

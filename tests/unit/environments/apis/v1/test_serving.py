@@ -68,7 +68,3 @@ def test_a_group_that_gives_up_does_not_end_the_start_for_others() -> None:
         await serving.aclose()
 
     asyncio.run(scenario())
-
-
-def test_nothing_that_was_never_served_is_left() -> None:
-    asyncio.run(Serving(FakeEnvironment()).aclose())

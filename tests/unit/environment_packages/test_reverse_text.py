@@ -1,29 +1,15 @@
 import pytest
 
 from reverse_text import (
-    extract_answer,
-    held_out_texts,
     load_environment,
     make_texts,
     plain_reversal_reward,
     reversal_reward,
-    similarity,
 )
 
 
 def completion(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
-
-
-def test_no_held_out_text_is_a_training_text():
-    env = load_environment(num_examples=300, num_eval_examples=50, min_length=2, max_length=3)
-    assert not set(env.get_dataset()["question"]) & set(env.get_eval_dataset()["question"])
-
-
-def test_the_same_seed_gives_the_same_texts_and_another_seed_gives_others():
-    lengths = {"min_length": 5, "max_length": 15}
-    assert held_out_texts(20, **lengths, seed=1) == held_out_texts(20, **lengths, seed=1)
-    assert not set(held_out_texts(20, **lengths, seed=1)) & set(held_out_texts(20, **lengths, seed=2))
 
 
 def test_held_out_texts_do_not_depend_on_the_number_of_training_texts():
@@ -48,14 +34,6 @@ def test_the_answer_of_an_example_is_its_reversal():
     assert row["answer"] == row["question"][::-1]
 
 
-def test_the_system_prompt_is_left_out_when_empty():
-    with_prompt, without = (
-        load_environment(num_examples=1, num_eval_examples=1, **args) for args in ({}, {"system_prompt": ""})
-    )
-    assert [message["role"] for message in with_prompt.get_dataset()[0]["prompt"]] == ["system", "user"]
-    assert [message["role"] for message in without.get_dataset()[0]["prompt"]] == ["user"]
-
-
 def test_a_true_reversal_scores_one_and_a_wrong_letter_costs_its_share():
     assert reversal_reward(completion("<reversed_text>cba</reversed_text>"), "cba") == 1.0
     assert reversal_reward(completion("well: <reversed_text> cba </reversed_text>!"), "cba") == 1.0
@@ -71,11 +49,3 @@ def test_without_tags_the_whole_answer_counts_and_needless_words_cost():
     exact, wordy = (plain_reversal_reward(completion(text), "cba") for text in (" cba ", "The answer is cba"))
     assert exact == 1.0
     assert 0.0 < wordy < exact
-
-
-def test_only_the_first_pair_of_tags_counts():
-    assert extract_answer("<reversed_text>a</reversed_text><reversed_text>b</reversed_text>") == "a"
-
-
-def test_similarity_counts_every_character_of_a_long_text():
-    assert similarity("a" * 300, "a" * 300) == 1.0
