@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.process.lifetime import tied_command
-from trivet.process.listening import listen
+from trivet.process.sockets import listen
 from trivet.telemetry import process_report
 
 _SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]

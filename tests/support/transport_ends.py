@@ -10,7 +10,7 @@ import zmq
 from support.memory_transport import MemoryReceiver, MemorySender
 from support.processes import find_free_port
 from trivet.config.schema.shared import TransportConfig
-from trivet.process.encrypted_sockets import key_pair
+from trivet.process.sockets import key_pair
 from trivet.secret import RunSecret
 from trivet.transport.zeromq import KEY_PURPOSE, ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch

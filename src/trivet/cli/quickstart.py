@@ -23,8 +23,8 @@ from trivet.config.schema.inference import ServerConfig
 from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError, RoleFailed
 from trivet.examples.files import example_configs
-from trivet.launcher.ports import ReservedPorts
-from trivet.launcher.supervision.interrupts import Interrupts, forward
+from trivet.process.sockets import ReservedPorts
+from trivet.process.signals import Interrupts
 from trivet.process.lifetime import module_command, tied_command
 from trivet.telemetry.metrics import read_metrics
 from trivet.weights.catalog import latest_version
@@ -197,7 +197,7 @@ class Children:
         process, num_forwarded = self.start(module, *words), 0
         try:
             while process.poll() is None:
-                num_forwarded = forward(self._interrupts, process.send_signal, num_forwarded)
+                num_forwarded = self._interrupts.forward(process.send_signal, num_forwarded)
                 watch()
                 time.sleep(_POLL_INTERVAL_S)
         finally:

@@ -26,9 +26,9 @@ from trivet.errors import ConfigError
 from trivet.key_names import to_variable, use_names
 from trivet.launcher.commands import rl
 from trivet.launcher.logs import LogFollower
-from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.process.closed_output import run_until_output_closes
 from trivet.process.lifetime import module_command, tied_command
+from trivet.process.signals import Interrupts
 from trivet.shown_text import print_error
 from trivet.storage.durable import write_private
 
@@ -138,7 +138,7 @@ def _run(config: RLConfig, dialect: VfRLConfig) -> int:
             forwarded = 0
             while launcher.poll() is None:
                 show_news()
-                forwarded = forward(interrupts, launcher.send_signal, forwarded)
+                forwarded = interrupts.forward(launcher.send_signal, forwarded)
                 time.sleep(_POLL_INTERVAL_S)
         show_news()
     code = launcher.returncode

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
-from trivet.launcher.supervision.interrupts import Interrupts, forward
+from trivet.process.signals import Interrupts
 from trivet.process.lifetime import module_command
 
 DEFAULT_SESSION = "vf-rl"
@@ -118,7 +118,7 @@ def _wait(
                 _print_text(f"session '{session}' goes on; attach again with: tmux attach -t {session}")
                 return 0
             with suppress(ProcessLookupError):  # it has just ended
-                forwarded = forward(interrupts, partial(os.kill, pid), forwarded)
+                forwarded = interrupts.forward(partial(os.kill, pid), forwarded)
         time.sleep(_POLL_INTERVAL_S)
     return None
 

@@ -40,10 +40,10 @@ from trivet.inference.engine_process import count_physical_cores, find_openmp, o
 from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
 from trivet.process.imports import without_collections
-from trivet.process.listening import is_held
 from trivet.process.lock import holder_of
-from trivet.process.server_shard import ServerShard, read_shard, shard_name
+from trivet.process.node_places import ServerShard, read_shard, shard_name
 from trivet.process.signals import ending_signals
+from trivet.process.sockets import is_reserved
 from trivet.process.stacks import show_tasks_on_signal
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import process_report
@@ -209,7 +209,7 @@ def _listen(args: Namespace) -> socket.socket:
     from trivet.inference.vllm_names import setup_server
 
     try:
-        _, sock = setup_server(args, reuse_port=is_held(args.host, args.port))
+        _, sock = setup_server(args, reuse_port=is_reserved(args.host, args.port))
     except OSError as exc:
         raise ConfigError(
             f"inference.server cannot listen on {args.host}:{args.port}: {exc.strerror}; choose another port"

@@ -31,8 +31,7 @@ from trivet.launcher.plan import (
 from trivet.launcher.role_configs import Ports, orchestrator_config, server_config, trainer_config
 from trivet.machine import Machine
 from trivet.process.lifetime import module_command
-from trivet.process.rank_place import RankPlace
-from trivet.process.server_shard import ServerShard, shard_name
+from trivet.process.node_places import RankPlace, ServerShard, shard_name
 
 _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that have the ranks of one machine connect over loopback."""

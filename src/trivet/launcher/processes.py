@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from trivet.launcher.host import HostedProcess
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.reports import RoleReports, forget_reports, read_reports
-from trivet.process.lifetime import adopt_orphans, tied_command
-from trivet.process.process_table import descendants, read_processes
+from trivet.process.lifetime import adopt_orphans, descendants, read_processes, tied_command
 from trivet.process.stacks import STACKS_SIGNAL
 
 _POLL_INTERVAL_S = 0.05
@@ -154,7 +153,7 @@ class LocalHost:
             [process.pid, *(descendants(process.pid, table=table) if process.spec.are_children_watched else ())]
             for process in processes
         ]
-        return [tuple(pid for pid in family if pid in table and table[pid].is_stopped) for family in families]
+        return [tuple(pid for pid in family if pid in table and table[pid].state == "T") for family in families]
 
     @staticmethod
     def lost_nodes() -> frozenset[int]:

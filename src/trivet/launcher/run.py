@@ -26,7 +26,6 @@ from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog
 from trivet.launcher.placement import HEAD, describe_placement, place
 from trivet.launcher.plan import RunPlan, plan
-from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import LocalHost
 from trivet.launcher.role_configs import Ports
 from trivet.launcher.run_directory import RunDirectory, wait_of_job
@@ -37,6 +36,7 @@ from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine, inspect_machine
 from trivet.process.lifetime import module_command, tied_command
 from trivet.process.lock import DEAD_MACHINE_S, LockWait
+from trivet.process.sockets import ReservedPorts
 from trivet.process.stacks import show_stacks_on_signal
 from trivet.schedulers.node_variables import is_restarted_job
 from trivet.secret import find_secret, share_secret

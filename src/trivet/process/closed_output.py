@@ -22,13 +22,11 @@ UNWRITABLE_EXIT_CODE = os.EX_IOERR
 
 
 def run_until_output_closes(command: Callable[[], int]) -> int:
-    """Run `command` and flush what it printed.
-
-    What the output's encoding cannot hold is written as backslash escapes.
+    """Run `command` and flush what it printed. What the output's encoding cannot hold is written as backslash escapes.
 
     Returns:
-        The command's exit code, 141 if it ended because the reader of its output had closed the pipe, or 74 if the output could
-        not be written, as on a full disk.
+        The command's exit code; 141 if it ended because the reader of its output had closed the pipe; 74 if the output could not
+        be written, as on a full disk; 130 if Ctrl-C ended it.
 
     Raises:
         BrokenPipeError: another pipe than that of the output was closed.
@@ -39,6 +37,8 @@ def run_until_output_closes(command: Callable[[], int]) -> int:
     try:
         exit_code = command()
         return exit_code if _flush_all() else UNWRITABLE_EXIT_CODE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (OSError, SystemExit, BaseExceptionGroup) as exc:
         code = _exit_code_for(exc)
         if code is None:
@@ -59,11 +59,9 @@ def _exit_code_for(error: OSError | SystemExit | BaseExceptionGroup[BaseExceptio
         if isinstance(error.__context__, BrokenPipeError):
             return EXIT_CODE  # rich ends the program so, with code 1
         return None if _flush_all() else UNWRITABLE_EXIT_CODE
-    if isinstance(error, BaseExceptionGroup):
-        _, others = error.split(BrokenPipeError)
+    if isinstance(error, BaseExceptionGroup | BrokenPipeError):
+        others = error.split(BrokenPipeError)[1] if isinstance(error, BaseExceptionGroup) else None
         return EXIT_CODE if others is None and any(map(is_closed, _outputs())) else None
-    if isinstance(error, BrokenPipeError):
-        return EXIT_CODE if any(map(is_closed, _outputs())) else None
     if _flush_all():
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return None

@@ -26,12 +26,7 @@ class Heap:
     """The heap of this process."""
 
     def __init__(self, *, read_bytes: Callable[[], int] | None = None, trim: Callable[[], None] | None = None) -> None:
-        """Begin to measure.
-
-        Args:
-            read_bytes: returns the resident memory of the process.
-            trim: gives free pages back.
-        """
+        """Begin to measure; tests pass functions that return the resident memory and give free pages back."""
         self._read_bytes = read_bytes or resident_bytes
         self._trim = trim or trim_heap
         self._num_calls = 0

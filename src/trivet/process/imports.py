@@ -1,9 +1,10 @@
-"""Imports what a user names by its path, and makes the import of large libraries faster."""
+"""Imports what a user names by its path, makes the import of large libraries faster, and keeps libraries out of the logs."""
 
 import gc
 import hashlib
 import importlib
 import importlib.util
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,17 @@ from types import ModuleType
 from typing import Any
 
 _IN_A_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
+NOISY_LOGGERS = (
+    *("httpx", "httpx2", "httpcore", "openai", "urllib3", "filelock", "datasets", "huggingface_hub", "asyncio", "fsspec"),
+    *("wandb", "aiohttp.access", "mcp", "verifiers.v1"),
+)
+"""Libraries that log every request or file at INFO."""
+
+
+def quiet_noisy_loggers() -> None:
+    """Let them log warnings and errors alone, or less where the root logger is set to less."""
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 @contextmanager
@@ -57,7 +69,7 @@ def import_by_path(path: str) -> Any:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Import a Python file, once for each process.
+    """Import a Python file, once for each process: as a module of its package, or alone under a name that no other module has.
 
     The folder of the file, or the one that holds its package, becomes the last in which modules are searched: nothing in it can
     stand in for an installed package.
@@ -74,19 +86,13 @@ def import_file(file: Path) -> ModuleType:
         folder = folder.parent
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    return _import_of_package(file, package) if package else _import_alone(file)
-
-
-def _import_of_package(file: Path, package: list[str]) -> ModuleType:
-    """Import a file under its name in its package, by which its relative imports work."""
-    module = importlib.import_module(".".join(package if file.stem == "__init__" else [*package, file.stem]))
-    if module.__file__ is None or Path(module.__file__).resolve() != file:
-        raise ImportError(f"{file} is of a package {package[0]!r}, and {module.__file__} is another of that name; rename one")
-    return module
-
-
-def _import_alone(file: Path) -> ModuleType:
-    """Import a file that is of no package under a name that no other module has."""
+    if package:  # by its name there its relative imports work
+        module = importlib.import_module(".".join(package if file.stem == "__init__" else [*package, file.stem]))
+        if module.__file__ is None or Path(module.__file__).resolve() != file:
+            raise ImportError(
+                f"{file} is of a package {package[0]!r}, and {module.__file__} is another of that name; rename one"
+            )
+        return module
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,4 +1,4 @@
-"""Ties a process to its parent, so that no violent end leaves one behind (design invariant 7).
+"""Ties a process to its parent, so that no violent end leaves one behind (invariant 7), and tells which processes exist.
 
 Done to every process that another of ours starts: roles, trainer ranks, engine workers, environment workers. A command that a user
 starts is tied to nothing: with nohup it outlives its shell.
@@ -11,10 +11,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import parent_process
+from pathlib import Path
 
-from trivet.process.process_table import process_exists, read_processes
 from trivet.process.stacks import ignore_until_listening
 
 _PR_SET_PDEATHSIG = 1
@@ -75,6 +76,63 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def _prctl(option: int, value: int) -> None:
+    try:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+    except (OSError, AttributeError):
+        return
+    if prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEntry:
+    """One process as /proc shows it."""
+
+    state: str
+    """`T` after SIGSTOP or its like, `Z` for a process that ended and was not waited for."""
+    parent: int
+    session: int
+    """Process id of the session's leader, which may have ended."""
+
+
+ProcessTable = Mapping[int, ProcessEntry]
+"""Processes of this machine by pid."""
+
+
+def read_processes() -> ProcessTable:
+    """Read what /proc shows now. It costs a file per process of the machine."""
+    table: dict[int, ProcessEntry] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text(errors="replace")
+        except OSError:  # it ended while we looked
+            continue
+        state, parent, _, session = stat.rpartition(")")[2].split()[:4]
+        table[int(entry.name)] = ProcessEntry(state, int(parent), int(session))
+    return table
+
+
+def descendants(pid: int, *, spared: Collection[int] = (), table: ProcessTable | None = None) -> list[int]:
+    """Return the children of `pid`, their children and so on; without those in `spared` and their children.
+
+    Args:
+        table: what /proc showed at one moment; None reads it now.
+    """
+    children_of: dict[int, list[int]] = {}
+    for child, entry in (table or read_processes()).items():
+        children_of.setdefault(entry.parent, []).append(child)
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        children = [child for child in children_of.get(waiting.pop(), []) if child not in spared]
+        found += children
+        waiting += children
+    return found
+
+
 def end_session(leader: int) -> int:
     """Kill every process of the session that `leader` leads or led: what it forked and left is found too.
 
@@ -90,13 +148,15 @@ def end_session(leader: int) -> int:
     return len(pids)
 
 
-def _prctl(option: int, value: int) -> None:
+def process_exists(pid: int) -> bool:
+    """Return whether a process of this machine has this id, one that ended but was not waited for included."""
     try:
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-    except (OSError, AttributeError):
-        return
-    if prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):  # no process id is that large
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def main(argv: Sequence[str]) -> None:

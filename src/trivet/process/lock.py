@@ -1,36 +1,73 @@
 """Locks a file, or a directory of temporary files, for one process at a time.
 
 The launcher holds the lock of a run's directory, trainer and orchestrator each that of their role in it. A directory of temporary
-files is locked by its owner, so that whoever finds it later knows whether it may go.
+files is locked by its owner, so that whoever finds it later knows whether it may go. The kernel releases a lock when its holder
+ends in any way; the file stays and blocks nobody.
 """
 
 import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated
+
+import msgspec
+from filelock import lock_descriptor
 
 from trivet.errors import NodesMissing, RunDirectoryBusy, TrivetError
+from trivet.shown_text import shorten
 
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.1
 _REPORT_AFTER_S = 1.0
 """How long a wait stays silent: most holders are just ending."""
-_NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
-"""The form of a host name. Other text comes of a damaged file."""
-_MAX_DIGITS = 11
-"""Digits of a process id or of a time in seconds; a longer number comes of a damaged file."""
 _ROLE_WAIT_S = 10.0
 """Seconds: a role that was killed a moment ago may still be ending."""
 DEAD_MACHINE_S = 120.0
 """Seconds to wait where the holder may have been a machine that died: an NFSv4 server keeps the locks of such a client for 90 s."""
+
+
+class _Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a locked file. The limits tell it from what a damaged file holds."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    node: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,253}$")]
+    command: str
+    """The program's name alone: arguments may hold secrets."""
+    started: Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
+    """Unix seconds."""
+
+
+def _read_holder(path: Path) -> _Holder | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Holder)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def holder_of(path: Path) -> int | None:
+    """Return the process id of the holder of the FileLock of `path`, 0 if unknown, None for nobody; keeps nothing."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # Shared, which filelock has not: NFS refuses an exclusive lock to a reader.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _read_holder(path)
+        return holder.pid if holder is not None else 0
+    finally:
+        os.close(file)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,24 +81,8 @@ class LockWait:
     """Called about ten times a second meanwhile. It may raise, which ends the wait."""
 
 
-def holder_of(path: Path) -> int | None:
-    """Return the process id of the holder of the FileLock of `path`, None for nobody; keeps nothing."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.read(file, 32).split()[:1]
-        return int(pid[0]) if pid and _is_number(pid[0].decode(errors="replace")) else 0
-    finally:
-        os.close(file)
-    return None
-
-
 class FileLock:
-    """A lock that the kernel releases when the process ends in any way; the file stays and blocks nobody."""
+    """The lock of a file, which says who holds it."""
 
     def __init__(
         self,
@@ -84,12 +105,12 @@ class FileLock:
         """
         self._path = path
         self._what = what
+        self._guards = guards
         self._wait = wait
         self._clock = clock
         self._sleep = sleep
-        self._file = -1
-        self._guards = guards
-        self._directory = -1
+        self._files: list[int] = []
+        """Descriptors of the file and the directory."""
 
     def __enter__(self) -> "FileLock":
         """Take the lock.
@@ -98,76 +119,64 @@ class FileLock:
             RunDirectoryBusy: a live process holds it. `wait` may name another error.
             OSError: the file cannot be written.
         """
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._files.append(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         try:
             if self._guards is not None:
-                self._directory = os.open(self._guards, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._await()
+                self._files.append(os.open(self._guards, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            begun, is_reported = self._clock(), False
+            while not self._is_taken():
+                waited_s = self._clock() - begun
+                if waited_s >= self._wait.timeout_s:
+                    raise self._wait.error(self._describe_holder())
+                if waited_s >= _REPORT_AFTER_S and not is_reported:
+                    is_reported = True
+                    logger.warning("waiting at most %.0f s: %s", self._wait.timeout_s, self._describe_holder())
+                self._wait.on_wait()
+                self._sleep(_POLL_INTERVAL_S)
         except BaseException:
             self.close()
             raise
-        os.ftruncate(self._file, 0)
-        os.write(self._file, f"{os.getpid()} {time.time():.0f} {os.uname().nodename}\n".encode())
+        name = Path(sys.argv[0]).name
+        holder = _Holder(pid=os.getpid(), node=os.uname().nodename, command=name, started=time.time())
+        os.ftruncate(self._files[0], 0)
+        os.write(self._files[0], msgspec.json.encode(holder) + b"\n")
         return self
-
-    def _await(self) -> None:
-        begun, is_reported = self._clock(), False
-        while not self._is_taken():
-            waited_s = self._clock() - begun
-            if waited_s >= self._wait.timeout_s:
-                raise self._wait.error(self._describe_holder())
-            if waited_s >= _REPORT_AFTER_S and not is_reported:
-                is_reported = True
-                logger.warning("waiting at most %.0f s: %s", self._wait.timeout_s, self._describe_holder())
-            self._wait.on_wait()
-            self._sleep(_POLL_INTERVAL_S)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
         """Release the lock. May be called again."""
-        for descriptor in (self._file, self._directory):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._file = self._directory = -1
+        while self._files:
+            os.close(self._files.pop())
 
     def keep_over_exec(self) -> None:
         """Keep the lock for the program that replaces this process."""
-        for descriptor in (self._file, self._directory):
-            if descriptor >= 0:
-                os.set_inheritable(descriptor, True)
+        for descriptor in self._files:
+            os.set_inheritable(descriptor, True)
 
     def _is_taken(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._directory >= 0:
-                self._lock_directory()
-        except BlockingIOError:
+        file, *directory = self._files
+        if not lock_descriptor(file, blocking=False):
             return False
-        return True
-
-    def _lock_directory(self) -> None:
         try:
-            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return all(lock_descriptor(guarded, blocking=False) for guarded in directory)
         except OSError as exc:
             if exc.errno not in (errno.EBADF, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
+            return True
 
     def _describe_holder(self) -> str:
-        pid, started, node, *_ = [*self._path.read_text(errors="replace").split(maxsplit=3), "", "", ""]
-        pid = pid if _is_number(pid) else ""
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(int(started))) if _is_number(started) else "unknown"
-        where = f" on {node}" if _NODE_NAME.fullmatch(node) and node != os.uname().nodename else ""
+        holder = _read_holder(self._path)
+        pid, where, since = "unknown", "", "unknown"
+        if holder is not None:
+            pid, where = str(holder.pid), f" on {holder.node}" if holder.node != os.uname().nodename else ""
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
+            since += f" as {shorten(holder.command)}" if holder.command else ""
         return (
-            f"{self._what} is in use by the run with pid {pid or 'unknown'}{where}, started {since}; "
-            f"wait for it, stop it (kill {pid or 'PID'}{where}), or choose another output_dir"
+            f"{self._what} is in use by the run with pid {pid}{where}, started {since}; "
+            f"wait for it, stop it (kill {pid if holder else 'PID'}{where}), or choose another output_dir"
         )
-
-
-def _is_number(text: str) -> bool:
-    """Return whether `text` can be a process id or a time in seconds; the file may hold anything."""
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 def lock_directory(directory: Path) -> int:
@@ -178,8 +187,9 @@ def lock_directory(directory: Path) -> int:
     """
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        if not lock_descriptor(file, blocking=False):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process has locked it", str(directory))
+    except BaseException:
         os.close(file)
         raise
     return file

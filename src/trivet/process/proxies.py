@@ -28,8 +28,14 @@ def is_direct(url: str, environ: Mapping[str, str]) -> bool:
     True for an address in numbers, a name without a dot, which only a private network knows, and a host that `NO_PROXY` names.
     """
     host = urlsplit(url).hostname or ""
+    try:
+        ip_address(host)
+    except ValueError:
+        is_address = False
+    else:
+        is_address = True
     exceptions = environ.get(_EXCEPTIONS) or environ.get(_EXCEPTIONS.upper()) or ""
-    return "." not in host or _is_address(host) or bool(proxy_bypass_environment(host, {"no": exceptions}))
+    return "." not in host or is_address or bool(proxy_bypass_environment(host, {"no": exceptions}))
 
 
 def direct_variables(environ: Mapping[str, str], urls: Iterable[str]) -> dict[str, str]:
@@ -61,14 +67,6 @@ def find_unusable(environ: Mapping[str, str]) -> str | None:
         if scheme.startswith("socks") and find_spec("socksio") is None:
             return f"{name} = {proxy} needs a package that is not installed: uv pip install socksio PySocks, or unset {name}"
     return None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _without_password(proxy: str) -> str:

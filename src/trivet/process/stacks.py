@@ -8,8 +8,7 @@ import faulthandler
 import gc
 import signal
 import sys
-from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ _MAX_DEPTH = 100
 
 def show_stacks_on_signal() -> None:
     """Write the stack of every thread to stderr on STACKS_SIGNAL, whatever they are doing; holds for what is forked, too."""
-    _show_stacks(does_call_on=False)
+    _register(does_call_on=False)
 
 
 def show_tasks_on_signal() -> None:
@@ -34,12 +33,12 @@ def show_tasks_on_signal() -> None:
 
     def show(number: int, frame: FrameType | None) -> None:
         if not loop.is_closed():
-            sys.stderr.write(f"{describe_tasks(loop)}\n")
+            sys.stderr.write(f"{_describe_tasks(loop)}\n")
 
     # Not a handler of the loop's: with the loop would go what makes this process listen at all.
     faulthandler.unregister(STACKS_SIGNAL)
     signal.signal(STACKS_SIGNAL, show)
-    _show_stacks(does_call_on=True)
+    _register(does_call_on=True)
 
 
 def ignore_until_listening() -> None:
@@ -47,38 +46,33 @@ def ignore_until_listening() -> None:
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
-def _show_stacks(*, does_call_on: bool) -> None:
-    """Register the handler. With `does_call_on` it also calls the handler before it."""
-    if sys.__stderr__ is None:
-        return  # it was closed before the start
-    faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__, all_threads=True, chain=does_call_on)
+def _register(*, does_call_on: bool) -> None:
+    """Write the threads' stacks on the signal; with `does_call_on` also call the handler that was set before."""
+    if sys.__stderr__ is not None:  # it was not closed before the start
+        faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__, all_threads=True, chain=does_call_on)
 
 
-def describe_tasks(loop: "asyncio.AbstractEventLoop") -> str:
+def _describe_tasks(loop: "asyncio.AbstractEventLoop") -> str:
     """Return each task's name and the lines where it and what it awaits are suspended, the innermost last."""
     import asyncio
 
     lines = ["Tasks (innermost await last):"]
     for task in sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()):
         lines.append(f"  {task.get_name()}")
-        lines += [f"    {code.co_filename}:{line} in {code.co_name}" for code, line in _awaits(task.get_coro())]
+        awaited: Any = task.get_coro()
+        for _ in range(_MAX_DEPTH):
+            if (kind := _kind_of(awaited)) is None:
+                # A step of an asynchronous generator, or a wrapper, keeps what it drives to itself.
+                awaited = next((value for value in gc.get_referents(awaited) if _kind_of(value) is not None), None)
+                kind = _kind_of(awaited)
+            if kind is None:
+                break
+            frame = getattr(awaited, f"{kind}_frame")
+            lines.append(f"    {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+            awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
     return "\n".join(lines)
 
 
-def _awaits(awaited: Any) -> Iterator[tuple[CodeType, int]]:
-    """Follow what each coroutine, generator or asynchronous generator waits for, until something that is none of them."""
-    for _ in range(_MAX_DEPTH):
-        kind = _kind_of(awaited)
-        if kind is None:
-            # A step of an asynchronous generator, or a wrapper, keeps what it drives to itself.
-            awaited = next((value for value in gc.get_referents(awaited) if _kind_of(value) is not None), None)
-            kind = _kind_of(awaited)
-        if kind is None:
-            return
-        frame = getattr(awaited, f"{kind}_frame")
-        yield frame.f_code, frame.f_lineno
-        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
-
-
 def _kind_of(awaited: Any) -> str | None:
+    """Return the prefix of the attributes of a suspended coroutine, generator or asynchronous generator; None for all else."""
     return next((kind for kind in ("cr", "gi", "ag") if getattr(awaited, f"{kind}_frame", None) is not None), None)

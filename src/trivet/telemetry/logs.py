@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from trivet.process.closed_output import discard_output
-from trivet.process.noisy_loggers import quiet_noisy_loggers
+from trivet.process.imports import quiet_noisy_loggers
 
 SUCCESS = 25
 """Level of the line that a role writes when a step is done; above INFO, below WARNING."""

@@ -3,7 +3,7 @@
 ZeroMQ drops messages when a peer goes away, read by it or not, so nothing here relies on it: what counts is the trainer's
 acknowledgement. The last one may go with the trainer, which ends by itself; then another sign that it had the batch counts.
 
-Connections are encrypted with a key of the run's secret (`process.encrypted_sockets`). Until the end of its handshake a connection
+Connections are encrypted with a key of the run's secret (`process.sockets`). Until the end of its handshake a connection
 costs one frame of memory and `_HANDSHAKE_MS`.
 """
 
@@ -23,7 +23,7 @@ from trivet.config.layout import SECRET_FILE
 from trivet.config.schema.shared import TransportConfig
 from trivet.errors import ConfigError
 from trivet.faults import reach
-from trivet.process.encrypted_sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES, connect_encrypted, listen_encrypted
+from trivet.process.sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES, connect_encrypted, listen_encrypted
 from trivet.secret import RunSecret
 from trivet.transport.messages import (
     BatchMessage,

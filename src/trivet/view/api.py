@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from trivet.errors import ConfigError
-from trivet.process.process_table import process_exists
+from trivet.process.lifetime import process_exists
 from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
 from trivet.view.rollouts import PageQuery

@@ -20,7 +20,7 @@ from trivet.cli.quickstart import (
 )
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import ConfigError, RoleFailed
-from trivet.launcher.supervision.interrupts import Interrupts
+from trivet.process.signals import Interrupts
 
 CONFIGS = Path("configs/quickstart")
 

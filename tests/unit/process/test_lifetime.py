@@ -2,11 +2,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import psutil
 
 from support.processes import wait_until
-from trivet.process.lifetime import module_command, tied_command
+from trivet.process.lifetime import descendants, end_session, module_command, process_exists, read_processes, tied_command
 
 _PARENT = """
 import os, subprocess, sys
@@ -105,3 +107,64 @@ def test_a_fork_outlives_the_thread_that_made_it() -> None:
         finally:
             os.kill(pid, signal.SIGKILL)
             process.kill()
+
+
+def test_descendants_leave_out_those_that_are_spared_and_their_children() -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE) as process:
+        wait_until(lambda: len(descendants(process.pid)) == 1, timeout_s=20, waiting_for="the grandchild")
+        assert process.pid in descendants(os.getpid())
+        spared = descendants(os.getpid(), spared=[process.pid])
+        assert not {process.pid, *descendants(process.pid)} & set(spared)
+        process.communicate(b"\n", timeout=20)
+
+
+def test_a_process_is_found_stopped_in_its_session_until_it_was_waited_for() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    assert process_exists(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: read_processes()[process.pid].state == "T", timeout_s=20, waiting_for="the stop")
+    assert read_processes()[os.getpid()].session == os.getsid(0)
+    assert end_session(process.pid) == 1
+    process.communicate(timeout=20)
+    assert not process_exists(process.pid)
+    assert not process_exists(2**70)
+
+
+RANK = """
+import time
+from pathlib import Path
+
+def main():
+    Path("started").touch()
+    time.sleep(1)
+    Path("ended").touch()
+    return 0
+"""
+STARTER = """
+import os, subprocess, sys, time
+from trivet.process.lifetime import tied_command
+
+command = [sys.executable, "-m", "trivet.trainer.ranks.starter", "1", "some_rank"]
+subprocess.Popen(tied_command(command) if sys.argv[1] == "tied" else command)
+while not os.path.exists("started"):
+    time.sleep(0.01)
+"""
+
+
+def start(how: str, directory: Path) -> None:
+    """Start a rank from a process that ends once the rank has started."""
+    (directory / "some_rank.py").write_text(RANK)
+    environ = {**os.environ, "PYTHONPATH": str(directory)}
+    subprocess.run([sys.executable, "-c", STARTER, how], cwd=directory, env=environ, timeout=60, check=True)
+
+
+def test_ranks_that_a_user_started_outlive_the_shell(tmp_path: Path) -> None:
+    start("by hand", tmp_path)
+    wait_until((tmp_path / "ended").exists, timeout_s=20, waiting_for="the rank's end")
+
+
+def test_ranks_that_the_launcher_started_end_with_it(tmp_path: Path) -> None:
+    start("tied", tmp_path)
+    time.sleep(1.5)  # the rank would end by itself before
+    assert not (tmp_path / "ended").exists()

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from trivet.process.signals import run_until_signalled
+from trivet.process.signals import Interrupts, run_until_signalled
 
 
 class Work:
@@ -87,5 +87,31 @@ def test_a_signal_that_the_starter_has_this_process_ignore_stays_ignored() -> No
             return 0
 
         assert asyncio.run(run_until_signalled(work())) == 0
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupts.first is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_first_signal_is_kept_and_passed_on_and_the_handlers_are_put_back() -> None:
+    before, sent = signal.getsignal(signal.SIGTERM), list[int]()
+    with Interrupts(without={signal.SIGINT}) as interrupts:
+        assert signal.getsignal(signal.SIGINT) is not interrupts._note
+        assert interrupts.forward(sent.append, 0) == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupts.first == signal.SIGTERM
+        assert interrupts.forward(sent.append, interrupts.forward(sent.append, 0)) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert sent == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(("later_s", "expected"), [(0.2, False), (1.5, True)])
+def test_two_signals_at_once_are_one_that_came_twice(later_s: float, expected: bool) -> None:
+    now = [0.0]
+    with Interrupts(clock=lambda: now[0]) as interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        now[0] = later_s
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.is_repeated is expected

@@ -12,7 +12,7 @@ import zmq
 
 from support.transport_ends import SECRET, make_batch, make_config
 from trivet.errors import WaitTimeout
-from trivet.process.encrypted_sockets import MAX_FRAME_BYTES, key_pair
+from trivet.process.sockets import MAX_FRAME_BYTES, key_pair
 from trivet.secret import RunSecret
 from trivet.transport.messages import Inbox, RepeatedWarning, RunKey, make_message
 from trivet.transport.zeromq import KEY_PURPOSE, ZmqReceiver, ZmqSender

@@ -5,7 +5,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from trivet.process.encrypted_sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES
+from trivet.process.sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES
 
 KEY_PURPOSE = "nodes/environments"
 """Purpose for which the key of the connections is derived from the run's secret."""

@@ -21,7 +21,7 @@ from trivet.environments.nodes.connection import KEY_PURPOSE, open_socket
 from trivet.environments.nodes.node import RemoteNode
 from trivet.environments.workers.pool import MAX_LOSSES, WorkerPool
 from trivet.errors import ConfigError, EnvironmentLoadError, MessageRefused, WaitTimeout, WorkerLost, first_error
-from trivet.process.encrypted_sockets import in_frames, listen_encrypted
+from trivet.process.sockets import in_frames, listen_encrypted
 from trivet.secret import RunSecret
 from trivet.wire.codec import decode, encode
 from trivet.wire.events import EnvLoad, EnvRestart, Event

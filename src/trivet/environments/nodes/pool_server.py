@@ -16,7 +16,7 @@ from trivet.environments.nodes.connection import KEY_PURPOSE, open_socket
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.workers.channel import MAX_MESSAGE_BYTES
 from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
-from trivet.process.encrypted_sockets import connect_encrypted, in_frames
+from trivet.process.sockets import connect_encrypted, in_frames
 from trivet.secret import RunSecret
 from trivet.wire.codec import decode, encode
 from trivet.wire.events import EnvLoad, EnvRestart, Event

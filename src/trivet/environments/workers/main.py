@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING
 from trivet.environments.apis.groups import Stage, StageBoard
 from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
-from trivet.process.imports import without_collections
+from trivet.process.imports import quiet_noisy_loggers, without_collections
 from trivet.process.lifetime import tie_forks
 from trivet.process.loop_lag import LoopLag
-from trivet.process.noisy_loggers import quiet_noisy_loggers
 from trivet.process.stacks import show_stacks_on_signal, show_tasks_on_signal
 from trivet.shown_text import printable
 from trivet.wire.workers import (

@@ -25,9 +25,9 @@ from trivet.launcher.nodes.messages import (
     StartProcess,
 )
 from trivet.launcher.nodes.report_reader import ReportReader
-from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import Child, LocalHost
 from trivet.launcher.scratch import Scratch
+from trivet.process.sockets import ReservedPorts
 
 _START_FAILED = 127
 """Exit code of a process that could not be started, as a shell has it."""

@@ -16,7 +16,7 @@ import zmq
 
 from trivet.launcher.nodes.messages import Beat, Hello, Orders, Refused
 from trivet.launcher.nodes.registry import NodeRegistry
-from trivet.process.encrypted_sockets import connect_encrypted, listen_encrypted
+from trivet.process.sockets import connect_encrypted, listen_encrypted
 from trivet.secret import RunSecret
 from trivet.storage.durable import DECODE_ERRORS
 

@@ -24,13 +24,13 @@ from trivet.launcher.nodes.head_contact import HeadContact
 from trivet.launcher.nodes.identity import NodeIdentity
 from trivet.launcher.nodes.lease import Lease, read_lease
 from trivet.launcher.nodes.messages import Control, Hello, Orders, Refused
-from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import LocalHost
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import role_environment
-from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.machine import inspect_machine
 from trivet.process.lock import holder_of
+from trivet.process.signals import Interrupts
+from trivet.process.sockets import ReservedPorts
 from trivet.process.stacks import show_stacks_on_signal
 from trivet.schedulers.node_variables import NODE_BASE
 from trivet.secret import RunSecret, read_secret, secret_file, share_secret

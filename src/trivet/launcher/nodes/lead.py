@@ -23,10 +23,10 @@ from trivet.launcher.nodes.messages import Control
 from trivet.launcher.nodes.registry import NodeRegistry
 from trivet.launcher.placement import HEAD, place
 from trivet.launcher.plan import RunPlan
-from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import LocalHost
-from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.machine import Machine
+from trivet.process.signals import Interrupts
+from trivet.process.sockets import ReservedPorts
 from trivet.secret import RunSecret
 from trivet.storage.durable import write_json_atomically
 from trivet.wire.versions import Step

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from trivet.errors import TrivetError
 from trivet.launcher.nodes.lease import HeadLease
-from trivet.process.process_table import descendants, read_processes
+from trivet.process.lifetime import descendants, read_processes
 
 _POLL_INTERVAL_S = 0.5
 _STOP_SHARE = 0.2

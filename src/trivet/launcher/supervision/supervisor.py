@@ -39,11 +39,11 @@ from trivet.launcher.supervision.decisions import (
     StopRoles,
 )
 from trivet.launcher.supervision.health import RoleHealthMonitor
-from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.restarts import RestartLog, summarize_restarts
 from trivet.launcher.supervision.role_processes import SYSTEM_CLOCK, Clock, RoleProcess, UnitProgress
 from trivet.launcher.supervision.status import StatusReporter
+from trivet.process.signals import Interrupts
 from trivet.wire.events import Restart
 from trivet.wire.versions import Step
 

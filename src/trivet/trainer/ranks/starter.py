@@ -1,7 +1,7 @@
 """Starts the ranks of this machine: `python -m trivet.trainer.ranks.starter NUM_RANKS MODULE ARGUMENT…`. Called by the launcher.
 
 Torchrun is not used: its store listens on every interface, and its agent unpickles what it finds there. Ranks of one machine meet
-at a file in a directory of this user's, those of several nodes at a port of the first (`process.rank_place`). A rank ends with the
+at a file in a directory of this user's, those of several nodes at a port of the first (`process.node_places`). A rank ends with the
 process that started it, however that ends. When one fails, the others are ended; the exit code is that of the rank that failed
 first. A single rank runs in this process.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trivet.process.imports import without_collections
 from trivet.process.lifetime import module_command, tied_command
-from trivet.process.rank_place import RankPlace, read_place
+from trivet.process.node_places import RankPlace, read_place
 from trivet.process.signals import ending_signals
 from trivet.process.stacks import ignore_until_listening
 

@@ -5,6 +5,7 @@ ranks.
 """
 
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from trivet.config.command import run_command
 from trivet.config.schema.sft import SftConfig
 from trivet.errors import BatchError
 from trivet.faults import arm, reach
-from trivet.process.signals import noted_signals
+from trivet.process.signals import Interrupts
 from trivet.telemetry import process_report
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import cross_entropy
@@ -79,12 +80,12 @@ def run(config: SftConfig, world: World) -> int:
             values = validation.measure(session.learner.model, world, step=Step(0))
             if session.telemetry is not None:
                 session.telemetry.write_step(0, values)
-        with noted_signals() as received:
+        with Interrupts(without={signal.SIGINT}) as interrupts:  # Ctrl-C ends it at once
             for step in range(session.from_step + 1, config.max_steps + 1):
                 with session.failing_together():
                     _take_step(session, config, batches, validation, Step(step))
                 # The ranks get a signal at different moments: what one has by now counts for all.
-                asked = max(number for [number] in gather_bytes(world, bytes(received[:1] or [0])))
+                asked = max(number for [number] in gather_bytes(world, bytes([interrupts.first or 0])))
                 if asked and step < config.max_steps:
                     _end_early(session, config, Step(step))
                     return 128 + asked

@@ -30,11 +30,10 @@ from trivet.launcher.nodes.messages import (
     StartProcess,
 )
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import Child, LocalHost
 from trivet.launcher.reports import RoleReports
 from trivet.launcher.scratch import Scratch
-from trivet.process.listening import is_held
+from trivet.process.sockets import ReservedPorts, is_reserved
 from trivet.wire.status import ProcessReport
 
 HOST = "127.0.0.1"
@@ -293,7 +292,7 @@ def test_ports_are_held_at_the_nodes_address(node: Node) -> None:
     ports = node.agent.beat().ports
     assert ports["inference"] == wanted
     assert set(ports) == {"inference", "transport"}
-    assert all(is_held(HOST, port) for port in ports.values())
+    assert all(is_reserved(HOST, port) for port in ports.values())
     node.order(HoldPorts(names=("inference", "rendezvous"), preferred={"inference": find_free_port()}))
     later = node.agent.beat().ports
     assert {name: later[name] for name in ports} == ports

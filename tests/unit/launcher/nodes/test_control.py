@@ -12,7 +12,7 @@ from support.processes import assert_port_free, find_free_port, wait_until
 from trivet.launcher.nodes.control import ControlClient, ControlServer
 from trivet.launcher.nodes.messages import Beat, Hello, HoldPorts, Orders, Refused, StartProcess
 from trivet.launcher.nodes.registry import NodeRegistry
-from trivet.launcher.ports import ReservedPorts
+from trivet.process.sockets import ReservedPorts
 from trivet.secret import RunSecret
 
 HOST = "127.0.0.1"

@@ -10,7 +10,7 @@ import pytest
 from support.processes import wait_until
 from trivet.launcher.nodes.lease import HeadLease
 from trivet.launcher.nodes.lease_guard import LeaseGuard
-from trivet.process.process_table import read_processes
+from trivet.process.lifetime import read_processes
 
 HEAD = """
     import os, subprocess, sys

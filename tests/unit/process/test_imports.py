@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from trivet.process.noisy_loggers import NOISY_LOGGERS, quiet_noisy_loggers
+from trivet.process.imports import NOISY_LOGGERS, quiet_noisy_loggers
 
 
 @pytest.mark.parametrize(("root", "expected"), [("INFO", logging.WARNING), ("ERROR", logging.ERROR)])

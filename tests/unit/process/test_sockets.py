@@ -11,8 +11,7 @@ import pytest
 
 from support.processes import assert_port_free, find_free_port
 from trivet.errors import ConfigError
-from trivet.launcher.ports import ReservedPorts
-from trivet.process.listening import listen
+from trivet.process.sockets import ReservedPorts, listen
 
 HOST = "127.0.0.1"
 
