@@ -14,7 +14,7 @@ from trivet.config.schema.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, report_files
-from trivet.launcher.reports import RoleReports, forget_reports, read_reports
+from trivet.launcher.processes import RoleReports, forget_reports, read_reports
 from trivet.wire.events import Event
 from trivet.wire.status import ProcessReport
 from trivet.wire.versions import Step
@@ -74,9 +74,7 @@ class FakeHost:
     """Pids of processes that a signal has stopped."""
     lost: set[int] = field(default_factory=set)
     leaving: set[int] = field(default_factory=set)
-    num_nodes: int = 1
     was_hurried: bool = False
-    does_adopt: bool = False
 
     def newest(self, name: str) -> FakeChild:
         return next(child for child in reversed(self.started) if child.spec.name == name)
@@ -97,9 +95,6 @@ class FakeHost:
             child.signal_group(signal.SIGKILL)
         return killed
 
-    def adopt_orphans(self) -> None:
-        self.does_adopt = True
-
     def end_orphans(self, *, spared: Collection[FakeChild] = ()) -> None:
         self.spared.append(spared)
 
@@ -114,10 +109,6 @@ class FakeHost:
 
     def leaving_nodes(self) -> frozenset[int]:
         return frozenset(self.leaving)
-
-    @property
-    def has_nodes(self) -> bool:
-        return bool(self.num_nodes > 1)
 
     def read_reports(self, process: FakeChild) -> RoleReports:
         return read_reports(process.spec.reports)
@@ -199,11 +190,13 @@ def make_spec(layout: RunLayout, name: str) -> ProcessSpec:
     )
 
 
-def write_report(layout: RunLayout, role: str, *, pid: int = 1, attempt: int = 1, time: float = 0.0, **fields: Any) -> None:
-    """Write the report of a role's only process."""
+def write_report(
+    layout: RunLayout, role: str, *, rank: int = 0, pid: int = 1, attempt: int = 1, time: float = 0.0, **fields: Any
+) -> None:
+    """Write the report of a process of a role."""
     layout.reports.mkdir(parents=True, exist_ok=True)
-    report = ProcessReport(role=role, rank=0, pid=pid, attempt=attempt, time=time, since=0, **fields)
-    path = layout.report_file(role)
+    report = ProcessReport(role=role, rank=rank, pid=pid, attempt=attempt, time=time, since=0, **fields)
+    path = layout.report_file(role, rank)
     temporary = path.with_name("new")
     temporary.write_bytes(msgspec.json.encode(report))
     temporary.replace(path)

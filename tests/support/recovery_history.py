@@ -8,7 +8,6 @@ from trivet.launcher.supervision.decisions import (
     AnnounceRestart,
     FinishRun,
     RecoveryAction,
-    RecoveryVerdict,
     RoleObservation,
     RunObservation,
     StartUnit,
@@ -67,10 +66,10 @@ class History:
             )
         )
 
-    def verdict(self, *, at: float) -> RecoveryVerdict:
+    def verdict(self, *, at: float) -> FinishRun:
         (action,) = self.at(at)
         assert isinstance(action, FinishRun), action
-        return action.verdict
+        return action
 
     def recovers_training(self, *, at: float) -> "History":
         """Kill the trainer; both roles end and are started again."""

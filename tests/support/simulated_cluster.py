@@ -28,12 +28,13 @@ from trivet.launcher.nodes.registry import NodeRegistry
 from trivet.launcher.placement import HEAD, Placement, place
 from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory
-from trivet.launcher.supervision import role_processes
+from trivet.launcher.supervision import observer
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.recovery import Phase, Recovery
-from trivet.launcher.supervision.role_processes import Clock
+from trivet.launcher.supervision.observer import Clock
+from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine
+from trivet.wire.status import RoleState
 from trivet.wire.versions import Step
 
 _BEAT_INTERVAL_S = 25.0
@@ -46,7 +47,7 @@ _BUSY_LEAP_S = 1.0
 """The longest sleep while a unit stops, or when something happened within `_BUSY_S`: orders and answers take two messages."""
 _BUSY_S = 3.5
 _PROBE_TIMEOUT_S = 1.0
-"""A server on a lost node does not refuse a connection: who asks it waits for as long as `role_processes` allows."""
+"""A server on a lost node does not refuse a connection: who asks it waits for as long as `observer` allows."""
 
 
 class HeadLostError(BaseException):
@@ -142,7 +143,7 @@ class SimulatedCluster:
         self._is_head_there, self._is_ending = True, False
         self._recovery: Recovery | None = None
         self._units: tuple[RecoveryUnit, ...] = ()
-        self._phases: tuple[Phase, ...] = ()
+        self._states: tuple[RoleState, ...] = ()
         self._changed_at = 0.0
         self._woken_at = 0.0
         for at, node in plan.losses:
@@ -151,8 +152,8 @@ class SimulatedCluster:
 
     def run(self) -> None:
         """Run until the plan's end, as often as the scheduler has to start the job."""
-        before = role_processes.answers, agent_module.ReportReader
-        role_processes.answers, agent_module.ReportReader = self._answers, DirectReader  # type: ignore[assignment, misc]
+        before = observer.answers, agent_module.ReportReader
+        observer.answers, agent_module.ReportReader = self._answers, DirectReader  # type: ignore[assignment, misc]
         try:
             while True:
                 try:
@@ -170,7 +171,7 @@ class SimulatedCluster:
         except TimeIsUpError:
             self.training.finish()
         finally:
-            role_processes.answers, agent_module.ReportReader = before  # type: ignore[misc]
+            observer.answers, agent_module.ReportReader = before  # type: ignore[misc]
 
     def _lead(self) -> int:
         plan, deployment = self.plan, self.config.deployment
@@ -263,12 +264,12 @@ class SimulatedCluster:
     def _leap_s(self) -> float:
         if self._recovery is None:
             return 0.0
-        phases = tuple(self._recovery.phase_of(unit) for unit in self._units)
-        if phases != self._phases:
-            self._phases, self._changed_at = phases, self.timeline.now
-        if Phase.STOPPING in phases or self.timeline.now - max(self.timeline.happened_at, self._changed_at) < _BUSY_S:
+        states = tuple(self._recovery.state_of(unit) for unit in self._units)
+        if states != self._states:
+            self._states, self._changed_at = states, self.timeline.now
+        if RoleState.STOPPING in states or self.timeline.now - max(self.timeline.happened_at, self._changed_at) < _BUSY_S:
             return _BUSY_LEAP_S
-        return _WAITING_LEAP_S if Phase.BACKING_OFF in phases else _LEAP_S
+        return _WAITING_LEAP_S if RoleState.BACKING_OFF in states else _LEAP_S
 
     def _lose(self, index: int) -> None:
         self.timeline.after(self.config.deployment.lost_after_s + 0.01, lambda: None)  # the head looks at that moment

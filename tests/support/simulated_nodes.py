@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trivet.launcher.host import HostedProcess
 from trivet.launcher.nodes.agent import NodeAgent
 from trivet.launcher.nodes.head_contact import HeadContact
 from trivet.launcher.nodes.messages import Hello, Orders
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.reports import RoleReports
+from trivet.launcher.processes import HostedProcess, RoleReports
 from trivet.wire.status import ProcessReport
 from trivet.wire.versions import Step
 
@@ -90,8 +89,6 @@ class SimulatedHost:
             process.end(-signal.SIGKILL)
         self.running.clear()
 
-    def adopt_orphans(self) -> None: ...
-
     def end_orphans(self, *, spared: Collection[HostedProcess] = ()) -> None: ...
 
     def show_stacks(self, process: HostedProcess, pids: Iterable[int]) -> None: ...
@@ -103,7 +100,6 @@ class SimulatedHost:
         return frozenset()
 
     leaving_nodes = lost_nodes
-    has_nodes = False
 
     def read_reports(self, process: SimulatedProcess) -> RoleReports:
         return process.reports()

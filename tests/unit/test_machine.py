@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from trivet.errors import ConfigError
-from trivet.launcher.commands.ranks import count_ranks
+from trivet.launcher.commands.trainer import count_ranks
 from trivet.machine import (
     Machine,
     capabilities_of,

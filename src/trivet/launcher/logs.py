@@ -1,4 +1,7 @@
-"""Reads the logs of the roles while they are written, and writes the launcher's own."""
+"""Reads the logs of the roles while they are written, and writes the launcher's own: to a file, and to the terminal with a bar.
+
+The bar says how far the run is and what it waits for. Only a terminal has one; a file or a pipe gets plain lines.
+"""
 
 import errno
 import re
@@ -6,10 +9,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from trivet.launcher.terminal import Terminal
 from trivet.telemetry.logs import LAUNCHER, json_line
+from trivet.wire.status import RunStatus
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _TAIL_BYTES = 64 << 10
 """Enough for the lines that are quoted of a log, whatever its size."""
@@ -49,8 +55,7 @@ def last_lines(path: Path, *, offset: int, count: int = 20) -> list[str]:
     """Return the last `count` lines of what a log holds from `offset` on."""
     try:
         with path.open("rb") as file:
-            start = max(offset, file.seek(0, 2) - _TAIL_BYTES)
-            file.seek(start)
+            file.seek(max(offset, file.seek(0, 2) - _TAIL_BYTES))
             return file.read().decode(errors="replace").splitlines()[-count:]
     except FileNotFoundError:
         return []
@@ -80,7 +85,8 @@ class RunLog:
             now: the time of day that starts a line.
             as_json: write each line as one JSON object, as the roles do with `log.json_logging`.
         """
-        self._terminal: Terminal | None = Terminal(terminal)
+        self._terminal: TextIO | None = terminal
+        self._progress = make_progress(terminal, follows_prints=False) if terminal.isatty() else None
         self._file = file
         self._now = now
         self._as_json = as_json
@@ -88,32 +94,102 @@ class RunLog:
     def say(self, text: str) -> None:
         """Write a message of the launcher, each of its lines with the time."""
         for line in text.splitlines():
-            self.show(self._format(line))
+            if self._as_json:
+                self.show(json_line(level="INFO", time=time.time(), role=LAUNCHER, logger=__name__, message=line))
+            else:
+                self.show(f"{self._now()} {LAUNCHER} {line}")
 
     def show(self, line: str) -> None:
-        """Pass on a line of a role as it is."""
+        """Pass on a line of a role as it is, above the bar."""
         with suppress(OSError):  # a full disk: what is not written yet is tried again with the next line, and the run goes on
             print(line, file=self._file, flush=True)
-        self._use_terminal(lambda terminal: terminal.print(line))
+
+        def print_line() -> None:
+            if self._progress is not None and self._progress.live.is_started:
+                self._progress.console.out(line, highlight=False)
+            else:
+                print(line, file=self._terminal, flush=True)
+
+        self._use_terminal(print_line)
 
     def show_progress(self, *, step: int, max_steps: int | None, doing: str) -> None:
-        """Update the bar of a terminal; lines in a file stay lines."""
-        self._use_terminal(lambda terminal: terminal.show_progress(step=step, max_steps=max_steps, doing=doing))
+        """Update the bar of a terminal.
+
+        Args:
+            step: the last finished one; it may be smaller than before, after a restart.
+            max_steps: None for a run without end.
+        """
+        progress = self._progress
+        if progress is None:
+            return
+
+        def update() -> None:
+            if not progress.tasks:
+                progress.add_task("", total=max_steps, doing=doing)
+                progress.start()
+            progress.update(progress.task_ids[0], completed=step, total=max_steps, doing=doing)
+            progress.refresh()
+
+        self._use_terminal(update)
 
     def close(self) -> None:
-        """Leave the terminal as it was. More can be said afterwards."""
-        self._use_terminal(Terminal.close)
+        """Remove the bar. More can be said afterwards. May be called again."""
+        if self._progress is not None:
+            self._use_terminal(self._progress.stop)
+            self._progress = None
 
-    def _format(self, line: str) -> str:
-        if self._as_json:
-            return json_line(level="INFO", time=time.time(), role=LAUNCHER, logger=__name__, message=line)
-        return f"{self._now()} {LAUNCHER} {line}"
-
-    def _use_terminal(self, use: Callable[[Terminal], None]) -> None:
+    def _use_terminal(self, use: Callable[[], object]) -> None:
         if self._terminal is None:
             return
         try:
-            use(self._terminal)
+            use()
         except OSError as exc:  # the terminal was closed, or the reader of our pipe has gone: the run goes on
             if exc.errno != errno.ENOSPC:
                 self._terminal = None
+
+
+def describe_activity(status: RunStatus) -> str:
+    """Say what the trainer does, else what the orchestrator does: the activity that the run waits for.
+
+    Returns:
+        `waits for batch 12 (filling batch 12)`, `training step 12`, or `starting`.
+    """
+    doing = {role.name: role.reports[0] for role in status.roles if role.reports}
+    trainer, orchestrator = doing.get("trainer"), doing.get("orchestrator")
+    if trainer is None:
+        return orchestrator.activity if orchestrator is not None else "starting"
+    if not trainer.waits_for:
+        return trainer.activity
+    behind = f" ({orchestrator.activity})" if orchestrator is not None and trainer.waits_for == "orchestrator" else ""
+    return f"waits for {trainer.activity}{behind}"
+
+
+def finished_step(status: RunStatus) -> int:
+    """Return the last step that a trainer rank of this attempt has finished."""
+    return max((report.step for role in status.roles if role.name == "trainer" for report in role.reports), default=0)
+
+
+def make_progress(file: TextIO, *, follows_prints: bool) -> "Progress":
+    """Make the bar of a run: the step, the time so far and left, and what the run does (the field `doing`).
+
+    Args:
+        follows_prints: stays below what anybody in this process prints, from a thread of its own. False leaves standard output
+            alone, and the bar changes only when it is refreshed.
+    """
+    from rich.console import Console  # here: most outputs are no terminal, and `--help` and `--dry-run` have no bar
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[doing]}", markup=False),
+        console=Console(file=file),
+        auto_refresh=follows_prints,
+        redirect_stdout=follows_prints,
+        redirect_stderr=follows_prints,
+        transient=True,
+    )

@@ -19,16 +19,19 @@ from trivet.errors import ConfigError
 from trivet.launcher.gpu_shares import TRAINER, GpuShares
 from trivet.launcher.placement import ENVIRONMENTS, RENDEZVOUS, TRANSPORT, Placement, ServerPlacement
 from trivet.launcher.plan import (
+    Ports,
     ProcessSpec,
     RecoveryUnit,
     RunPlan,
+    orchestrator_config,
     orchestrator_process,
     report_files,
+    server_config,
     server_keys,
     server_process,
+    trainer_config,
     trainer_process,
 )
-from trivet.launcher.role_configs import Ports, orchestrator_config, server_config, trainer_config
 from trivet.machine import Machine
 from trivet.process.lifetime import module_command
 from trivet.process.node_places import RankPlace, ServerShard, shard_name
@@ -102,10 +105,10 @@ def plan_over_nodes(
     for server in placement.servers:
         node, file = nodes[server.node], configs / f"{server.name}.toml"
         num_gpus = 0 if len(server.nodes) > 1 else len(server.gpu_ids)  # 0: over several nodes it is one replica
+        assert config.inference is not None
         section = server_config(
             config.inference, run, name="inference", port=node.ports[server.name], num_gpus=num_gpus, share=1.0
         )
-        assert section is not None
         bound = section.server.model_copy(update={"host": _bind(section.server.host, node)})
         sections[file] = section.model_copy(update={"server": bound, "name": server.name})
         processes += _server_processes(config, python, file, server=server, nodes=nodes)

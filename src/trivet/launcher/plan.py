@@ -7,25 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NewType
+from urllib.parse import urlsplit
 
-from trivet.config.check_roles import steps_problem
+from trivet.checkpoints.settings import EVERY_KEY
+from trivet.config.checks.numbers import steps_problem, tensor_parallel_problem
 from trivet.config.layout import RunLayout
-from trivet.config.schema.base import Section
-from trivet.config.schema.inference import InferenceConfig
-from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import RunIdentity
+from trivet.config.loading.resolve import LOCAL_HOSTS
+from trivet.config.sections.base import Section
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.inference import InferenceConfig, ServerConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import CkptConfig, RunIdentity
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
-from trivet.launcher.gpu_shares import (
-    INFERENCE,
-    TEACHER,
-    TRAINER,
-    GpuShares,
-    require_shared_gpu,
-    share_gpus,
-    share_memory,
-)
-from trivet.launcher.role_configs import SERVER_KEY, TEACHER_KEY, Ports, orchestrator_config, server_config, trainer_config
+from trivet.launcher.gpu_shares import INFERENCE, TEACHER, TRAINER, GpuShares, require_shared_gpu, share_gpus, share_memory
 from trivet.machine import Machine
 from trivet.process.lifetime import module_command
 
@@ -34,6 +31,10 @@ RecoveryUnit = NewType("RecoveryUnit", str)
 """The name of processes that are restarted together: `training`, or the name of a server."""
 TRAINING = RecoveryUnit("training")
 """The unit of orchestrator and trainer, which go back to one checkpoint."""
+_SECTIONS = {INFERENCE: "inference", TEACHER: "teacher_inference"}
+"""The section of each server."""
+SERVER_KEY, TEACHER_KEY = "INFERENCE_SERVER_KEY", "TEACHER_SERVER_KEY"
+"""Variables by which the orchestrator gets `server.api_key` of the servers that the run starts."""
 
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -43,16 +44,22 @@ _KEEP_MEMORY = {
 }
 """Otherwise glibc gives freed memory back to the kernel and pays page faults to get it again: torch on a CPU at half speed. Threads
 share what is kept."""
-
-
 _YIELD_CORES = {"OMP_WAIT_POLICY": "passive"}
 """Roles share the cores: an OpenMP thread that waits must sleep, not spin in the way of the other role's threads."""
-
-
 _ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
 """Rows of changing lengths fragment the memory of a GPU otherwise, and each pinned tensor takes memory up to a power of two."""
 _GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """GPUs are counted by nvidia-smi. CUDA's own order, the fastest first, would give their numbers to others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """The ports on which the processes of a run listen."""
+
+    inference: int
+    transport: int
+    teacher: int = 0
+    """0 when the run starts no teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +116,12 @@ class RunPlan:
 
 
 def plan(
-    config: RLConfig,
-    *,
-    machine: Machine,
-    python: str,
-    run: RunIdentity,
-    ports: Ports,
-    resume_step: int | None,
+    config: RLConfig, *, machine: Machine, python: str, run: RunIdentity, ports: Ports, resume_step: int | None
 ) -> RunPlan:
     """Plan the processes of a run and the configuration of each role.
 
     Args:
-        config: resolved (config.resolve).
+        config: resolved (config.loading.resolve).
         python: the interpreter that runs the roles.
         ports: free ports; one that differs from the configured port replaces it.
         resume_step: a committed step, or None for a fresh run.
@@ -134,22 +135,6 @@ def plan(
     require_shared_gpu(config, shares)
     memory = share_memory(config, shares)
     configs = RunLayout(config.output_dir).configs
-    inference = server_config(
-        config.inference,
-        run,
-        name="inference",
-        port=ports.inference,
-        num_gpus=len(shares.inference),
-        share=memory.inference,
-    )
-    teacher = server_config(
-        config.teacher_inference,
-        run,
-        name="teacher",
-        port=ports.teacher,
-        num_gpus=len(shares.teacher),
-        share=memory.teacher,
-    )
     orchestrator = orchestrator_config(config, run, ports, resume_step)
     trainer = trainer_config(config, run, ports, resume_step)
     trainer = trainer.model_copy(update={"gpu_memory_utilization": memory.trainer})
@@ -159,25 +144,121 @@ def plan(
         orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
     ]
     urls: dict[RecoveryUnit, tuple[str, ...]] = {}
-    if inference is not None:
-        sections[configs / "inference.toml"] = inference
-        urls[RecoveryUnit(INFERENCE)] = tuple(orchestrator.client.base_url)
-        processes.insert(0, server_process(INFERENCE, config, python, configs / "inference.toml", shares.inference))
-    if teacher is not None and orchestrator.teacher_model is not None:
-        sections[configs / "teacher.toml"] = teacher
-        urls[RecoveryUnit(TEACHER)] = tuple(orchestrator.teacher_model.client.base_url)
-        processes.insert(0, server_process(TEACHER, config, python, configs / "teacher.toml", shares.teacher))
+    wanted = [("trainer.rollout_transport.port", config.trainer.rollout_transport.port, ports.transport)]
+    memory_notices: list[str] = []
+    teacher_client = orchestrator.teacher_model.client if orchestrator.teacher_model is not None else None
+    for name, server, port, gpus, share, client in (
+        (INFERENCE, config.inference, ports.inference, shares.inference, memory.inference, orchestrator.client),
+        (TEACHER, config.teacher_inference, ports.teacher, shares.teacher, memory.teacher, teacher_client),
+    ):
+        if server is None or client is None:
+            continue
+        section, file = _SECTIONS[name], configs / f"{name}.toml"
+        planned = server_config(server, run, name=name, port=port, num_gpus=len(gpus), share=share)
+        sections[file] = planned
+        urls[RecoveryUnit(name)] = tuple(client.base_url)
+        processes.insert(0, server_process(name, config, python, file, gpus))
+        wanted.insert(0 if name == INFERENCE else len(wanted), (f"{section}.server.port", server.server.port, port))
+        if (before := server.gpu_memory_utilization) != (given := planned.gpu_memory_utilization):
+            memory_notices.append(
+                f"another role needs memory on the same GPU: {section}.gpu_memory_utilization {before} is lowered to {given}"
+            )
+    port_notices = [f"{key_name(key)} {port} is not free; using {found}" for key, port, found in wanted if port != found]
     return RunPlan(
         processes=tuple(replace(spec, starts_after=shares.servers_before(spec.name)) for spec in processes),
         configs=sections,
-        notices=(
-            *shares.notices,
-            *_port_notices(config, ports),
-            *_memory_notices("inference", config.inference, inference),
-            *_memory_notices("teacher_inference", config.teacher_inference, teacher),
-        ),
+        notices=(*shares.notices, *port_notices, *memory_notices),
         server_urls=urls,
     )
+
+
+def server_config(
+    server: InferenceConfig, run: RunIdentity, *, name: str, port: int, num_gpus: int, share: float
+) -> InferenceConfig:
+    """Return the configuration of a server that the run starts.
+
+    Args:
+        name: `inference` or `teacher`, as in the names of its keys.
+        num_gpus: GPUs that it gets; 0 on the CPU.
+        share: largest share of a GPU's memory that it may take.
+
+    Raises:
+        ConfigError: its parallel layout does not fit the number of GPUs.
+    """
+    section, tp, dp = _SECTIONS[name], server.parallel.tp, server.parallel.dp
+    if num_gpus:
+        if problem := tensor_parallel_problem(tp, num_gpus=num_gpus, key=f"{section}.parallel.tp", gpu_ids=f"{name}_gpu_ids"):
+            raise ConfigError(problem)
+        if dp not in (1, num_gpus // tp):
+            raise ConfigError(
+                f"{section}.parallel.dp ({dp}) must be GPUs / tp = {num_gpus} / {tp} = {num_gpus // tp}; leave it out"
+            )
+        dp = num_gpus // tp
+    return server.model_copy(
+        update={
+            "run": run,
+            "server": server.server.model_copy(update={"port": port}),
+            "parallel": server.parallel.model_copy(update={"dp": dp}),
+            "gpu_memory_utilization": min(server.gpu_memory_utilization, share),
+        }
+    )
+
+
+def orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step: int | None) -> OrchestratorConfig:
+    """Return what the orchestrator reads: the run, its ports, and the addresses of the servers that the run starts."""
+    orchestrator = config.orchestrator
+    client = orchestrator.client
+    if config.inference is not None:
+        client = _of_own_server(client, config.inference.server, port=ports.inference, key_variable=SERVER_KEY)
+    teacher = orchestrator.teacher_model
+    if config.teacher_inference is not None and teacher is not None:
+        asked = _of_own_server(teacher.client, config.teacher_inference.server, port=ports.teacher, key_variable=TEACHER_KEY)
+        teacher = teacher.model_copy(update={"client": asked})
+    return orchestrator.model_copy(
+        update={
+            "run": run,
+            "teacher_model": teacher,
+            "client": client,
+            "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
+            "ckpt": _resumed(orchestrator.ckpt, resume_step),
+        }
+    )
+
+
+def trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step: int | None) -> TrainerConfig:
+    """Return what the trainer reads: the run, its port, and the step that it resumes from."""
+    trainer = config.trainer
+    return trainer.model_copy(
+        update={
+            "run": run,
+            "rollout_transport": trainer.rollout_transport.model_copy(update={"port": ports.transport}),
+            "ckpt": _resumed(trainer.ckpt, resume_step),
+        }
+    )
+
+
+def _resumed(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
+    """Return what a role is told: a fork resumes the checkpoint that it was given, under settings of its own."""
+    update: dict[str, object] = {"resume_step": resume_step}
+    if ckpt.resume_from is not None:
+        update |= {"resume_from": None, "allow_changes": [EVERY_KEY]}
+    return ckpt.model_copy(update=update)
+
+
+def _of_own_server(client: ClientConfig, server: ServerConfig, *, port: int, key_variable: str) -> ClientConfig:
+    """Return `client` for a server that this run starts on `port`."""
+
+    def with_port(url: str) -> str:
+        parts = urlsplit(url)
+        if parts.hostname not in LOCAL_HOSTS or parts.port != server.port:
+            return url
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        return parts._replace(netloc=f"{host}:{port}").geturl()
+
+    update: dict[str, object] = {"base_url": [with_port(url) for url in client.base_url]}
+    if server.api_key is not None:
+        update["api_key_var"] = [key_variable]
+    return client.model_copy(update=update)
 
 
 def report_files(layout: RunLayout, role: str, *, num_ranks: int = 1) -> tuple[ReportFile, ...]:
@@ -259,21 +340,3 @@ def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares
         reports=report_files(RunLayout(config.output_dir), TRAINER, num_ranks=num_ranks),
         are_children_watched=True,
     )
-
-
-def _port_notices(config: RLConfig, ports: Ports) -> list[str]:
-    wanted = [("trainer.rollout_transport.port", config.trainer.rollout_transport.port, ports.transport)]
-    if config.inference is not None:
-        wanted.insert(0, ("inference.server.port", config.inference.server.port, ports.inference))
-    if config.teacher_inference is not None:
-        wanted.append(("teacher_inference.server.port", config.teacher_inference.server.port, ports.teacher))
-    return [f"{key_name(key)} {port} is not free; using {found}" for key, port, found in wanted if port != found]
-
-
-def _memory_notices(section: str, configured: InferenceConfig | None, planned: InferenceConfig | None) -> list[str]:
-    if planned is None or configured is None:
-        return []
-    wanted, given = configured.gpu_memory_utilization, planned.gpu_memory_utilization
-    if wanted == given:
-        return []
-    return [f"another role needs memory on the same GPU: {section}.gpu_memory_utilization {wanted} is lowered to {given}"]

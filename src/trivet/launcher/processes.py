@@ -1,60 +1,186 @@
-"""Starts, signals and ends the processes of a run. Each child leads a session of its own and dies with the launcher."""
+"""Starts, signals, ends and reads the processes of a run. Each child leads a session of its own and dies with the launcher.
+
+`ProcessHost` is all that the supervisor does to a process. This machine is one; `launcher.nodes.host` makes several nodes one.
+"""
 
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from trivet.launcher.host import HostedProcess
-from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.reports import RoleReports, forget_reports, read_reports
-from trivet.process.lifetime import adopt_orphans, descendants, read_processes, tied_command
+import msgspec
+
+from trivet.config.layout import VENVS
+from trivet.key_names import VARIABLE
+from trivet.launcher.plan import ProcessSpec, ReportFile
+from trivet.process.lifetime import descendants, read_processes, tied_command
 from trivet.process.stacks import STACKS_SIGNAL
+from trivet.telemetry.process_report import read_report
+from trivet.wire.status import ProcessReport
 
 _POLL_INTERVAL_S = 0.05
 _KILL_TIMEOUT_S = 5.0
 """A killed process is gone within milliseconds, unless the kernel itself is stuck in it."""
 
+ReportStamp = tuple[int, int] | None
+"""Inode of a report's file and the time when it was written last; None while there is none. Stamps are compared with each other,
+never with a clock."""
 
-class Child:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleReports:
+    """The reports of a role's processes."""
+
+    readable: tuple[ProcessReport, ...] = ()
+    """Those that could be read."""
+    stamps: Mapping[str, ReportStamp] = field(default_factory=dict[str, ReportStamp])
+    """A value that changes when a process reports again, by the name of the process."""
+
+
+def read_reports(files: Sequence[ReportFile]) -> RoleReports:
+    """Read the reports of a role's processes. One that cannot be read still has a stamp: its process lives."""
+    readable: list[ProcessReport] = []
+    stamps: dict[str, ReportStamp] = {}
+    for file in files:
+        try:
+            stat = file.path.stat()
+            stamps[file.process] = stat.st_ino, stat.st_mtime_ns
+        except FileNotFoundError:
+            stamps[file.process] = None
+        try:
+            report = read_report(file.path)
+        except msgspec.DecodeError:
+            continue
+        if report is not None:
+            readable.append(report)
+    return RoleReports(readable=tuple(readable), stamps=stamps)
+
+
+def forget_reports(files: Sequence[ReportFile]) -> None:
+    """Remove what the role's processes said before they are started again."""
+    for file in files:
+        file.path.unlink(missing_ok=True)
+
+
+class HostedProcess(Protocol):
     """One started process."""
 
-    def __init__(self, spec: ProcessSpec, process: "subprocess.Popen[bytes]", *, log_offset: int) -> None:
-        self.spec = spec
-        self.log_offset = log_offset
+    @property
+    def spec(self) -> ProcessSpec:
+        """The command, environment and log that it was started with."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Process id on its node, which is also that of its group and session."""
+        ...
+
+    @property
+    def log_offset(self) -> int:
         """Byte of the log at which this attempt's output starts."""
-        self._process = process
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code: None while it runs; -N when signal N ended it; `exits.NODE_LOST` when it was lost with its node."""
+        ...
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to it and to what it started; nothing once it has ended."""
+        ...
+
+    def signal_leader(self, number: signal.Signals) -> None:
+        """Send a signal to the role itself, not to what it started."""
+        ...
+
+
+class ProcessHost(Protocol):
+    """The machine or the nodes on which the processes of a run live. No method waits for a node to answer."""
+
+    def start(self, spec: ProcessSpec) -> HostedProcess:
+        """Start a process; its output is appended to its log. What an earlier one reported is removed."""
+        ...
+
+    def stop(
+        self, processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool]
+    ) -> Sequence[HostedProcess]:
+        """End all: SIGTERM to every group at once, one deadline, then SIGKILL; return those that had to be killed.
+
+        Args:
+            is_hurried: asked while waiting; True ends the wait.
+        """
+        ...
+
+    def end_orphans(self, *, spared: Collection[HostedProcess] = ()) -> None:
+        """Kill what outlived the processes that started it, except `spared` and all that descends from them.
+
+        To be called when the processes that ended have been waited for.
+        """
+        ...
+
+    def show_stacks(self, process: HostedProcess, pids: Iterable[int]) -> None:
+        """Have those of `pids` that descend from `process`, or are it, write their stacks into their logs."""
+        ...
+
+    def find_stopped(self, processes: Sequence[HostedProcess]) -> Sequence[tuple[int, ...]]:
+        """Return for each process the pids of those of its processes that a signal has stopped."""
+        ...
+
+    def read_reports(self, process: HostedProcess) -> RoleReports:
+        """Return what its processes report now."""
+        ...
+
+    def lost_nodes(self) -> frozenset[int]:
+        """Return the nodes of the run that are not there.
+
+        Raises:
+            RunDirectoryBusy: another node leads the run now.
+        """
+        ...
+
+    def leaving_nodes(self) -> frozenset[int]:
+        """Return the nodes, besides this one, that a signal has asked to end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Child:
+    """A `HostedProcess` of this machine."""
+
+    spec: ProcessSpec
+    process: "subprocess.Popen[bytes]"
+    log_offset: int
 
     @property
     def pid(self) -> int:
         """Process id, which is also that of its group and session."""
-        return self._process.pid
+        return self.process.pid
 
     @property
     def exit_code(self) -> int | None:
         """Exit code: None while it runs; -N when signal N ended it."""
-        return self._process.poll()
+        return self.process.poll()
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to it and to what it started; nothing once it has ended."""
-        if self.exit_code is not None:
-            return
-        try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:
-            return
+        if self.exit_code is None:
+            try:
+                os.killpg(self.pid, number)
+            except ProcessLookupError:
+                return
 
     def signal_leader(self, number: signal.Signals) -> None:
         """Send a signal to the role itself, not to what it started."""
         if self.exit_code is None:
-            self._process.send_signal(number)
+            self.process.send_signal(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalHost:
-    """This machine as the host of a run's processes: the `launcher.host.ProcessHost` of a run of one node."""
+    """This machine as the `ProcessHost` of a run of one node."""
 
     python: str
     """The interpreter that ties a process to this one."""
@@ -62,7 +188,7 @@ class LocalHost:
     """Variables that every process inherits."""
 
     def start(self, spec: ProcessSpec) -> Child:
-        """Start a process; its output is appended to its log. What an earlier one reported is removed.
+        """Start a process, as `ProcessHost.start`.
 
         Raises:
             OSError: the log cannot be written or the interpreter cannot be run.
@@ -79,47 +205,31 @@ class LocalHost:
                 env={**spec.env_defaults, **self.environ, **spec.env},
                 start_new_session=True,
             )
-        return Child(spec, process, log_offset=offset)
+        return Child(spec=spec, process=process, log_offset=offset)
 
     @staticmethod
     def stop(
         processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False
     ) -> Sequence[HostedProcess]:
-        """End all processes: SIGTERM to every group at once, one deadline, then SIGKILL.
+        """End all processes, as `ProcessHost.stop`."""
 
-        Args:
-            is_hurried: asked while waiting; True ends the wait.
+        def await_end(running: Sequence[HostedProcess], timeout_s: float, is_over: Callable[[], bool]) -> list[HostedProcess]:
+            deadline = time.monotonic() + timeout_s
+            while any(process.exit_code is None for process in running) and time.monotonic() < deadline and not is_over():
+                time.sleep(_POLL_INTERVAL_S)
+            return [process for process in running if process.exit_code is None]
 
-        Returns:
-            Those that had to be killed.
-        """
         for process in processes:
             process.signal_group(signal.SIGTERM)
-        deadline = time.monotonic() + timeout_s
-        while any(process.exit_code is None for process in processes) and time.monotonic() < deadline and not is_hurried():
-            time.sleep(_POLL_INTERVAL_S)
-        killed = [process for process in processes if process.exit_code is None]
+        killed = await_end(processes, timeout_s, is_hurried)
         for process in killed:
             process.signal_group(signal.SIGKILL)
-        deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while any(process.exit_code is None for process in killed) and time.monotonic() < deadline:
-            time.sleep(_POLL_INTERVAL_S)
+        await_end(killed, _KILL_TIMEOUT_S, lambda: False)
         return killed
 
     @staticmethod
-    def adopt_orphans() -> None:
-        """Become the parent of every descendant whose own parent ends; `end_orphans` finds them then."""
-        adopt_orphans()
-
-    @staticmethod
     def end_orphans(*, spared: Collection[HostedProcess] = ()) -> None:
-        """Kill whatever still descends from this process: what left its group, or outlived the role that started it.
-
-        To be called when the roles that ended have been waited for.
-
-        Args:
-            spared: roles that go on, with all that descends from them.
-        """
+        """Kill what descends from this process, as `ProcessHost.end_orphans`. It must adopt orphans (`process.lifetime`)."""
         kept = {process.pid for process in spared}
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while (pids := descendants(os.getpid(), spared=kept)) and time.monotonic() < deadline:
@@ -133,12 +243,7 @@ class LocalHost:
 
     @staticmethod
     def show_stacks(process: HostedProcess, pids: Iterable[int]) -> None:
-        """Have processes that listen to STACKS_SIGNAL write their stacks into their logs.
-
-        Args:
-            process: the one that started them, or is among them.
-            pids: as they were reported; one that does not descend from `process` is another's by now.
-        """
+        """Have processes write their stacks, as `ProcessHost.show_stacks`. One that does not descend is another's by now."""
         for pid in set(pids).intersection([process.pid, *descendants(process.pid)]):
             try:
                 os.kill(pid, STACKS_SIGNAL)
@@ -147,7 +252,7 @@ class LocalHost:
 
     @staticmethod
     def find_stopped(processes: Sequence[HostedProcess]) -> list[tuple[int, ...]]:
-        """Return for each process the pids of those of its processes that a signal has stopped."""
+        """Return the stopped processes of each; one that a debugger holds does not count."""
         table = read_processes()
         families = [
             [process.pid, *(descendants(process.pid, table=table) if process.spec.are_children_watched else ())]
@@ -156,21 +261,21 @@ class LocalHost:
         return [tuple(pid for pid in family if pid in table and table[pid].state == "T") for family in families]
 
     @staticmethod
+    def read_reports(process: HostedProcess) -> RoleReports:
+        """Return what its processes report now."""
+        return read_reports(process.spec.reports)
+
+    @staticmethod
     def lost_nodes() -> frozenset[int]:
-        """Return the nodes that are not there: none, as this is the only one."""
+        """Return no node: this is the only one."""
         return frozenset()
 
     @staticmethod
     def leaving_nodes() -> frozenset[int]:
-        """Return the other nodes that a signal has asked to end: there is none."""
+        """Return no node."""
         return frozenset()
 
-    @property
-    def has_nodes(self) -> bool:
-        """True when there are more nodes than this one."""
-        return False
 
-    @staticmethod
-    def read_reports(process: HostedProcess) -> RoleReports:
-        """Return what its processes report now."""
-        return read_reports(process.spec.reports)
+def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what roles inherit: not the keys that the environment sets, which their configuration files already hold."""
+    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_") or name in (VENVS, VARIABLE)}

@@ -3,43 +3,41 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trivet.checkpoints.commit import resolve_resume_step, verify_checkpoint
 from trivet.checkpoints.fork import choose_fork
 from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.layout import RunLayout
-from trivet.config.schema.orchestrator import AdvantageConfig
-from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import RunIdentity
+from trivet.config.loading.dump import to_toml
+from trivet.config.sections.curriculum import AdvantageConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import RunIdentity
 from trivet.environments.packages.interpreters import describe_interpreter, require_environment
 from trivet.environments.packages.probe import EnvironmentProbe, ProbeTarget
 from trivet.environments.settings import run_settings
 from trivet.errors import ConfigError, NodesMissing
-from trivet.launcher.commands.bench import measure_trainer
 from trivet.launcher.gpu_shares import describe_memory, require_shared_gpu, share_gpus
-from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog
 from trivet.launcher.placement import HEAD, describe_placement, place
-from trivet.launcher.plan import RunPlan, plan
-from trivet.launcher.processes import LocalHost
-from trivet.launcher.role_configs import Ports
-from trivet.launcher.run_directory import RunDirectory, wait_of_job
-from trivet.launcher.scratch import Scratch
-from trivet.launcher.supervision.attempts import Attempts, role_environment
+from trivet.launcher.plan import Ports, RunPlan, plan, trainer_process
+from trivet.launcher.processes import LocalHost, ProcessHost, role_environment
+from trivet.launcher.run_directory import RunDirectory, Scratch, wait_of_job
+from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine, inspect_machine
-from trivet.process.lifetime import module_command, tied_command
+from trivet.process.lifetime import adopt_orphans, module_command, tied_command
 from trivet.process.lock import DEAD_MACHINE_S, LockWait
 from trivet.process.sockets import ReservedPorts
 from trivet.process.stacks import show_stacks_on_signal
 from trivet.schedulers.node_variables import is_restarted_job
 from trivet.secret import find_secret, share_secret
+from trivet.storage.durable import write_private
 from trivet.transport.recorded_groups import require_replayable
 from trivet.wire.versions import Step
 
@@ -144,7 +142,7 @@ def _loading_environments(config: RLConfig) -> EnvironmentProbe:
 def start(config: RLConfig) -> int:
     """Run `config`, resolved and checked, to its end, or take part in it as another node; returns the exit code."""
     if config.trainer.bench is not None:
-        return measure_trainer(config)
+        return _measure_trainer(config)
     if not config.deployment.is_multi_node:
         return _run(config, identity=None)
     from trivet.launcher.nodes import identity, join  # here: a run of one node needs no sockets
@@ -153,14 +151,23 @@ def start(config: RLConfig) -> int:
     return _run(config, identity=node) if node.index == HEAD else join.join(config, node)
 
 
+def _measure_trainer(config: RLConfig) -> int:
+    """Run the trainer's ranks by themselves under `trainer.bench`, on the devices that the run gives them."""
+    machine = inspect_machine()
+    with tempfile.TemporaryDirectory(prefix="trivet-bench-") as scratch:
+        file = Path(scratch) / "trainer.toml"
+        write_private(file, to_toml(config.trainer))
+        spec = trainer_process(config, sys.executable, file, share_gpus(config, machine.gpus), machine)
+        return subprocess.run(spec.argv, env={**spec.env_defaults, **os.environ, **spec.env}, check=False).returncode
+
+
 def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
     show_stacks_on_signal()
-    layout = RunLayout(config.output_dir)
+    layout, ckpt, machine = RunLayout(config.output_dir), config.trainer.ckpt, inspect_machine()
     with ExitStack() as held:
         lease = _open_lease(config, layout, held) if identity is not None else None
         directory = held.enter_context(RunDirectory(layout, wait=lock_wait(config, lease, environ=os.environ)))
         scratch = held.enter_context(Scratch(layout.scratch_note))
-        ckpt = config.trainer.ckpt
         if lease is not None:
             held.enter_context(lease)
         environments = held.enter_context(_loading_environments(config))
@@ -168,38 +175,63 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         if config.clean:
             environments.wait()  # first: what it removes would be missed if they cannot be loaded
         is_resumed = step is not None and ckpt.resume_from is None
-        run, machine = directory.identify(is_resumed=is_resumed), inspect_machine()
+        run = directory.identify(is_resumed=is_resumed)
         if not is_resumed and identity is not None:
             directory.renew_secret()  # the other nodes need the new run's
-        place = _open_place(config, identity, layout=layout, run=run, machine=machine, held=held, lease=lease)
-        attempts = Attempts(
-            config=config, directory=directory, run=run, from_step=step, make_plan=place.make_plan, scratch=scratch
+        local = LocalHost(
+            python=sys.executable, environ=role_environment(os.environ) | share_secret(layout, environ=os.environ)
         )
+        leader = None
+        if identity is not None and lease is not None:
+            from trivet.launcher.nodes.lead import lead  # here: as in `start`
+
+            secret = find_secret(layout, environ=os.environ)
+            leader = held.enter_context(
+                lead(
+                    config, layout=layout, identity=identity, run=run, secret=secret, local=local, machine=machine, lease=lease
+                )
+            )
+        ports = _reserve_ports(config, held.enter_context(ReservedPorts())) if leader is None else None
+
+        def make_plan(config: RLConfig, run: RunIdentity, resume_step: Step | None) -> RunPlan:
+            if leader is not None:
+                return leader.plan(config, run, resume_step)
+            assert ports is not None
+            return plan(config, machine=machine, python=local.python, run=run, ports=ports, resume_step=resume_step)
+
+        attempts = Attempts(config=config, directory=directory, run=run, from_step=step, make_plan=make_plan, scratch=scratch)
         attempts.begin()
         record_choice(layout, config)
         layout.logs.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(layout.log_file("rl.log").open("a"))
         log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
         _introduce(attempts, log, machine=machine)
-        supervisor = Supervisor(
-            attempts,
-            environments=environments,
-            host=place.host,
-            config=config.recovery,
-            recovery=Recovery(
-                config.recovery,
-                stop_timeout_s=config.shutdown_timeout_s,
-                patience_s=config.trainer.rollout_transport.timeout_s,
-                deployment=config.deployment,
-            ),
-            log=log,
-            shutdown_timeout_s=config.shutdown_timeout_s,
-        )
-        exit_code = supervisor.run()
-        place.end_run(exit_code)
+        exit_code = _supervise(attempts, log, environments=environments, host=leader.host if leader is not None else local)
+        if leader is not None:
+            leader.exit_code = exit_code
         if exit_code == 0:
             log.say(f"weights: {layout.weights}  metrics: {layout.metrics}  rollouts: {layout.root / 'rollouts'}")
         return exit_code
+
+
+def _supervise(attempts: Attempts, log: RunLog, *, environments: EnvironmentProbe, host: ProcessHost) -> int:
+    config = attempts.config
+    adopt_orphans()
+    recovery = Recovery(
+        config.recovery,
+        stop_timeout_s=config.shutdown_timeout_s,
+        patience_s=config.trainer.rollout_transport.timeout_s,
+        deployment=config.deployment,
+    )
+    return Supervisor(
+        attempts,
+        environments=environments,
+        host=host,
+        config=config.recovery,
+        recovery=recovery,
+        log=log,
+        shutdown_timeout_s=config.shutdown_timeout_s,
+    ).run()
 
 
 def _open_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLease":
@@ -232,53 +264,16 @@ def lock_wait(config: RLConfig, lease: "HeadLease | None", *, environ: Mapping[s
     return LockWait(timeout_s=timeout_s, error=make_error, on_wait=lease.look)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """The surroundings of a run: one machine, or several nodes."""
-
-    host: ProcessHost
-    make_plan: Callable[[RLConfig, RunIdentity, Step | None], RunPlan]
-    end_run: Callable[[int], None]
-    """Notes the exit code that the other nodes are told."""
-
-
-def _open_place(
-    config: RLConfig,
-    identity: "NodeIdentity | None",
-    *,
-    layout: RunLayout,
-    run: RunIdentity,
-    machine: Machine,
-    held: ExitStack,
-    lease: "HeadLease | None",
-) -> _Place:
-    local = LocalHost(python=sys.executable, environ=role_environment(os.environ) | share_secret(layout, environ=os.environ))
-    if identity is not None and lease is not None:
-        from trivet.launcher.nodes.lead import lead  # here: as in `start`
-
-        secret = find_secret(layout, environ=os.environ)
-        leader = held.enter_context(
-            lead(config, layout=layout, identity=identity, run=run, secret=secret, local=local, machine=machine, lease=lease)
-        )
-        return _Place(host=leader.host, make_plan=leader.plan, end_run=partial(setattr, leader, "exit_code"))
-    ports = _reserve_ports(config, held.enter_context(ReservedPorts()))
-
-    def make_plan(config: RLConfig, run: RunIdentity, resume_step: Step | None) -> RunPlan:
-        return plan(config, machine=machine, python=local.python, run=run, ports=ports, resume_step=resume_step)
-
-    return _Place(host=local, make_plan=make_plan, end_run=lambda _: None)
-
-
 def _reserve_ports(config: RLConfig, held: ReservedPorts) -> Ports:
     transport = config.trainer.rollout_transport
     inference = 0
     if config.inference is not None:
         inference = held.reserve(config.inference.server.host, preferred=config.inference.server.port)
-    taught = config.teacher_inference
+    teacher = config.teacher_inference
     return Ports(
         inference=inference,
         transport=held.reserve(transport.host, preferred=transport.port),
-        teacher=held.reserve(taught.server.host, preferred=taught.server.port) if taught is not None else 0,
+        teacher=held.reserve(teacher.server.host, preferred=teacher.server.port) if teacher is not None else 0,
     )
 
 

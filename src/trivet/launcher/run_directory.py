@@ -1,9 +1,13 @@
-"""Gives a run its output directory: one run per directory, nothing of another run in the way, an identity for each."""
+"""Gives a run its directories: the output directory, with nothing of another run in the way, and one for temporary files."""
 
+import os
 import secrets
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +21,9 @@ from trivet.config.schema.base import Section
 from trivet.config.schema.shared import RunIdentity
 from trivet.errors import CheckpointError, ConfigError, RunDirectoryBusy
 from trivet.key_names import key_name
-from trivet.process.lock import DEAD_MACHINE_S, FileLock, LockWait, holder_of
+from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
+from trivet.machine import compile_cache_directory
+from trivet.process.lock import DEAD_MACHINE_S, FileLock, LockWait, holder_of, lock_directory, remove_if_free
 from trivet.schedulers.node_variables import is_restarted_job
 from trivet.storage.durable import write_atomically
 from trivet.telemetry.events import drop_torn_line
@@ -30,6 +36,10 @@ ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports", "
 
 _SHORT_WAIT = LockWait(timeout_s=0.3)
 """Long enough for a process that asks who holds the lock, and takes it for a moment."""
+
+_SCRATCH_PREFIX = "trivet-"
+_MAX_SCRATCH_LENGTH = 70
+"""Characters of the directory's path: a socket's path may have 107, of which vLLM's name takes 37."""
 
 
 class RunDirectory:
@@ -91,25 +101,31 @@ class RunDirectory:
             except CheckpointError as exc:
                 raise ConfigError(str(exc)) from exc
         found = self._entries()
-        if found and read_run(self.layout) is None and not self._is_of_measurement(found):
+        # What a server or the command `eval` left alone is no obstacle, unless a role that was started by hand runs here.
+        is_in_use = any(holder_of(self.layout.role_lock(role)) is not None for role in ("trainer", "orchestrator"))
+        is_of_measurement = ".reports" in found and set(found) <= {".reports", ".compute_dtype.json", "logs", "evals"}
+        if found and read_run(self.layout) is None and (is_in_use or not is_of_measurement):
             raise ConfigError(
                 f"output_dir {str(self.layout.root)!r} holds {', '.join(found)} but no run.json: nothing of ours wrote them, "
                 "so they are left alone; choose another output_dir"
             )
-        if not found and (foreign := self._foreign_entries()):
+        submissions = {path.name for path in (self.layout.slurm, self.layout.kubernetes, self.layout.skypilot)}
+        names = {path.name for path in self.layout.root.iterdir()} - submissions
+        # Hidden files, such as locks or notes of a file system, do not count.
+        if not found and (foreign := sorted(name for name in names if not name.startswith("."))):
             raise ConfigError(
                 f"output_dir {str(self.layout.root)!r} holds {foreign[0]} and nothing of a run: it is a directory for something "
                 f"else; choose a new one, e.g. --output-dir {self.layout.root / 'run'}"
             )
         results = [name for name in RESULTS if name in found]
         if results and not does_clean:
-            raise ConfigError(_describe_results(self.layout, results))
+            steps = committed_steps(self.layout)
+            resume = f"add {key_name('--trainer.ckpt.resume-step -1')} to go on from step {steps[-1]}, " if steps else ""
+            raise ConfigError(
+                f"output_dir {str(self.layout.root)!r} holds {', '.join(results)} of an earlier run or measurement; "
+                f"{resume}add {key_name('--clean')} to remove them, or choose another output_dir"
+            )
         return None if resume_from is None else choose_fork(self.layout, source=resume_from, resume_step=resume_step)
-
-    def _is_of_measurement(self, found: Sequence[str]) -> bool:
-        """Return whether only a server or the command `eval` left `found`, and no role that was started by hand runs here."""
-        is_in_use = any(holder_of(self.layout.role_lock(role)) is not None for role in ("trainer", "orchestrator"))
-        return ".reports" in found and not is_in_use and set(found) <= {".reports", ".compute_dtype.json", "logs", "evals"}
 
     def identify(self, *, is_resumed: bool) -> RunIdentity:
         """Return the identity of the same run's next attempt when resumed, else that of a new run."""
@@ -140,8 +156,11 @@ class RunDirectory:
         """
         if resumed_from is None or resume_from is not None:
             self.renew_secret()
-            for name in self._entries():
-                _remove(self.layout.root / name)
+            for path in (self.layout.root / name for name in self._entries()):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
             if resumed_from is not None and resume_from is not None:
                 adopt(resume_from, resumed_from, into=self.layout, versions=versions)
         else:
@@ -160,15 +179,6 @@ class RunDirectory:
     def _remove_uncommitted(self) -> None:
         discard_staging(self.layout)
         drop_torn_line(self.layout.events)
-
-    def _foreign_entries(self) -> list[str]:
-        """Return the entries that no run writes. Hidden files, such as locks or notes of a file system, do not count.
-
-        Nor does what the command wrote that submitted this run as a job.
-        """
-        names = {path.name for path in self.layout.root.iterdir()}
-        submissions = {path.name for path in (self.layout.slurm, self.layout.kubernetes, self.layout.skypilot)}
-        return sorted(name for name in names - submissions if not name.startswith("."))
 
     def _entries(self) -> list[str]:
         return [name for name in ENTRIES if (self.layout.root / name).exists()]
@@ -192,17 +202,58 @@ def write_configs(configs: Mapping[Path, Section]) -> None:
         write_atomically(path, to_toml(section).encode(), is_private=True)
 
 
-def _describe_results(layout: RunLayout, results: list[str]) -> str:
-    steps = committed_steps(layout)
-    resume = f"add {key_name('--trainer.ckpt.resume-step -1')} to go on from step {steps[-1]}, " if steps else ""
-    return (
-        f"output_dir {str(layout.root)!r} holds {', '.join(results)} of an earlier run or measurement; "
-        f"{resume}add {key_name('--clean')} to remove them, or choose another output_dir"
-    )
+class Scratch:
+    """A new directory for the temporary files of servers and ranks, removed at the end of the run with all that it holds.
 
+    A process that is killed leaves its own: vLLM its sockets, ranks their directory. The path is noted in the output directory,
+    whose holder alone makes one. The next run removes what a launcher that was killed left, if no other run is in it.
+    """
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    def __init__(self, note: Path) -> None:
+        self._note = note
+        self._held = ExitStack()
+
+    def __enter__(self) -> "Scratch":
+        """Make the directory, and remove the one that a killed launcher left.
+
+        Raises:
+            ConfigError: there is no directory for temporary files.
+        """
+        with suppress(OSError):  # mostly there is none
+            left = Path(self._note.read_text().strip())
+            if left.name.startswith(_SCRATCH_PREFIX):
+                remove_if_free(left)
+        with ExitStack() as begun:
+            try:
+                self.directory = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX))
+                if len(str(self.directory)) > _MAX_SCRATCH_LENGTH:
+                    self.directory.rmdir()
+                    self.directory = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir="/tmp"))
+                begun.callback(shutil.rmtree, self.directory, ignore_errors=True)
+                begun.callback(os.close, lock_directory(self.directory))
+            except OSError as exc:
+                raise ConfigError(f"no temporary directory can be made: {exc}; free disk space there, or set TMPDIR") from exc
+            write_atomically(self._note, f"{self.directory}\n".encode())
+            self._held = begun.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._held.close()
+        if not self.directory.exists():
+            with suppress(OSError):  # a note of what is gone harms nobody
+                self._note.unlink()
+
+    def redirect(self, spec: ProcessSpec) -> ProcessSpec:
+        """Return `spec` with its temporary files here; what libraries keep there for the next run stays where that finds it.
+
+        The orchestrator keeps the directory that the user has for such files: its environment workers have their own.
+        """
+        if spec.name == ORCHESTRATOR:
+            return spec
+        root = Path(tempfile.gettempdir())
+        caches = {
+            "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory()),
+            "DATA_GYM_CACHE_DIR": str(root / "data-gym-cache"),
+            "TIKTOKEN_RS_CACHE_DIR": str(root / "tiktoken-rs-cache"),
+        }
+        return replace(spec, env={**spec.env, "TMPDIR": str(self.directory)}, env_defaults={**caches, **spec.env_defaults})

@@ -22,7 +22,7 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError
 from trivet.key_names import to_variable, use_names
-from trivet.launcher.terminal import describe_activity, make_progress
+from trivet.launcher.logs import describe_activity, make_progress
 from trivet.library.arguments import RLArguments, SFTArguments
 from trivet.library.functions import FunctionFiles
 from trivet.library.process import PYTHON_NAMES, RunProcess

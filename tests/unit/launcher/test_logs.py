@@ -1,12 +1,26 @@
+import contextlib
 import errno
 import io
 import json
+import os
+import pty
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from trivet.launcher.logs import LogFollower, RunLog, is_for_terminal, last_lines, quote_log
+from trivet.launcher.logs import (
+    LogFollower,
+    RunLog,
+    describe_activity,
+    finished_step,
+    is_for_terminal,
+    last_lines,
+    quote_log,
+)
 from trivet.telemetry.logs import text_line
+from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus
+from trivet.wire.versions import Step
 
 
 def test_only_whole_lines_are_given_and_each_once(tmp_path: Path) -> None:
@@ -88,3 +102,66 @@ def test_a_log_is_quoted_from_this_attempt_on(tmp_path: Path) -> None:
     log.write_text("old\nnew\n")
     assert quote_log(log, offset=4) == f"last lines of {log}:\n  | new\nfull log: {log}"
     assert "(it wrote nothing)" in quote_log(log, offset=8)
+
+
+STEP_LINE = "12:00:00 trainer SUCCESS Step 3 | Time: 1.99s | Loss: [0.0123] " + "x" * 200
+
+
+def on_a_terminal(use: Callable[[RunLog], None]) -> str:
+    """Return what a terminal receives while `use` runs. It fits into the kernel's buffer."""
+    ours, theirs = pty.openpty()
+    seen = bytearray()
+    try:
+        with os.fdopen(theirs, "w") as file:
+            use(RunLog(file, io.StringIO()))
+        with contextlib.suppress(OSError):  # how the end of a terminal whose other side is closed is told
+            while part := os.read(ours, 1 << 16):
+                seen += part
+    finally:
+        os.close(ours)
+    return seen.decode()
+
+
+def test_lines_in_a_file_stay_lines_and_progress_leaves_nothing() -> None:
+    terminal = io.StringIO()
+    log = RunLog(terminal, io.StringIO())
+    log.show_progress(step=3, max_steps=100, doing="training step 4")
+    log.show(STEP_LINE)
+    log.close()
+    assert terminal.getvalue() == STEP_LINE + "\n"
+
+
+def test_a_terminal_shows_a_bar_below_whole_lines_until_it_is_closed() -> None:
+    def use(log: RunLog) -> None:
+        log.show_progress(step=3, max_steps=100, doing="waits for batch 4")
+        log.show(STEP_LINE)
+        log.show_progress(step=4, max_steps=100, doing="training step 5")
+        log.close()
+        log.close()
+        log.show("done")
+
+    seen = on_a_terminal(use)
+    assert "3/100" in seen
+    assert "waits for batch 4" in seen
+    assert STEP_LINE in seen.replace("\r\n", "\n")
+    assert seen.index("4/100") > seen.index(STEP_LINE)
+    assert seen.endswith("done\r\n")
+
+
+def _status(*reports: ProcessReport) -> RunStatus:
+    roles = [RoleStatus(name=report.role, state=RoleState.RUNNING, pid=1, reports=[report]) for report in reports]
+    return RunStatus(run_id="r", attempt=1, pid=1, state=RunState.RUNNING, started=0.0, time=0.0, roles=roles)
+
+
+def _report(role: str, activity: str, *, step: int = 0, waits_for: str = "") -> ProcessReport:
+    return ProcessReport(role=role, pid=1, time=0.0, since=0.0, activity=activity, step=Step(step), waits_for=waits_for)
+
+
+def test_the_words_name_what_the_run_hangs_on_and_the_step_is_the_trainers() -> None:
+    filling = _report("orchestrator", "filling batch 12", step=9)
+    assert describe_activity(_status()) == "starting"
+    assert describe_activity(_status(filling)) == "filling batch 12"
+    assert describe_activity(_status(filling, _report("trainer", "training step 11"))) == "training step 11"
+    waiting = _report("trainer", "batch 12", waits_for="orchestrator", step=7)
+    assert describe_activity(_status(filling, waiting)) == "waits for batch 12 (filling batch 12)"
+    assert (finished_step(_status()), finished_step(_status(filling, waiting))) == (0, 7)

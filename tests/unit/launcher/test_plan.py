@@ -11,8 +11,7 @@ from trivet.config.schema.shared import RunIdentity
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.launcher.gpu_shares import share_gpus
-from trivet.launcher.plan import ProcessSpec, RunPlan, plan
-from trivet.launcher.role_configs import Ports
+from trivet.launcher.plan import Ports, ProcessSpec, RunPlan, plan
 from trivet.machine import Machine
 
 CONFIGS = Path("outputs/configs")

@@ -12,7 +12,7 @@ import pytest
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.launcher.plan import TRAINING, ProcessSpec
-from trivet.launcher.scratch import Scratch
+from trivet.launcher.run_directory import Scratch
 from trivet.machine import compile_cache_directory
 
 SPEC = ProcessSpec(
@@ -48,7 +48,7 @@ def test_what_a_role_leaves_goes_with_the_run(layout: RunLayout, system_tmp: Pat
 def test_the_next_run_removes_what_a_killed_launcher_left(layout: RunLayout, system_tmp: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from trivet.config.layout import RunLayout;"
-        "from trivet.launcher.scratch import Scratch\n"
+        "from trivet.launcher.run_directory import Scratch\n"
         "with Scratch(RunLayout(Path(sys.argv[1])).scratch_note): os._exit(9)"
     )
     environ = {**os.environ, "TMPDIR": str(system_tmp)}

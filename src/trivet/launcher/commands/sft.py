@@ -14,7 +14,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.sft import FakeDataConfig, SftConfig
 from trivet.conversations.mixture import open_data
 from trivet.errors import ConfigError
-from trivet.launcher.commands.ranks import become_ranks
+from trivet.launcher.commands.trainer import become_ranks
 from trivet.launcher.run_directory import RunDirectory, wait_of_job, write_configs
 from trivet.schedulers.submit import submit
 from trivet.secret import share_secret
@@ -29,24 +29,20 @@ def check(config: SftConfig) -> None:
     """Refuse what cannot be resumed or forked, and data that cannot be read, before anything is started or written."""
     if config.bench is not None:
         return  # made-up rows, and nothing is written
-    _require_start(config)
+    layout, ckpt = RunLayout(config.output_dir), config.ckpt
+    if ckpt.resume_from is None:
+        require_resumable(config)
+    else:
+        choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
+        if committed_steps(layout):
+            raise ConfigError(
+                f"output_dir {str(layout.root)!r} has checkpoints: to go on with them leave ckpt.resume_from out and set "
+                "ckpt.resume_step = -1, for a new run choose another output_dir"
+            )
     if not isinstance(config.data, FakeDataConfig):
         open_data(config.data, seed=config.seed, key="data")
     if config.val is not None:
         open_data(config.val.data, seed=config.seed, key="val.data")
-
-
-def _require_start(config: SftConfig) -> None:
-    layout, ckpt = RunLayout(config.output_dir), config.ckpt
-    if ckpt.resume_from is None:
-        require_resumable(config)
-        return
-    choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
-    if committed_steps(layout):
-        raise ConfigError(
-            f"output_dir {str(layout.root)!r} has checkpoints: to go on with them leave ckpt.resume_from out and set "
-            "ckpt.resume_step = -1, for a new run choose another output_dir"
-        )
 
 
 def start(config: SftConfig) -> int:

@@ -1,11 +1,18 @@
-"""The command `trainer`: the trainer alone, one rank for each GPU that is visible, one on the CPU."""
+"""The command `trainer`: the trainer alone, one rank for each GPU that is visible, one on the CPU. `sft` becomes ranks too."""
 
+import os
 import sys
+from collections.abc import Sequence
+from typing import Literal, NoReturn
 
 from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
-from trivet.config.schema.trainer import TrainerConfig
-from trivet.launcher.commands.ranks import become_ranks
+from trivet.config.sections.trainer import TrainerConfig
+from trivet.errors import ConfigError
+from trivet.launcher.plan import rank_command, rank_environment
+from trivet.machine import Machine, compile_cache_directory, inspect_machine
+
+Device = Literal["auto", "cpu", "cuda"]
 
 
 def main() -> int:
@@ -22,6 +29,33 @@ def check(config: TrainerConfig) -> None:
 def start(config: TrainerConfig) -> int:
     """Become the ranks of the trainer."""
     return become_ranks("trivet.trainer.main", sys.argv[1:], device=config.device, num_ranks=None)
+
+
+def count_ranks(machine: Machine, *, device: Device, num_ranks: int | None) -> int:
+    """Return how many ranks to start: `num_ranks`, else one for each GPU, one on the CPU.
+
+    Raises:
+        ConfigError: more ranks than GPUs, or no GPU where one is asked for.
+    """
+    num_gpus = 0 if device == "cpu" else len(machine.gpus)
+    if device == "cuda" and num_gpus == 0:
+        raise ConfigError('device is "cuda" but this machine shows no GPU; set it to "auto" or "cpu"')
+    if num_gpus and num_ranks is not None and num_ranks > num_gpus:
+        raise ConfigError(f"num_ranks ({num_ranks}) must be at most the {num_gpus} GPU(s) of this machine; lower it")
+    return num_ranks or num_gpus or 1
+
+
+def become_ranks(module: str, arguments: Sequence[str], *, device: Device, num_ranks: int | None) -> NoReturn:
+    """Replace this process by the one that starts the ranks of `module`; they read the same `arguments`."""
+    machine = inspect_machine()
+    count = count_ranks(machine, device=device, num_ranks=num_ranks)
+    is_on_cpu = device == "cpu" or not machine.gpus
+    defaults = {
+        "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory()),
+        **rank_environment(count, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
+    }
+    argv = rank_command(sys.executable, module, arguments, num_ranks=count, is_on_cpu=is_on_cpu)
+    os.execve(argv[0], argv, {**defaults, **os.environ})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from trivet.launcher.nodes.messages import (
 )
 from trivet.launcher.nodes.report_reader import ReportReader
 from trivet.launcher.processes import Child, LocalHost
-from trivet.launcher.scratch import Scratch
+from trivet.launcher.run_directory import Scratch
 from trivet.process.sockets import ReservedPorts
 
 _START_FAILED = 127

@@ -6,14 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from trivet.exits import NODE_LOST
-from trivet.launcher.host import HostedProcess
 from trivet.launcher.node_plan import Node
 from trivet.launcher.nodes.messages import EndOrphans, EndRun, HoldPorts, RemoteState, ShowStacks, SignalProcess, StartProcess
 from trivet.launcher.nodes.registry import NodeLost, NodeRegistry
 from trivet.launcher.placement import HEAD
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.processes import LocalHost
-from trivet.launcher.reports import RoleReports
+from trivet.launcher.processes import HostedProcess, LocalHost, RoleReports
 
 _POLL_INTERVAL_S = 0.1
 _END_TIMEOUT_S = 10.0
@@ -89,7 +87,7 @@ class RemoteProcess:
 
 
 class NodeHost:
-    """Several nodes as a `launcher.host.ProcessHost`.
+    """Several nodes as a `launcher.processes.ProcessHost`.
 
     >>> host = NodeHost(LocalHost(python=sys.executable, environ=environ), registry, wanted={1: ("inference",)})
     >>> host.lost_nodes()
@@ -151,11 +149,6 @@ class NodeHost:
         """Return the nodes that a signal has asked to end."""
         return self._registry.leaving()
 
-    @property
-    def has_nodes(self) -> bool:
-        """True: there are more nodes than this one."""
-        return True
-
     def start(self, spec: ProcessSpec) -> HostedProcess:
         """Start a process on its node, as `ProcessHost.start`."""
         return self._local.start(spec) if spec.node == HEAD else RemoteProcess(self._registry, spec, clock=self._clock)
@@ -165,10 +158,6 @@ class NodeHost:
     ) -> Sequence[HostedProcess]:
         """End all processes, as `ProcessHost.stop`."""
         return self._local.stop(processes, timeout_s=timeout_s, is_hurried=is_hurried)
-
-    def adopt_orphans(self) -> None:
-        """Become the parent of orphans on this node; each agent has done so on its own."""
-        self._local.adopt_orphans()
 
     def end_orphans(self, *, spared: Collection[HostedProcess] = ()) -> None:
         """Kill what outlived the processes that started it, on every node."""

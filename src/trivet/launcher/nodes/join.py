@@ -24,10 +24,10 @@ from trivet.launcher.nodes.head_contact import HeadContact
 from trivet.launcher.nodes.identity import NodeIdentity
 from trivet.launcher.nodes.lease import Lease, read_lease
 from trivet.launcher.nodes.messages import Control, Hello, Orders, Refused
-from trivet.launcher.processes import LocalHost
-from trivet.launcher.scratch import Scratch
-from trivet.launcher.supervision.attempts import role_environment
+from trivet.launcher.processes import LocalHost, role_environment
+from trivet.launcher.run_directory import Scratch
 from trivet.machine import inspect_machine
+from trivet.process.lifetime import adopt_orphans
 from trivet.process.lock import holder_of
 from trivet.process.signals import Interrupts
 from trivet.process.sockets import ReservedPorts
@@ -208,7 +208,7 @@ class _Membership:
             python=sys.executable,
             environ=role_environment(os.environ) | share_secret(self._layout, environ=os.environ),
         )
-        host.adopt_orphans()
+        adopt_orphans()
         self._agent = NodeAgent(
             self._index,
             host=host,

@@ -4,8 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from trivet.launcher.processes import Child
-from trivet.launcher.reports import RoleReports
+from trivet.launcher.processes import Child, RoleReports
 
 _INTERVAL_S = 0.25
 

@@ -13,17 +13,16 @@ from trivet.checkpoints.commit import committed_steps, verify_checkpoint
 from trivet.checkpoints.resume import Resumable, choose_resume_step
 from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.checkpoints.settings import SERVER_MAY_CHANGE, changes, describe, read_settings, values_of
-from trivet.config.layout import VENVS, RunLayout
-from trivet.config.schema.inference import InferenceConfig
-from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import CkptConfig, RunIdentity
+from trivet.config.layout import RunLayout
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
-from trivet.key_names import VARIABLE, key_name
+from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog
 from trivet.launcher.placement import HEAD
 from trivet.launcher.plan import ProcessSpec, RecoveryUnit, RunPlan
-from trivet.launcher.run_directory import RunDirectory, write_configs
-from trivet.launcher.scratch import Scratch
+from trivet.launcher.run_directory import RunDirectory, Scratch, write_configs
 from trivet.storage.durable import write_atomically
 from trivet.telemetry.events import EventWriter, read_events
 from trivet.weights.retention import needed_to_resume, reference_version_after
@@ -124,12 +123,24 @@ class Attempts:
 
     def plan_again(self, servers: Collection[RecoveryUnit]) -> None:
         """Plan the current attempt again, before servers are started: their nodes may have come back at other addresses."""
+        if not self.config.deployment.is_multi_node:
+            return
         self.planned = self._plan()
         write_configs({path: config for path, config in self.planned.configs.items() if path.stem in servers})
 
     def has_completed(self, role: str) -> bool:
-        """Return whether `role` recorded in events.jsonl that this attempt reached the last step."""
-        return has_completed(self.layout, role, run=self.run, max_steps=self.max_steps)
+        """Return whether `role` recorded in events.jsonl that this attempt reached the last step, or the end of its record."""
+        if not self.layout.events.exists():
+            return False
+        try:
+            events = list(read_events(self.layout.events))
+        except msgspec.DecodeError:
+            return False
+        stops = [each for each in events if isinstance(each, Stop) and (each.role, each.attempt) == (role, self.run.attempt)]
+        return any(
+            stop.reason == "exhausted" or (stop.reason == "done" and self.max_steps is not None and stop.step >= self.max_steps)
+            for stop in stops
+        )
 
     def record(self, event: Event) -> None:
         """Append an event of the launcher to events.jsonl."""
@@ -207,23 +218,3 @@ def keep_every_part(config: RLConfig) -> RLConfig:
         for name, role in (("trainer", config.trainer), ("orchestrator", config.orchestrator))
     }
     return config.model_copy(update=roles)
-
-
-def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: int | None) -> bool:
-    """Return whether `role` recorded in events.jsonl that this attempt of `run` reached the last step, or the end of its record."""
-    if not layout.events.exists():
-        return False
-    try:
-        stops = [event for event in read_events(layout.events) if isinstance(event, Stop)]
-    except msgspec.DecodeError:
-        return False
-    own_stops = [stop for stop in stops if stop.role == role and stop.attempt == run.attempt]
-    return any(
-        stop.reason == "exhausted" or (stop.reason == "done" and max_steps is not None and stop.step >= max_steps)
-        for stop in own_stops
-    )
-
-
-def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what roles inherit: not the keys that the environment sets, which their configuration files already hold."""
-    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_") or name in (VENVS, VARIABLE)}

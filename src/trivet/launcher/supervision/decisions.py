@@ -1,18 +1,11 @@
 """Defines what recovery decides from, the state of a run at one moment, and the actions that it decides on. Values alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
+from trivet.exits import describe_exit
 from trivet.launcher.plan import RecoveryUnit
-
-
-class Outcome(StrEnum):
-    """The way in which a run ended."""
-
-    DONE = "done"
-    FAILED = "failed"
-    INTERRUPTED = "interrupted"
+from trivet.wire.status import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +34,25 @@ class RoleObservation:
     last_log_line: str = ""
     """The last line of the log of a role that ended, without numbers: it tells one error from another."""
 
+    @property
+    def was_killed(self) -> bool:
+        """True when it was ended from outside: by a signal, or with its node."""
+        return self.exit_code is not None and (self.exit_code < 0 or self.exit_code > 128)
+
+    @property
+    def cause(self) -> str:
+        """The way in which it failed, for people."""
+        if self.exit_code is None:
+            return f"stuck: {self.stuck}"
+        return describe_exit(self.exit_code) + (" before its last step" if self.exit_code == 0 else "")
+
+    @property
+    def signature(self) -> str:
+        """What two failures have in common that count as the same."""
+        if self.exit_code is None:
+            return f"{self.name} stuck"
+        return f"{self.name} {self.exit_code} {'' if self.was_killed else self.last_log_line}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunObservation:
@@ -57,16 +69,12 @@ class RunObservation:
     leaving_nodes: frozenset[int] = frozenset()
     """Nodes that a signal has asked to end, while this one goes on."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryVerdict:
-    """The end of a run: how, and why."""
-
-    outcome: Outcome
-    exit_code: int
-    role: str | None
-    """The role whose failure ended the run."""
-    reason: str
+    def by_unit(self) -> Mapping[RecoveryUnit, Sequence[RoleObservation]]:
+        """Return the roles of each unit."""
+        units: dict[RecoveryUnit, list[RoleObservation]] = {}
+        for role in self.roles.values():
+            units.setdefault(role.unit, []).append(role)
+        return units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +117,12 @@ class PreemptRun:
 class FinishRun:
     """End the run: stop what still runs."""
 
-    verdict: RecoveryVerdict
+    outcome: RunState
+    """Done, failed or interrupted."""
+    exit_code: int
+    reason: str
+    role: str | None = None
+    """The role whose failure ended the run."""
 
 
 RecoveryAction = StopRoles | AnnounceRestart | StartUnit | PreemptRun | FinishRun

@@ -1,119 +1,183 @@
-"""Writes status.json: who waits for whom, since when, and how the run ended. Moves the bar of the terminal with it."""
+"""Tells the user how a run stands: failures and restarts in the log as they happen, and status.json, a view of what is observed.
+
+The bar of the terminal moves with status.json, which the supervisor has written every two seconds and after each action.
+"""
 
 import os
-from collections.abc import Mapping
+import time
 
 import msgspec
 
-from trivet.config.layout import RunLayout
-from trivet.exits import describe_exit
-from trivet.launcher.logs import RunLog
+from trivet.exits import describe_exit, describe_restart
+from trivet.launcher.logs import RunLog, describe_activity, finished_step, quote_log
+from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.decisions import RecoveryVerdict
-from trivet.launcher.supervision.recovery import Phase, Recovery
-from trivet.launcher.supervision.restarts import RestartLog
-from trivet.launcher.supervision.role_processes import Clock, RoleProcess
-from trivet.launcher.terminal import describe_activity, finished_step
+from trivet.launcher.supervision.decisions import AnnounceRestart, FinishRun
+from trivet.launcher.supervision.observer import Clock, Observer, RoleProcess
+from trivet.launcher.supervision.recovery import Recovery
 from trivet.storage.durable import replace_file
 from trivet.telemetry.events import num_complete_bytes
-from trivet.wire.status import RoleState, RoleStatus, RunState, RunStatus
+from trivet.wire.status import RestartRecord, RoleState, RoleStatus, RunState, RunStatus
+from trivet.wire.versions import Step
 
 _WRITE_INTERVAL_S = 2.0
 """Whoever reads the file treats one that is much older as the file of a launcher that was killed."""
-_STATES = {Phase.STOPPING: RoleState.STOPPING, Phase.BACKING_OFF: RoleState.BACKING_OFF}
+
+
+class RestartLog:
+    """The restarts of a run, the units that have not progressed since theirs, and the newest error."""
+
+    def __init__(self, *, log: RunLog, clock: Clock) -> None:
+        self.records: list[RestartRecord] = []
+        self.last_error = ""
+        self._log = log
+        self._clock = clock
+        self._down: dict[RecoveryUnit, tuple[int, float]] = {}
+        """The index of its record and the time of its failure, for each unit without progress since."""
+
+    @property
+    def units_down(self) -> tuple[RecoveryUnit, ...]:
+        """Units that failed and have not progressed since."""
+        return tuple(self._down)
+
+    def warn_stuck(self, role: RoleProcess, *, hint: str) -> None:
+        """Say that the watchdog found `role` stuck.
+
+        Args:
+            hint: the settings that made it so.
+        """
+        self.last_error = f"{role.name} stuck: {role.stuck}"
+        self._log.say(f"WARNING {self.last_error}; {_quote(role)}\n{hint}")
+
+    def announce(self, action: AnnounceRestart, *, role: RoleProcess, last_step: int) -> None:
+        """Say that `role` failed and that its unit will be restarted.
+
+        Args:
+            last_step: the last step that the trainer finished.
+        """
+        is_training = action.unit == TRAINING
+        self.last_error = action.cause
+        if not role.stuck:  # else `warn_stuck` has quoted its log
+            self.last_error += f"; {_quote(role)}"
+            self._log.say(f"WARNING {self.last_error}")
+        rollback = "; orchestrator and trainer go back to the last checkpoint" if is_training else ""
+        self._log.say(f"{action.cause}{rollback}, restart in {action.delay_s:g} s")
+        self._down[action.unit] = (len(self.records), self._clock.now())
+        self.records.append(
+            RestartRecord(
+                time=self._clock.unix_time(),
+                roles=list(action.roles),
+                cause=action.cause,
+                lost_steps=last_step if is_training else 0,
+            )
+        )
+
+    def begin(self, unit: RecoveryUnit, *, from_step: Step | None) -> RestartRecord:
+        """Note that `unit` starts again, and return its record.
+
+        Args:
+            from_step: where trainer and orchestrator go on from; None for servers, which have no step.
+        """
+        index, _ = self._down[unit]
+        if from_step is not None:
+            lost_steps = max(0, self.records[index].lost_steps - from_step)
+            self.records[index] = msgspec.structs.replace(self.records[index], from_step=from_step, lost_steps=lost_steps)
+        return self.records[index]
+
+    def end(self, unit: RecoveryUnit) -> None:
+        """Note that `unit` has progressed again."""
+        index, failed_at = self._down.pop(unit)
+        self.records[index] = msgspec.structs.replace(self.records[index], down_s=self._clock.now() - failed_at)
+
+    def fail(self, end: FinishRun, *, role: RoleProcess | None) -> None:
+        """Say why the run failed, with the log of `role`; nothing when it did not fail."""
+        if end.outcome is RunState.FAILED:
+            self.last_error = f"{end.role or 'run'} failed: {end.reason}" + (f"\n{_quote(role)}" if role is not None else "")
+            self._log.say(self.last_error)
+
+    def summarize(self) -> None:
+        """Say the restarts once more, in the order they happened, and what they cost; nothing when there were none."""
+        if self.records:
+            lost_s = sum(record.down_s or 0.0 for record in self.records)
+            steps = sum(record.lost_steps for record in self.records)
+            self._log.say(f"restarts: {len(self.records)}, {lost_s:.0f} s without progress, {steps} steps taken again")
+        for record in self.records:
+            self._log.say(f"  {time.strftime('%H:%M:%S', time.localtime(record.time))} {describe_restart(record)}")
+
+
+def _quote(role: RoleProcess) -> str:
+    return quote_log(role.child.spec.log, offset=role.child.log_offset)
 
 
 class StatusReporter:
-    """Says every two seconds, and after each action of the supervisor, how the run stands."""
+    """Writes status.json. A run does not end because it cannot be written."""
 
     def __init__(
-        self,
-        attempts: Attempts,
-        *,
-        roles: Mapping[str, RoleProcess],
-        recovery: Recovery,
-        restarts: RestartLog,
-        log: RunLog,
-        clock: Clock,
+        self, attempts: Attempts, *, observer: Observer, recovery: Recovery, restarts: RestartLog, log: RunLog, clock: Clock
     ) -> None:
         self._attempts = attempts
-        self._roles = roles
+        self._observer = observer
         self._recovery = recovery
         self._restarts = restarts
         self._log = log
         self._clock = clock
-        self._file = StatusFile(attempts.layout, log=log)
         self._started = clock.unix_time()
         self._due = 0.0
+        self._has_failed = False
 
     def write_at_once(self) -> None:
         """Have the next `write_when_due` write: something was done."""
         self._due = 0.0
 
     def write_when_due(self) -> None:
-        """Write the status of a run that goes on."""
-        if self._clock.now() < self._due:
-            return
-        self._due = self._clock.now() + _WRITE_INTERVAL_S
-        status = self.write()
-        self._log.show_progress(step=finished_step(status), max_steps=status.max_steps, doing=describe_activity(status))
+        """Write the status of a run that goes on, and move the bar of the terminal."""
+        if self._clock.now() >= self._due:
+            self._due = self._clock.now() + _WRITE_INTERVAL_S
+            status = self.write()
+            self._log.show_progress(step=finished_step(status), max_steps=status.max_steps, doing=describe_activity(status))
 
-    def write(self, verdict: RecoveryVerdict | None = None) -> RunStatus:
-        """Write the status and return it; with a verdict it is the last one of the run."""
+    def write(self, end: FinishRun | None = None) -> RunStatus:
+        """Write the status and return it; with an end it is the last one of the run. A failure is said once until it works."""
         running = RunState.PREEMPTED if self._recovery.is_preempted else RunState.RUNNING
         status = RunStatus(
             run_id=self._attempts.run.id,
             attempt=self._attempts.run.attempt,
             pid=os.getpid(),
             node=os.uname().nodename,
-            state=running if verdict is None else RunState(verdict.outcome.value),
+            state=running if end is None else end.outcome,
             started=self._started,
             time=self._clock.unix_time(),
             max_steps=self._attempts.max_steps,
             last_commit=self._attempts.last_commit,
-            roles=[role_status(role, phase=self._recovery.phase_of(role.child.spec.unit)) for role in self._roles.values()],
+            roles=[self._role_status(role) for role in self._observer.roles.values()],
             restarts=list(self._restarts.records),
             last_error=self._restarts.last_error,
-            exit_code=verdict.exit_code if verdict is not None else None,
-            reason=verdict.reason if verdict is not None else "",
+            exit_code=end.exit_code if end is not None else None,
+            reason=end.reason if end is not None else "",
             events_bytes=num_complete_bytes(self._attempts.layout.events),
         )
-        self._file.write(status)
-        return status
-
-
-class StatusFile:
-    """The file status.json. A run does not end because it cannot be written."""
-
-    def __init__(self, layout: RunLayout, *, log: RunLog) -> None:
-        self._layout = layout
-        self._log = log
-        self._has_failed = False
-
-    def write(self, status: RunStatus) -> None:
-        """Replace the file; a failure is said once, until writing works again."""
+        file = self._attempts.layout.status
         try:
-            replace_file(self._layout.status, msgspec.json.format(msgspec.json.encode(status), indent=1) + b"\n")
+            replace_file(file, msgspec.json.format(msgspec.json.encode(status), indent=1) + b"\n")
+            self._has_failed = False
         except OSError as exc:
             if not self._has_failed:
-                self._log.say(f"{self._layout.status} cannot be written ({exc.strerror}); the run goes on")
+                self._log.say(f"{file} cannot be written ({exc.strerror}); the run goes on")
             self._has_failed = True
-        else:
-            self._has_failed = False
+        return status
 
-
-def role_status(role: RoleProcess, *, phase: Phase) -> RoleStatus:
-    """Return the part of status.json about one role."""
-    code, reports = role.child.exit_code, list(role.reports.readable)
-    if code is not None:  # environment workers end with the process that reported them as alive
-        reports = [msgspec.structs.replace(report, workers=[]) for report in reports]
-    state = RoleState.ENDED if code is not None else RoleState.RUNNING
-    return RoleStatus(
-        name=role.name,
-        state=_STATES.get(phase, state),
-        pid=role.child.pid,
-        node=role.child.spec.node,
-        exit=describe_exit(code) if code is not None else "",
-        stuck=role.stuck,
-        reports=reports,
-    )
+    def _role_status(self, role: RoleProcess) -> RoleStatus:
+        spec, code, reports = role.child.spec, role.child.exit_code, list(role.reports.readable)
+        state = self._recovery.state_of(spec.unit)
+        if code is not None:  # environment workers end with the process that reported them as alive
+            reports = [msgspec.structs.replace(report, workers=[]) for report in reports]
+            state = RoleState.ENDED if state is RoleState.RUNNING else state
+        return RoleStatus(
+            name=role.name,
+            state=state,
+            pid=role.child.pid,
+            node=spec.node,
+            exit=describe_exit(code) if code is not None else "",
+            stuck=role.stuck,
+            reports=reports,
+        )

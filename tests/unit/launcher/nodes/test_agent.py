@@ -15,7 +15,6 @@ import pytest
 
 from support.fake_roles import make_log
 from support.processes import assert_port_free, find_free_port, is_alive, kill_all, wait_until
-from trivet.launcher.host import HostedProcess
 from trivet.launcher.nodes.agent import NodeAgent
 from trivet.launcher.nodes.messages import (
     Beat,
@@ -30,9 +29,8 @@ from trivet.launcher.nodes.messages import (
     StartProcess,
 )
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.processes import Child, LocalHost
-from trivet.launcher.reports import RoleReports
-from trivet.launcher.scratch import Scratch
+from trivet.launcher.processes import Child, HostedProcess, LocalHost, RoleReports
+from trivet.launcher.run_directory import Scratch
 from trivet.process.sockets import ReservedPorts, is_reserved
 from trivet.wire.status import ProcessReport
 

@@ -358,12 +358,6 @@ def test_reports_come_with_the_beats_and_have_the_heads_time(nodes: Nodes) -> No
     assert (found.readable, found.stamps) == ((report,), {"inference": (1, 2)})
 
 
-def test_the_host_knows_that_there_are_other_nodes(nodes: Nodes) -> None:
-    assert nodes.host.has_nodes
-    nodes.host.adopt_orphans()
-    assert nodes.local.does_adopt
-
-
 def test_the_end_of_the_run_waits_until_every_agent_has_heard_it(nodes: Nodes) -> None:
     nodes.bring_up()
     before = nodes.clock.now()

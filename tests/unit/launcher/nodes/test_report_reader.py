@@ -10,8 +10,7 @@ import pytest
 
 from support.processes import wait_until
 from trivet.launcher.nodes.report_reader import ReportReader
-from trivet.launcher.processes import Child
-from trivet.launcher.reports import RoleReports
+from trivet.launcher.processes import Child, RoleReports
 
 NEVER, FIRST = RoleReports(), RoleReports(stamps={"trainer": (1, 2)})
 

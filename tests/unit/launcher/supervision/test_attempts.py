@@ -17,14 +17,12 @@ from trivet.config.schema.shared import RunIdentity
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import CheckpointError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import RecoveryUnit, plan
-from trivet.launcher.role_configs import Ports
-from trivet.launcher.run_directory import RunDirectory
-from trivet.launcher.scratch import Scratch
+from trivet.launcher.plan import Ports, RecoveryUnit, plan
+from trivet.launcher.run_directory import RunDirectory, Scratch
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.machine import Machine
 from trivet.telemetry.events import EventWriter, read_events
-from trivet.wire.events import Restart
+from trivet.wire.events import Restart, Stop
 from trivet.wire.versions import Step
 
 MAX_STEPS = 9
@@ -187,3 +185,22 @@ def test_servers_that_failed_are_not_named_while_others_remain(
     attempts.planned = replace(attempts.planned, servers_file=tmp_path / "servers", server_urls=urls)
     attempts.name_servers(without=[RecoveryUnit(name) for name in without])
     assert (tmp_path / "servers").read_text() == named
+
+
+@pytest.mark.parametrize(
+    ("role", "stop", "attempt", "expected"),
+    [
+        ("trainer", Stop(step=Step(MAX_STEPS), reason="done"), 1, True),
+        ("trainer", Stop(step=Step(4), reason="done"), 1, False),
+        ("trainer", Stop(step=Step(4), reason="exhausted"), 1, True),  # a replay, whose record is used up
+        ("trainer", Stop(step=Step(MAX_STEPS), reason="done"), 2, False),
+        ("orchestrator", Stop(step=Step(MAX_STEPS), reason="done"), 1, False),
+    ],
+)
+def test_a_role_has_finished_when_it_recorded_the_last_step_in_this_attempt(
+    attempts: Attempts, layout: RunLayout, role: str, stop: Stop, attempt: int, expected: bool
+) -> None:
+    writer = EventWriter(layout.events, role=role, attempt=attempt)
+    writer.write(stop)
+    writer.close()
+    assert attempts.has_completed("trainer") is expected

@@ -9,7 +9,6 @@ from trivet.launcher.plan import TRAINING
 from trivet.launcher.supervision.decisions import (
     AnnounceRestart,
     FinishRun,
-    Outcome,
     PreemptRun,
     RecoveryAction,
     RoleObservation,
@@ -17,6 +16,7 @@ from trivet.launcher.supervision.decisions import (
     StopRoles,
 )
 from trivet.launcher.supervision.recovery import MAX_BACKOFF_S
+from trivet.wire.status import RunState
 
 
 def test_a_run_goes_on_while_all_roles_run() -> None:
@@ -28,7 +28,7 @@ def test_a_run_is_done_when_both_finished_in_either_order(order: tuple[str, str]
     history = History().ends(order[0], 0, at=10, is_complete=True)
     assert history.at(11) == []
     verdict = history.ends(order[1], 0, at=40, is_complete=True).verdict(at=41)
-    assert (verdict.outcome, verdict.exit_code) == (Outcome.DONE, 0)
+    assert (verdict.outcome, verdict.exit_code) == (RunState.DONE, 0)
 
 
 def test_inference_is_restarted_alone_after_the_delay() -> None:
@@ -149,7 +149,7 @@ def test_the_wait_doubles_with_each_restart_in_the_window_up_to_a_minute() -> No
 def test_restarts_are_bounded_within_the_window() -> None:
     history = History(max_restarts=2, restart_window_s=1000).recovers_training(at=100).recovers_training(at=300)
     verdict = history.ends("trainer", -9, at=500).verdict(at=500)
-    assert (verdict.outcome, verdict.exit_code, verdict.role) == (Outcome.FAILED, 1, "trainer")
+    assert (verdict.outcome, verdict.exit_code, verdict.role) == (RunState.FAILED, 1, "trainer")
     assert "after 2 restarts within 1000 s (recovery.max_restarts" in verdict.reason
 
 
@@ -174,7 +174,7 @@ def test_without_restarts_the_first_failure_ends_the_run() -> None:
 @pytest.mark.parametrize("code", [2, 3])
 def test_bad_configuration_and_divergence_are_never_restarted(code: int) -> None:
     verdict = History().ends("trainer", code, at=5).verdict(at=5)
-    assert (verdict.outcome, verdict.exit_code, verdict.role) == (Outcome.FAILED, code, "trainer")
+    assert (verdict.outcome, verdict.exit_code, verdict.role) == (RunState.FAILED, code, "trainer")
 
 
 def test_divergence_that_shows_while_the_partner_is_stopped_ends_the_run() -> None:
@@ -251,7 +251,7 @@ def test_a_stuck_role_ends_the_run_when_that_was_asked_for() -> None:
 def test_a_role_lost_after_the_last_commit_has_done_its_work(facts: dict[str, object]) -> None:
     history = History().ends("orchestrator", 0, at=10, is_complete=True).knows("trainer", ended_at=11, **facts)
     history.is_last_step_committed = True
-    assert history.verdict(at=12).outcome is Outcome.DONE
+    assert history.verdict(at=12).outcome is RunState.DONE
 
 
 def test_an_error_after_the_last_commit_is_an_error_but_not_repeated() -> None:
@@ -281,7 +281,7 @@ def interrupted(history: History, number: int, *, at: float) -> list[RecoveryAct
 def test_sigint_ends_the_run_at_once() -> None:
     (action,) = interrupted(History(), SIGINT, at=10)
     assert isinstance(action, FinishRun)
-    assert (action.verdict.outcome, action.verdict.exit_code) == (Outcome.INTERRUPTED, 130)
+    assert (action.outcome, action.exit_code) == (RunState.INTERRUPTED, 130)
 
 
 def test_sigterm_asks_once_for_a_commit_and_ends_when_both_have_ended() -> None:
@@ -290,7 +290,7 @@ def test_sigterm_asks_once_for_a_commit_and_ends_when_both_have_ended() -> None:
     assert history.at(11) == []
     assert history.ends("orchestrator", 0, at=12).at(12) == []
     verdict = history.ends("trainer", 0, at=15).verdict(at=15)
-    assert (verdict.outcome, verdict.exit_code, verdict.reason) == (Outcome.INTERRUPTED, 143, "interrupted by SIGTERM")
+    assert (verdict.outcome, verdict.exit_code, verdict.reason) == (RunState.INTERRUPTED, 143, "interrupted by SIGTERM")
 
 
 def test_a_closed_terminal_asks_for_a_commit_as_sigterm_does() -> None:
@@ -298,7 +298,7 @@ def test_a_closed_terminal_asks_for_a_commit_as_sigterm_does() -> None:
     assert interrupted(history, signal.SIGHUP, at=10) == [PreemptRun(reason="interrupted by SIGHUP", grace_s=60)]
     history.ends("orchestrator", 0, at=12).at(12)
     verdict = history.ends("trainer", 0, at=15).verdict(at=15)
-    assert (verdict.outcome, verdict.exit_code, verdict.reason) == (Outcome.INTERRUPTED, 129, "interrupted by SIGHUP")
+    assert (verdict.outcome, verdict.exit_code, verdict.reason) == (RunState.INTERRUPTED, 129, "interrupted by SIGHUP")
 
 
 def test_sigterm_leaves_a_trainer_the_time_for_its_last_step_after_the_orchestrator_is_done() -> None:
@@ -306,7 +306,7 @@ def test_sigterm_leaves_a_trainer_the_time_for_its_last_step_after_the_orchestra
     assert interrupted(history, SIGTERM, at=10) == [PreemptRun(reason="interrupted by SIGTERM", grace_s=60)]
     assert history.at(30) == []
     verdict = history.ends("trainer", 0, at=31, is_complete=True).verdict(at=31)
-    assert (verdict.outcome, verdict.exit_code) == (Outcome.DONE, 0)
+    assert (verdict.outcome, verdict.exit_code) == (RunState.DONE, 0)
 
 
 def test_a_run_that_committed_its_last_step_while_it_made_room_is_done() -> None:
@@ -314,7 +314,7 @@ def test_a_run_that_committed_its_last_step_while_it_made_room_is_done() -> None
     interrupted(history, SIGTERM, at=10)
     history.ends("orchestrator", 0, at=11).ends("trainer", 0, at=12, is_complete=True)
     history.is_last_step_committed = True
-    assert history.verdict(at=12).outcome is Outcome.DONE
+    assert history.verdict(at=12).outcome is RunState.DONE
 
 
 @pytest.mark.parametrize("name", ["orchestrator", "trainer"])
@@ -351,7 +351,7 @@ def test_sigterm_ends_at_once_what_cannot_commit(recovery: dict[str, object], fa
     history = History(**recovery).knows("trainer", **facts)
     (action,) = interrupted(history, SIGTERM, at=10)
     assert isinstance(action, FinishRun)
-    assert action.verdict.exit_code == 143
+    assert action.exit_code == 143
 
 
 def starting() -> History:
@@ -368,8 +368,8 @@ def test_a_signal_while_the_servers_start_finds_no_step_to_commit(number: int, l
         assert interrupted(history, number, at=10) == []
     (action,) = interrupted(history, number, at=10 + late_s)
     assert isinstance(action, FinishRun)
-    verdict = action.verdict
-    assert (verdict.outcome, verdict.exit_code) == (Outcome.INTERRUPTED, 128 + number)
+    verdict = action
+    assert (verdict.outcome, verdict.exit_code) == (RunState.INTERRUPTED, 128 + number)
     assert verdict.reason.endswith("during the start, with no step to commit")
 
 
@@ -393,11 +393,11 @@ def test_an_interrupt_during_a_restart_ends_the_run() -> None:
     history.at(10)
     (action,) = interrupted(history, SIGTERM, at=11)
     assert isinstance(action, FinishRun)
-    assert action.verdict.exit_code == 143
+    assert action.exit_code == 143
 
 
 def test_a_run_that_finishes_while_it_is_asked_to_stop_is_done() -> None:
     history = History()
     interrupted(history, SIGTERM, at=10)
     history.ends("orchestrator", 0, at=11, is_complete=True).ends("trainer", 0, at=12, is_complete=True)
-    assert history.verdict(at=12).outcome is Outcome.DONE
+    assert history.verdict(at=12).outcome is RunState.DONE

@@ -8,11 +8,11 @@ from trivet.exits import NODE_LOST
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.decisions import (
     AnnounceRestart,
-    Outcome,
     PreemptRun,
     StartUnit,
     StopRoles,
 )
+from trivet.wire.status import RunState
 
 
 def over_nodes(*, min_train_nodes: int | None = None, num_servers: int = 1) -> History:
@@ -55,7 +55,7 @@ def test_a_run_that_needs_a_node_in_vain_asks_to_be_started_again() -> None:
     history.at(11)
     assert history.at(12) == []
     verdict = history.verdict(at=112)
-    assert (verdict.outcome, verdict.exit_code) == (Outcome.FAILED, 75)
+    assert (verdict.outcome, verdict.exit_code) == (RunState.FAILED, 75)
     assert "node 1 was lost and did not return within 100 s" in verdict.reason
 
 
@@ -153,7 +153,7 @@ def test_a_node_that_trains_and_is_asked_to_end_has_the_run_commit_and_be_starte
     history.ends("trainer-1", 0, at=13)
     history.leaving_nodes, history.lost_nodes = frozenset(), frozenset({1})
     verdict = history.verdict(at=13)
-    assert (verdict.outcome, verdict.exit_code) == (Outcome.INTERRUPTED, 75)
+    assert (verdict.outcome, verdict.exit_code) == (RunState.INTERRUPTED, 75)
     assert verdict.reason == "a signal has asked node 1 to end"
 
 

@@ -90,7 +90,6 @@ def test_a_run_is_done_when_trainer_and_orchestrator_are(run: SimulatedRun) -> N
     assert run.supervisor.run() == 0
     assert run.starts() == ["inference", "trainer", "orchestrator"]
     assert run.newest("inference").signals == [signal.SIGTERM]
-    assert run.host.does_adopt
     assert run.host.spared == [()]
     status = run.status()
     assert (status.state, status.exit_code, status.restarts) == (RunState.DONE, 0, [])
@@ -185,7 +184,7 @@ def test_a_killed_trainer_takes_the_orchestrator_along_and_both_start_again(run:
 
 
 def test_an_attempt_on_fewer_nodes_forgets_the_ranks_that_were_lost(run: SimulatedRun) -> None:
-    run.host.num_nodes, run.attempts.names = 2, ("inference", "trainer", "trainer-1", "orchestrator")
+    run.attempts.names = ("inference", "trainer", "trainer-1", "orchestrator")
     run.at(5, lambda: write_report(run.layout, "trainer", step=8))
     run.at(11, lambda: setattr(run.attempts, "names", ("inference", "trainer", "orchestrator")))
     run.ends("trainer-1", NODE_LOST, at=10).completes(at=60)
@@ -196,7 +195,6 @@ def test_an_attempt_on_fewer_nodes_forgets_the_ranks_that_were_lost(run: Simulat
 
 
 def test_a_server_on_another_node_is_planned_again_before_it_is_started(run: SimulatedRun) -> None:
-    run.host.num_nodes = 2
     run.ends("inference", NODE_LOST, at=10).completes(at=60)
     assert run.supervisor.run() == 0
     assert run.attempts.num_plans == 1
@@ -205,7 +203,6 @@ def test_a_server_on_another_node_is_planned_again_before_it_is_started(run: Sim
 
 def test_a_server_that_is_started_again_stays_named_when_something_else_fails(tmp_path: Path) -> None:
     run = SimulatedRun(tmp_path, urls=[NOBODY])
-    run.host.num_nodes = 2
     run.ends("inference", NODE_LOST, at=40).ends("trainer", -9, at=60).completes(at=120)
     assert run.supervisor.run() == 0
     assert run.starts().count("inference") == 2
