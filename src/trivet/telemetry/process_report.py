@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,81 +35,75 @@ class ProcessReporter:
         """Set when a step was finished or a wait began: the next report is written at once."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._fields: dict[str, Any] = {"activity": "starting", "waits_for": "", "since": clock()}
-        self._workers: Callable[[], Sequence[WorkerStatus]] | None = None
-        self._numbers: Callable[[], Mapping[str, int]] | None = None
+        self._doing: dict[str, Any] = {}
+        self._numbers: dict[str, int] = {}
+        self._read_workers: Callable[[], Sequence[WorkerStatus]] | None = None
+        self._read_numbers: Callable[[], Mapping[str, int]] | None = None
+        self.begin("starting")
 
     def begin(self, activity: str, *, waits_for: str = "") -> None:
         """Report an activity ("training step 12"); `waits_for` names the role waited for, empty while the process works."""
-        with self._lock:
-            self._fields |= {"activity": activity, "waits_for": waits_for, "since": self._clock()}
+        self._doing = {"activity": activity, "waits_for": waits_for, "since": self._clock()}
+
+    def begin_waiting(self, what: str, *, on: str) -> None:
+        """Report, at once, that this process now waits for `what` ("policy 7") from the role `on`."""
+        self.begin(what, waits_for=on)
+        self.has_news.set()
 
     @contextmanager
-    def waiting(self, activity: str, *, waits_for: str) -> Generator[None, None, None]:
-        """Report a wait for the block, then the activity before it, unless another has begun since."""
-        before = self._now()
-        self.begin(activity, waits_for=waits_for)
-        this_wait = self._now()
+    def waiting(self, what: str, *, on: str) -> Generator[None, None, None]:
+        """Report a wait for `what` ("batch 12") for the block, then the activity before it, unless another has begun since."""
+        before = self._doing
+        self.begin(what, waits_for=on)
+        this_wait = self._doing
         try:
             yield
         finally:
-            if self._now() == this_wait:
-                with self._lock:
-                    self._fields |= before
+            if self._doing is this_wait:
+                self._doing = before
 
-    def _now(self) -> dict[str, Any]:
-        with self._lock:
-            return {name: self._fields[name] for name in ("activity", "waits_for", "since")}
-
-    def set_numbers(self, **fields: int) -> None:
+    def set_numbers(self, **numbers: int) -> None:
         """Set numbers of the report: step, policy_version, num_ready, num_in_flight. A step is reported at once."""
         with self._lock:
-            self._fields |= fields
-        if "step" in fields:
+            self._numbers |= numbers
+        if "step" in numbers:
             self.has_news.set()
 
     def set_worker_source(self, source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
         """Have each report carry the workers that `source` returns. The reporting thread calls it. None ends that."""
-        self._workers = source
+        self._read_workers = source
 
     def set_number_source(self, source: Callable[[], Mapping[str, int]] | None) -> None:
         """Have each report carry the numbers that `source` returns, by `set_numbers`' names; None ends that."""
-        self._numbers = source
+        self._read_numbers = source
 
     def report(self, *, role: str, rank: int = 0, num_ranks: int = 1, attempt: int = 1) -> ProcessReport:
         """Return the report of this moment."""
-        workers = list(self._workers()) if self._workers is not None else []
-        if self._numbers is not None:
-            self.set_numbers(**self._numbers())
+        workers = list(self._read_workers()) if self._read_workers is not None else []
+        if self._read_numbers is not None:
+            self.set_numbers(**self._read_numbers())
         with self._lock:
-            return ProcessReport(
-                role=role,
-                rank=rank,
-                num_ranks=num_ranks,
-                pid=os.getpid(),
-                attempt=attempt,
-                time=self._clock(),
-                workers=workers,
-                **self._fields,
-            )
+            numbers: dict[str, Any] = dict(self._numbers)
+        return ProcessReport(
+            role=role,
+            rank=rank,
+            num_ranks=num_ranks,
+            pid=os.getpid(),
+            attempt=attempt,
+            time=self._clock(),
+            workers=workers,
+            **self._doing,
+            **numbers,
+        )
 
 
 _reporter = ProcessReporter()
-begin, set_numbers = _reporter.begin, _reporter.set_numbers
-set_worker_source, set_number_source = _reporter.set_worker_source, _reporter.set_number_source
-
-
-def begin_waiting(what: str, *, on: str) -> None:
-    """Report, at once, that this process now waits for `what` ("policy 7") from the role `on`."""
-    _reporter.begin(what, waits_for=on)
-    _reporter.has_news.set()
-
-
-@contextmanager
-def waiting(what: str, *, on: str) -> Generator[None, None, None]:
-    """Report a wait for `what` ("batch 12") from the role `on` while the block runs."""
-    with _reporter.waiting(what, waits_for=on):
-        yield
+begin, begin_waiting, waiting = _reporter.begin, _reporter.begin_waiting, _reporter.waiting
+set_numbers, set_worker_source, set_number_source = (
+    _reporter.set_numbers,
+    _reporter.set_worker_source,
+    _reporter.set_number_source,
+)
 
 
 def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -133,7 +127,8 @@ def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, 
                 if not has_failed:
                     logger.warning("%s cannot be written: %s; the run goes on, its status is old", path, exc)
                 has_failed = True
-                _touch(path)
+                with suppress(OSError):  # a sign of life without free disk space: the watchdog looks for any change of the file
+                    os.utime(path)
 
     write()
     threading.Thread(target=write_for_ever, name="process-reports", daemon=True).start()
@@ -152,11 +147,3 @@ def read_report(path: Path) -> ProcessReport | None:
         return None
     except DECODE_ERRORS as exc:
         raise msgspec.DecodeError(str(exc)) from exc
-
-
-def _touch(path: Path) -> None:
-    """Show life without free disk space: the watchdog looks for any change of the file."""
-    try:
-        os.utime(path)
-    except OSError as exc:
-        logger.debug("%s cannot be touched: %s", path, exc)

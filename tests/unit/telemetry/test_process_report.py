@@ -32,7 +32,7 @@ def test_after_a_wait_the_process_does_what_it_did_before() -> None:
     reporter = ProcessReporter(clock=clock)
     reporter.begin("training step 3")
     clock.now = 105.0
-    with reporter.waiting("batch 4", waits_for="orchestrator"):
+    with reporter.waiting("batch 4", on="orchestrator"):
         inside = reporter.report(role="trainer")
     after = reporter.report(role="trainer")
     assert (inside.activity, inside.waits_for, inside.since) == ("batch 4", "orchestrator", 105.0)
@@ -42,7 +42,7 @@ def test_after_a_wait_the_process_does_what_it_did_before() -> None:
 def test_a_wait_that_fails_ends_too() -> None:
     reporter = ProcessReporter()
     reporter.begin("training step 3")
-    with pytest.raises(RuntimeError), reporter.waiting("batch 4", waits_for="orchestrator"):
+    with pytest.raises(RuntimeError), reporter.waiting("batch 4", on="orchestrator"):
         raise RuntimeError
     assert reporter.report(role="trainer").waits_for == ""
 
