@@ -151,7 +151,7 @@ def require_dependencies(installed: InstalledPackages | None = None) -> None:
     if violations := find_violations(installed):
         raise DependencyError(
             "the installed packages break trivet's requirements: "
-            f"{'; '.join(each.describe() for each in violations)}. {RESTORE}"
+            f"{'; '.join(violation.describe() for violation in violations)}. {RESTORE}"
         )
 
 

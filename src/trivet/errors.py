@@ -1,37 +1,11 @@
-"""The exception tree. Every error a user can meet is one of these, and says what to change. A number is the exit code, else 1.
-
-TrivetError                  1
-├── ConfigError              2
-│   └── RunDirectoryBusy     2 (75 for a job that a scheduler has started again)
-├── EnvironmentLoadError     2
-├── DependencyError          2
-├── MessageRefused
-├── WeightsError
-├── CheckpointError
-│   └── ResumeError          2
-├── DiskFull
-├── OutOfMemory
-├── HistoryError
-├── InferenceError
-│   ├── InferenceTimeout
-│   ├── PolicyRefused
-│   └── ForeignPolicy
-├── RolloutFailed
-├── WorkerLost
-├── BatchError
-├── WaitTimeout
-├── UnknownRank
-├── RoleFailed
-├── SubmissionFailed
-├── NodesMissing            75
-└── Diverged                 3
-"""
+"""The exception tree. Every error a user can meet is one of these, and says what to change."""
 
 
 class TrivetError(Exception):
     """Any error that a user can meet."""
 
     exit_code = 1
+    """The exit code of a command that the error ends."""
 
 
 class ConfigError(TrivetError, ValueError):
@@ -170,11 +144,12 @@ class Diverged(TrivetError):
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return what to show of a group of errors: the first of ours, which says what to do, else the first."""
-    leaves = list(_leaves(group))
+    leaves = list[BaseException]()
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending[:0] = error.exceptions
+        else:
+            leaves.append(error)
     return next((leaf for leaf in leaves if isinstance(leaf, TrivetError)), leaves[0])
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for member in error.exceptions for leaf in _leaves(member)]
-    return [error]

@@ -2,19 +2,7 @@
 
 A role calls `arm` at its start with the schedule that its configuration names; modules call `reach` where something may go
 wrong. Each fault of a schedule happens once per run: what has happened is in a directory next to the schedule, so that a
-restarted role does not meet it again. The points, in the order of a step:
-
-dispatch            .before .after            orchestrator: a group is drawn, its event is written
-orchestrator_half   .before .during .after    orchestrator: its part of a checkpoint
-batch_send          .before .during .after    orchestrator: before the first try, after a try, once acknowledged
-batch_acknowledge   .before .after            trainer: a message arrived, its reply goes out; messages can be lost or doubled
-optimizer_step      .before .during .after    trainer, every rank: during is between gradients and the step
-weight_write        .before .during .after    trainer: before, between files and manifest, after the manifest
-stable              .before .after            trainer: around the renaming that makes a policy visible
-trainer_half        .before .during .after    trainer, every rank: during is while the shards are written
-commit              .before .during .after    trainer: during is between COMMITTED and the renaming
-clean_up            .before .after            trainer: around the removal of what nobody needs
-reload              .before .during .after    inference: during is while the engine is paused
+restarted role does not meet it again.
 """
 
 import errno
@@ -32,18 +20,18 @@ from trivet.storage.durable import DECODE_ERRORS
 
 POINTS = frozenset(
     f"{name}.{moment}"
-    for name, moments in {
-        "dispatch": "before after",
-        "orchestrator_half": "before during after",
-        "batch_send": "before during after",
-        "batch_acknowledge": "before after",
-        "optimizer_step": "before during after",
-        "weight_write": "before during after",
-        "stable": "before after",
-        "trainer_half": "before during after",
-        "commit": "before during after",
-        "clean_up": "before after",
-        "reload": "before during after",
+    for name, moments in {  # in the order of a step
+        "dispatch": "before after",  # orchestrator: a group is drawn, its event is written
+        "orchestrator_half": "before during after",  # orchestrator: its part of a checkpoint
+        "batch_send": "before during after",  # orchestrator: before the first try, after a try, once acknowledged
+        "batch_acknowledge": "before after",  # trainer: a message arrived, its reply goes out; it can be lost or doubled
+        "optimizer_step": "before during after",  # trainer, every rank: during is between gradients and the step
+        "weight_write": "before during after",  # trainer: before, between files and manifest, after the manifest
+        "stable": "before after",  # trainer: around the renaming that makes a policy visible
+        "trainer_half": "before during after",  # trainer, every rank: during is while the shards are written
+        "commit": "before during after",  # trainer: during is between COMMITTED and the renaming
+        "clean_up": "before after",  # trainer: around the removal of what nobody needs
+        "reload": "before during after",  # inference: during is while the engine is paused
     }.items()
     for moment in moments.split()
 )
@@ -130,8 +118,26 @@ class Injector:
         """Let what is due at `point` happen; returns how often the message at hand is delivered."""
         copies = 1
         for fault in self._by_point.get(point, ()):
-            if step >= fault.step and self._claim(fault, step):
-                copies = self._happen(fault, path, copies)
+            if step < fault.step or not self._claim(fault, step):
+                continue
+            match fault.action:
+                case FaultAction.KILL | FaultAction.STOP:
+                    os.kill(os.getpid(), signal.SIGKILL if fault.action is FaultAction.KILL else signal.SIGSTOP)
+                case FaultAction.DELAY:
+                    self._sleep(fault.seconds)
+                case FaultAction.NO_SPACE:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path or ""))
+                case FaultAction.TRUNCATE | FaultAction.FLIP:
+                    assert path is not None, f"no directory was just written at {fault.point}"
+                    files = (file for file in path.rglob("*") if file.is_file())
+                    largest = max(files, key=lambda file: file.stat().st_size)
+                    damage(largest, is_truncated=fault.action is FaultAction.TRUNCATE)
+                case FaultAction.LOSE:
+                    copies = 0
+                case FaultAction.DUPLICATE:
+                    copies += 1
+                case FaultAction.CLOCK_JUMP:
+                    _shift_wall_clock(fault.seconds)
         return copies
 
     def _claim(self, fault: Fault, step: int) -> bool:
@@ -147,25 +153,6 @@ class Injector:
             file.flush()
             os.fsync(fd)
         return True
-
-    def _happen(self, fault: Fault, path: Path | None, copies: int) -> int:
-        match fault.action:
-            case FaultAction.KILL | FaultAction.STOP:
-                os.kill(os.getpid(), signal.SIGKILL if fault.action is FaultAction.KILL else signal.SIGSTOP)
-            case FaultAction.DELAY:
-                self._sleep(fault.seconds)
-            case FaultAction.NO_SPACE:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path or ""))
-            case FaultAction.TRUNCATE | FaultAction.FLIP:
-                assert path is not None, f"no directory was just written at {fault.point}"
-                damage(_largest_file(path), is_truncated=fault.action is FaultAction.TRUNCATE)
-            case FaultAction.LOSE:
-                return 0
-            case FaultAction.DUPLICATE:
-                return copies + 1
-            case FaultAction.CLOCK_JUMP:
-                shift_wall_clock(fault.seconds)
-        return copies
 
 
 _injector: Injector | None = None
@@ -231,11 +218,7 @@ def damage(file: Path, *, is_truncated: bool) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-def shift_wall_clock(seconds: float) -> None:
+def _shift_wall_clock(seconds: float) -> None:
     """Set the wall clock of this process off by `seconds`, for all code in it that asks the module `time`."""
     time.time = lambda: _real_time() + seconds
     time.time_ns = lambda: _real_time_ns() + int(seconds * 1e9)
-
-
-def _largest_file(directory: Path) -> Path:
-    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)

@@ -94,7 +94,12 @@ def compile_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     if chosen := environ.get(_COMPILE_CACHE):
         return Path(chosen)
     kind = " ".join([platform.machine(), *sorted(_read_cpu_flags()), environ.get("ATEN_CPU_CAPABILITY", "")])
-    name = f"torchinductor_{_user_name()}_{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a container's user need not have a name
+        user = f"uid_{os.getuid()}"
+    user = re.sub(r'[\\/:*?"<>|]', "_", user)  # a path may contain the rest
+    name = f"torchinductor_{user}_{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
     return make_private_directory(Path(tempfile.gettempdir()) / name)
 
 
@@ -179,12 +184,3 @@ def _read_cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(match.group(1).split()) if match else frozenset()
-
-
-def _user_name() -> str:
-    """The user's name in a form that a path may contain."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):  # a container's user need not have a name
-        name = f"uid_{os.getuid()}"
-    return re.sub(r'[\\/:*?"<>|]', "_", name)
