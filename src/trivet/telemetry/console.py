@@ -4,66 +4,50 @@ The lines have the form that users of prime-rl search their logs for.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from trivet.wire.rollouts import Rollout
 
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    label: str
-    metric: str
-    form: str
-
-
 _TRAINER = (
-    _Part("Time", "time/step", "{:.2f}s"),
-    _Part("Loss", "loss/mean", "{:.4f}"),
-    _Part("Entropy", "entropy/mean", "{:.4f}"),
-    _Part("Mismatch KL", "mismatch_kl/mean", "{:.4f}"),
-    _Part("Grad. Norm", "optim/grad_norm", "{:.4f}"),
-    _Part("LR", "optim/lr", "{:.2e}"),
-    _Part("Throughput", "perf/throughput", "{:.0f} tokens/s"),
-    _Part("MFU", "perf/mfu", "{:.1f}%"),
-    _Part("Peak Mem.", "perf/peak_memory", "{:.1f} GiB"),
+    ("Time", "time/step", "{:.2f}s"),
+    ("Loss", "loss/mean", "{:.4f}"),
+    ("Entropy", "entropy/mean", "{:.4f}"),
+    ("Mismatch KL", "mismatch_kl/mean", "{:.4f}"),
+    ("Grad. Norm", "optim/grad_norm", "{:.4f}"),
+    ("LR", "optim/lr", "{:.2e}"),
+    ("Throughput", "perf/throughput", "{:.0f} tokens/s"),
+    ("MFU", "perf/mfu", "{:.1f}%"),
+    ("Peak Mem.", "perf/peak_memory", "{:.1f} GiB"),
 )
-_SFT = (*_TRAINER[:2], _Part("Val. Loss", "val/loss", "{:.4f}"), *_TRAINER[2:])
-_ORCHESTRATOR = (
-    _Part("Time", "time/step", "{:.2f}s"),
-    _Part("Reward", "reward/mean", "{:.4f}"),
-    _Part("Val. Reward", "val_reward/mean", "{:.4f}"),
-    _Part("Throughput", "perf/throughput", "{:.1f} tokens/s"),
-    _Part("Seq. Length", "seq_len/mean", "{:.1f} tokens/sample"),
-    _Part("Async Level", "batch/async_level", "{:.0f}"),
-    _Part("Max. Off-Policy Level", "batch/off_policy_level/max", "{:.0f}"),
-)
+_PARTS = {
+    "trainer": _TRAINER,
+    "sft": (*_TRAINER[:2], ("Val. Loss", "val/loss", "{:.4f}"), *_TRAINER[2:]),
+    "orchestrator": (
+        ("Time", "time/step", "{:.2f}s"),
+        ("Reward", "reward/mean", "{:.4f}"),
+        ("Val. Reward", "val_reward/mean", "{:.4f}"),
+        ("Throughput", "perf/throughput", "{:.1f} tokens/s"),
+        ("Seq. Length", "seq_len/mean", "{:.1f} tokens/sample"),
+        ("Async Level", "batch/async_level", "{:.0f}"),
+        ("Max. Off-Policy Level", "batch/off_policy_level/max", "{:.0f}"),
+    ),
+}
+"""Label, metric and form of each part of a role's step line."""
 
 
-def trainer_line(step: int, values: Mapping[str, float]) -> str:
+def step_line(role: str, step: int, values: Mapping[str, float]) -> str:
     """Return `Step 7 | Time: 1.99s | Loss: 0.0123 | …`; the level SUCCESS stands before it in the log.
 
     Args:
         values: metrics by name; `perf/mfu` in percent, `perf/peak_memory` in GiB. A part without its metric is left out.
     """
-    return _line(step, values, _TRAINER)
-
-
-def orchestrator_line(step: int, values: Mapping[str, float]) -> str:
-    """Return `Step 28 | Time: 73.77s | Reward: 0.3887 | …`, with parts as in `trainer_line`."""
-    return _line(step, values, _ORCHESTRATOR)
-
-
-def sft_line(step: int, values: Mapping[str, float]) -> str:
-    """Return the line of `trainer_line`, with the held-out loss of the steps that measured it."""
-    return _line(step, values, _SFT)
-
-
-LineFunction = Callable[[int, Mapping[str, float]], str]
-
-LINES: dict[str, LineFunction] = {"trainer": trainer_line, "orchestrator": orchestrator_line, "sft": sft_line}
-"""Formats a step's metrics, by role."""
+    shown = [
+        f"{label}: {form.format(values[metric])}"
+        for label, metric, form in _PARTS[role]
+        if math.isfinite(values.get(metric, math.nan))
+    ]
+    return " | ".join([f"Step {step}", *shown])
 
 
 def eval_line(version: int, values: Mapping[str, float]) -> str:
@@ -110,19 +94,7 @@ def message_text(message: Mapping[str, Any]) -> str:
     if isinstance(content, list):
         parts = cast("list[dict[str, Any]]", content)
         content = " ".join(str(part.get("text", part.get("type"))) for part in parts)
-    calls = [f"{call['name']}({call['arguments']})" for call in map(_call, message.get("tool_calls") or [])]
+    # Tool calls come in OpenAI's nested form and in a flat one.
+    tools: list[Mapping[str, Any]] = [call.get("function") or call for call in message.get("tool_calls") or []]
+    calls = [f"{tool['name']}({tool['arguments']})" for tool in tools]
     return " ".join([*([str(content)] if content else []), *calls])
-
-
-def _call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the call itself: tool calls come in OpenAI's nested form and in a flat one."""
-    return call.get("function") or call
-
-
-def _line(step: int, values: Mapping[str, float], parts: Sequence[_Part]) -> str:
-    shown = [f"{part.label}: {part.form.format(values[part.metric])}" for part in parts if _exists(values.get(part.metric))]
-    return " | ".join([f"Step {step}", *shown])
-
-
-def _exists(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import httpx
@@ -14,7 +14,7 @@ from trivet.config.schema.orchestrator import ShownSamplesConfig
 from trivet.config.schema.shared import DetectorsConfig, HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
 from trivet.errors import Diverged
 from trivet.process.proxies import PROXY_ERRORS
-from trivet.telemetry.console import LINES, eval_line, sample_lines
+from trivet.telemetry.console import eval_line, sample_lines, step_line
 from trivet.telemetry.events import EventWriter
 from trivet.telemetry.logs import SUCCESS
 from trivet.telemetry.metrics import MetricsWriter
@@ -65,7 +65,7 @@ class Telemetry:
             from trivet.telemetry.metrics_server import MetricsServer
 
             self._server = MetricsServer(outputs.metrics_server)
-        self._make_line = LINES[role]
+        self._role = role
         self._events = EventWriter(layout.events, role=role, attempt=run.attempt, check=check)
 
         def open_metrics(name: str) -> MetricsWriter:
@@ -94,7 +94,7 @@ class Telemetry:
             self._wandb.write(step, values)
         if self._server is not None:
             self._server.update(step, values)
-        logger.log(SUCCESS, "%s", self._make_line(step, values))
+        logger.log(SUCCESS, "%s", step_line(self._role, step, values))
         if self._heartbeat is not None:
             self._heartbeat.send()
         if self._watch is not None:
@@ -175,33 +175,21 @@ class Heartbeat:
         try:
             with httpx.Client(timeout=_HEARTBEAT_TIMEOUT_S, transport=self._transport) as client:
                 client.get(self._url).raise_for_status()
-        except (httpx.HTTPError, *PROXY_ERRORS) as exc:
-            if not self._has_failed:
-                logger.warning("heartbeat.url was not reached: %s; said once, the run goes on", _describe_failure(exc))
-            self._has_failed = True
-        else:
             self._has_failed = False
-
-
-def _describe_failure(error: Exception) -> str:
-    """Return what went wrong. The text of httpx about an answer names the whole address, with which anyone could send beats."""
-    if isinstance(error, httpx.HTTPStatusError):
-        return f"the service answered {error.response.status_code}"
-    return f"{type(error).__name__}: {error}"
+        except (httpx.HTTPError, *PROXY_ERRORS) as exc:
+            reason = f"{type(exc).__name__}: {exc}"
+            if isinstance(exc, httpx.HTTPStatusError):  # its text names the whole address, with which anyone could call
+                reason = f"the service answered {exc.response.status_code}"
+            if not self._has_failed:
+                logger.warning("heartbeat.url was not reached: %s; said once, the run goes on", reason)
+            self._has_failed = True
 
 
 class DetectorWatch:
     """Shows each step's metrics to the detectors that are not off, and reacts as `[detectors]` says."""
 
     def __init__(self, config: DetectorsConfig) -> None:
-        thresholds = Thresholds(
-            failed_share=config.failed_share,
-            truncated_share=config.truncated_share,
-            entropy_share=config.entropy_share,
-            mismatch_kl=config.mismatch_kl,
-            gradient_factor=config.gradient_factor,
-            stuck_policy_steps=config.stuck_policy_steps,
-        )
+        thresholds = Thresholds(**{field.name: getattr(config, field.name) for field in fields(Thresholds)})
         detectors = make_detectors(thresholds, patience=config.patience)
         self._reactions: dict[str, str] = {detector.name: getattr(config, detector.name) for detector in detectors}
         self._detectors = [detector for detector in detectors if self._reactions[detector.name] != "off"]

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from trivet.telemetry.console import orchestrator_line, trainer_line
+from trivet.telemetry.console import step_line
 from trivet.telemetry.metrics import MetricsWriter, read_metrics, summarize
 
 
@@ -99,7 +99,7 @@ TRAINER = {
 
 
 def test_trainer_line_has_the_references_form():
-    assert trainer_line(7, TRAINER) == (
+    assert step_line("trainer", 7, TRAINER) == (
         "Step 7 | Time: 1.99s | Loss: 0.0123 | Entropy: 0.5432 | Mismatch KL: 0.0011 | Grad. Norm: 0.1234 | LR: 3.00e-06 | "
         "Throughput: 11896 tokens/s | MFU: 11.1% | Peak Mem.: 12.5 GiB"
     )
@@ -114,12 +114,15 @@ def test_orchestrator_line_has_the_references_form():
         "batch/async_level": 1.0,
         "batch/off_policy_level/max": 0.0,
     }
-    assert orchestrator_line(28, values) == (
+    assert step_line("orchestrator", 28, values) == (
         "Step 28 | Time: 73.77s | Reward: 0.3887 | Throughput: 2408.9 tokens/s | Seq. Length: 345.6 tokens/sample | "
         "Async Level: 1 | Max. Off-Policy Level: 0"
     )
-    assert "Reward: 0.3887 | Val. Reward: 0.5000 | " in orchestrator_line(28, {**values, "val_reward/mean": 0.5})
+    assert "Reward: 0.3887 | Val. Reward: 0.5000 | " in step_line("orchestrator", 28, {**values, "val_reward/mean": 0.5})
 
 
 def test_a_part_without_its_value_is_left_out_of_the_line():
-    assert trainer_line(1, {"time/step": 2.0, "loss/mean": math.nan, "optim/lr": 1e-3}) == "Step 1 | Time: 2.00s | LR: 1.00e-03"
+    assert (
+        step_line("trainer", 1, {"time/step": 2.0, "loss/mean": math.nan, "optim/lr": 1e-3})
+        == "Step 1 | Time: 2.00s | LR: 1.00e-03"
+    )

@@ -90,15 +90,21 @@ class Attempts:
             ConfigError: the checkpoint to resume from is damaged; nothing was removed.
             ResumeError: settings that a resumed run must keep did change.
         """
-        resume_from = self.config.trainer.ckpt.resume_from
+        trainer, versions = self.config.trainer, set[int]()
+        resume_from = trainer.ckpt.resume_from
         if resume_from is None:
             for section in self.planned.configs.values():
                 if isinstance(section, Resumable):
                     # `begin` reads every file of both parts, before anything is removed.
                     choose_resume_step(section, is_whole_verified=True)
-        versions = _needed_by_fork(self.config, self.from_step) if self.from_step and resume_from is not None else ()
-        if self.from_step is not None and resume_from is None:
-            self.notices += _other_servers(self.planned)
+            if self.from_step is not None:
+                self.notices += _other_servers(self.planned)
+        elif self.from_step:
+            # Older policies of the other run that a fork of its checkpoint samples from or compares with.
+            versions = needed_to_resume([self.from_step], lag=trainer.max_async_level if self.config.deterministic else 0)
+            if trainer.loss.beta:
+                versions.add(reference_version_after(self.from_step, interval=trainer.loss.reference_update_interval))
+            versions -= {self.from_step, START_VERSION}
         self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, versions=versions)
         write_configs(self.planned.configs)
         self.name_servers()
@@ -114,7 +120,7 @@ class Attempts:
         require_newest_attempt(self.layout, self.run)
         newest = self._newest_whole(log)
         if newest is not None and newest != self.from_step:
-            self.config = keep_every_part(self.config)
+            self.config = _keep_every_part(self.config)
             self.from_step = newest
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
         self.directory.begin_next(self.run)
@@ -198,20 +204,8 @@ def _other_servers(planned: RunPlan) -> list[str]:
     return list(dict.fromkeys(notices))
 
 
-def _needed_by_fork(config: RLConfig, step: Step) -> set[int]:
-    """Return the policies of the other run, older than `step`, that a fork of its checkpoint samples from or compares with."""
-    loss, lag = config.trainer.loss, config.trainer.max_async_level if config.deterministic else 0
-    needed = needed_to_resume([step], lag=lag)
-    if loss.beta:
-        needed.add(reference_version_after(step, interval=loss.reference_update_interval))
-    return needed - {step, START_VERSION}
-
-
-def keep_every_part(config: RLConfig) -> RLConfig:
-    """Return `config` without ckpt.skip_*.
-
-    What a user leaves out of the checkpoint that a run starts from is not left out of those that the run commits itself.
-    """
+def _keep_every_part(config: RLConfig) -> RLConfig:
+    """Return `config` without ckpt.skip_*: what is left out of the checkpoint that a run starts from, it commits itself."""
     nothing = {name: False for name in CkptConfig.model_fields if name.startswith("skip_")}
     roles = {
         name: role.model_copy(update={"ckpt": role.ckpt.model_copy(update=nothing)})

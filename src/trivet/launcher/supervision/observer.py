@@ -9,7 +9,7 @@ import http.client
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from trivet.config.sections.supervision import RecoveryConfig
@@ -56,11 +56,20 @@ class RoleProcess:
     """One started role, and what was observed of it."""
 
     def __init__(self, child: HostedProcess, *, now: float, watched_s: float) -> None:
+        spec = child.spec
         self.child = child
+        self.seen = RoleObservation(
+            name=spec.name,
+            unit=spec.unit,
+            node=spec.node,
+            work=spec.work,
+            does_finish=spec.does_finish,
+            starts_after=spec.starts_after,
+            last_output_at=now,
+        )
+        """The role at the last look, but for what its reports say."""
         self.reports = RoleReports()
         """Reports of its processes when the host was last asked."""
-        self.exit_code: int | None = None
-        """The exit code that was observed, None while it ran at the last look."""
         self.stuck = ""
         """The reason why the watchdog treats it as stuck; empty when it does not."""
         self.stopped: tuple[int, ...] = ()
@@ -70,16 +79,17 @@ class RoleProcess:
         self.started_at = watched_s
         self.heard: dict[str, tuple[ReportStamp, float]] = {}
         """The newest stamp of each process, and the watched time at which it was new."""
-        self._follower = LogFollower(child.spec.log, offset=child.log_offset)
-        self._ended_at = 0.0
-        self._is_complete = False
-        self._last_output_at = now
-        self._last_log_line = ""
+        self._follower = LogFollower(spec.log, offset=child.log_offset)
 
     @property
     def name(self) -> str:
         """Name of the role."""
         return self.child.spec.name
+
+    @property
+    def is_running(self) -> bool:
+        """True when it ran at the last look."""
+        return self.seen.exit_code is None
 
     def poll(self, *, now: float, is_complete: Callable[[str], bool]) -> list[str]:
         """Notice new output and the exit; returns the lines that were added to the log.
@@ -87,37 +97,21 @@ class RoleProcess:
         Args:
             is_complete: whether the role of that name recorded that it reached the last step.
         """
-        code = self.child.exit_code
-        lines = self._follower.read_lines()
+        code, lines, spec = self.child.exit_code, self._follower.read_lines(), self.child.spec
         if lines:
-            self._last_output_at = now
-        if self.exit_code is None and code is not None:
-            self.exit_code, self._ended_at, self.stuck = code, now, ""
-            self._is_complete = code == 0 and (not self.child.spec.records_end or is_complete(self.name))
-            for line in last_lines(self.child.spec.log, offset=self.child.log_offset, count=1):
+            self.seen = replace(self.seen, last_output_at=now)
+        if self.is_running and code is not None:
+            last = "".join(last_lines(spec.log, offset=self.child.log_offset, count=1))
+            self.stuck = ""
+            self.seen = replace(
+                self.seen,
+                exit_code=code,
+                ended_at=now,
+                is_complete=code == 0 and (not spec.records_end or is_complete(self.name)),
                 # Without what differs between two failures of one cause: the time, pids, seconds.
-                self._last_log_line = _NUMBER.sub("#", _TIME.sub("", line))
+                last_log_line=_NUMBER.sub("#", _TIME.sub("", last)),
+            )
         return lines
-
-    def observe(self, *, has_progressed: bool) -> RoleObservation:
-        """Return what recovery has to know of it."""
-        spec = self.child.spec
-        return RoleObservation(
-            name=self.name,
-            unit=spec.unit,
-            node=spec.node,
-            work=spec.work,
-            does_finish=spec.does_finish,
-            starts_after=spec.starts_after,
-            exit_code=self.exit_code,
-            ended_at=self._ended_at,
-            is_complete=self._is_complete,
-            last_output_at=self._last_output_at,
-            has_progressed=has_progressed,
-            is_waiting=any(report.waits_for == ORCHESTRATOR for report in self.reports.readable),
-            stuck=self.stuck,
-            last_log_line=self._last_log_line,
-        )
 
 
 class Observer:
@@ -167,7 +161,7 @@ class Observer:
         if unit in self._silent:
             self._silent[unit] = list(self._attempts.server_urls()[unit])
         # An attempt may have fewer nodes.
-        gone = {name for name, role in self.roles.items() if role.child.spec.unit == unit}.difference(names)
+        gone = {name for name, role in self.roles.items() if role.seen.unit == unit}.difference(names)
         for name in gone:
             del self.roles[name]
 
@@ -175,9 +169,9 @@ class Observer:
         """Notice exits, show new log lines, ask servers, and read the reports when that is due."""
         now = self._clock.now()
         for role in self.roles.values():
-            was_running = role.exit_code is None
+            was_running = role.is_running
             lines = role.poll(now=now, is_complete=self._attempts.has_completed)
-            if was_running and role.exit_code is not None:
+            if was_running and not role.is_running:
                 self._read_due = 0.0  # its last report says how far it came
             if role.child.spec.does_finish:
                 for line in filter(is_for_terminal, lines):
@@ -191,7 +185,7 @@ class Observer:
 
     def _ask_servers(self, now: float) -> None:
         # A server that was lost with its node would have the supervisor wait, each time, for an answer that cannot come.
-        ended = {role.child.spec.unit for role in self.roles.values() if role.exit_code is not None}
+        ended = {role.seen.unit for role in self.roles.values() if not role.is_running}
         for unit, urls in self._silent.items():
             for url in list(urls) if unit not in ended else ():
                 if answers(url):
@@ -209,7 +203,7 @@ class Observer:
                 role.stopped = stopped
         for role in self.roles.values():
             role.reports = self._host.read_reports(role.child)
-            if role.exit_code is not None:
+            if not role.is_running:
                 continue
             was_stuck, role.stuck = role.stuck, self._why_stuck(role)
             if role.stuck and not was_stuck:
@@ -242,7 +236,7 @@ class Observer:
 
     def _check_stall(self) -> None:
         """Warn when nothing that the roles report has changed for a time, and again after twice the time."""
-        running = [role for role in self.roles.values() if role.exit_code is None]
+        running = [role for role in self.roles.values() if role.is_running]
         reports = [report for role in running for report in role.reports.readable]
         if (situation := [_what_moves(report) for report in reports]) != self._situation:
             self._situation, self._unchanged_since = situation, self._watched_s
@@ -269,7 +263,7 @@ class Observer:
             return self.is_answering(unit)
         if unit == TRAINING:
             return self.last_step() > (self._attempts.from_step or 0)
-        roles = [role for role in self.roles.values() if role.child.spec.unit == unit]
+        roles = [role for role in self.roles.values() if role.seen.unit == unit]
         return any(report.activity == RUNNING_GROUPS for role in roles for report in role.reports.readable)
 
     def last_step(self) -> int:
@@ -284,7 +278,13 @@ class Observer:
             RunDirectoryBusy: another node leads the run now.
         """
         roles = {
-            name: role.observe(has_progressed=self.has_progressed(role.child.spec.unit)) for name, role in self.roles.items()
+            name: replace(
+                role.seen,
+                has_progressed=self.has_progressed(role.seen.unit),
+                is_waiting=any(report.waits_for == ORCHESTRATOR for report in role.reports.readable),
+                stuck=role.stuck,
+            )
+            for name, role in self.roles.items()
         }
         has_trouble = any(role.exit_code is not None or role.stuck for role in roles.values())
         return RunObservation(

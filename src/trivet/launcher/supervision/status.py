@@ -24,16 +24,22 @@ _WRITE_INTERVAL_S = 2.0
 """Whoever reads the file treats one that is much older as the file of a launcher that was killed."""
 
 
-class RestartLog:
-    """The restarts of a run, the units that have not progressed since theirs, and the newest error."""
+class StatusReporter:
+    """Says failures and restarts, keeps their records, and writes status.json. A run does not end because it cannot be written."""
 
-    def __init__(self, *, log: RunLog, clock: Clock) -> None:
-        self.records: list[RestartRecord] = []
+    def __init__(self, attempts: Attempts, *, observer: Observer, recovery: Recovery, log: RunLog, clock: Clock) -> None:
         self.last_error = ""
+        self.restarts: list[RestartRecord] = []
+        self._attempts = attempts
+        self._observer = observer
+        self._recovery = recovery
         self._log = log
         self._clock = clock
         self._down: dict[RecoveryUnit, tuple[int, float]] = {}
         """The index of its record and the time of its failure, for each unit without progress since."""
+        self._started = clock.unix_time()
+        self._due = 0.0
+        self._has_failed = False
 
     @property
     def units_down(self) -> tuple[RecoveryUnit, ...]:
@@ -49,7 +55,7 @@ class RestartLog:
         self.last_error = f"{role.name} stuck: {role.stuck}"
         self._log.say(f"WARNING {self.last_error}; {_quote(role)}\n{hint}")
 
-    def announce(self, action: AnnounceRestart, *, role: RoleProcess, last_step: int) -> None:
+    def announce_restart(self, action: AnnounceRestart, *, role: RoleProcess, last_step: int) -> None:
         """Say that `role` failed and that its unit will be restarted.
 
         Args:
@@ -62,8 +68,8 @@ class RestartLog:
             self._log.say(f"WARNING {self.last_error}")
         rollback = "; orchestrator and trainer go back to the last checkpoint" if is_training else ""
         self._log.say(f"{action.cause}{rollback}, restart in {action.delay_s:g} s")
-        self._down[action.unit] = (len(self.records), self._clock.now())
-        self.records.append(
+        self._down[action.unit] = (len(self.restarts), self._clock.now())
+        self.restarts.append(
             RestartRecord(
                 time=self._clock.unix_time(),
                 roles=list(action.roles),
@@ -72,7 +78,7 @@ class RestartLog:
             )
         )
 
-    def begin(self, unit: RecoveryUnit, *, from_step: Step | None) -> RestartRecord:
+    def begin_restart(self, unit: RecoveryUnit, *, from_step: Step | None) -> RestartRecord:
         """Note that `unit` starts again, and return its record.
 
         Args:
@@ -80,50 +86,29 @@ class RestartLog:
         """
         index, _ = self._down[unit]
         if from_step is not None:
-            lost_steps = max(0, self.records[index].lost_steps - from_step)
-            self.records[index] = msgspec.structs.replace(self.records[index], from_step=from_step, lost_steps=lost_steps)
-        return self.records[index]
+            lost_steps = max(0, self.restarts[index].lost_steps - from_step)
+            self.restarts[index] = msgspec.structs.replace(self.restarts[index], from_step=from_step, lost_steps=lost_steps)
+        return self.restarts[index]
 
-    def end(self, unit: RecoveryUnit) -> None:
+    def end_restart(self, unit: RecoveryUnit) -> None:
         """Note that `unit` has progressed again."""
         index, failed_at = self._down.pop(unit)
-        self.records[index] = msgspec.structs.replace(self.records[index], down_s=self._clock.now() - failed_at)
+        self.restarts[index] = msgspec.structs.replace(self.restarts[index], down_s=self._clock.now() - failed_at)
 
-    def fail(self, end: FinishRun, *, role: RoleProcess | None) -> None:
+    def announce_failure(self, end: FinishRun, *, role: RoleProcess | None) -> None:
         """Say why the run failed, with the log of `role`; nothing when it did not fail."""
         if end.outcome is RunState.FAILED:
             self.last_error = f"{end.role or 'run'} failed: {end.reason}" + (f"\n{_quote(role)}" if role is not None else "")
             self._log.say(self.last_error)
 
-    def summarize(self) -> None:
+    def summarize_restarts(self) -> None:
         """Say the restarts once more, in the order they happened, and what they cost; nothing when there were none."""
-        if self.records:
-            lost_s = sum(record.down_s or 0.0 for record in self.records)
-            steps = sum(record.lost_steps for record in self.records)
-            self._log.say(f"restarts: {len(self.records)}, {lost_s:.0f} s without progress, {steps} steps taken again")
-        for record in self.records:
+        if self.restarts:
+            lost_s = sum(record.down_s or 0.0 for record in self.restarts)
+            steps = sum(record.lost_steps for record in self.restarts)
+            self._log.say(f"restarts: {len(self.restarts)}, {lost_s:.0f} s without progress, {steps} steps taken again")
+        for record in self.restarts:
             self._log.say(f"  {time.strftime('%H:%M:%S', time.localtime(record.time))} {describe_restart(record)}")
-
-
-def _quote(role: RoleProcess) -> str:
-    return quote_log(role.child.spec.log, offset=role.child.log_offset)
-
-
-class StatusReporter:
-    """Writes status.json. A run does not end because it cannot be written."""
-
-    def __init__(
-        self, attempts: Attempts, *, observer: Observer, recovery: Recovery, restarts: RestartLog, log: RunLog, clock: Clock
-    ) -> None:
-        self._attempts = attempts
-        self._observer = observer
-        self._recovery = recovery
-        self._restarts = restarts
-        self._log = log
-        self._clock = clock
-        self._started = clock.unix_time()
-        self._due = 0.0
-        self._has_failed = False
 
     def write_at_once(self) -> None:
         """Have the next `write_when_due` write: something was done."""
@@ -150,8 +135,8 @@ class StatusReporter:
             max_steps=self._attempts.max_steps,
             last_commit=self._attempts.last_commit,
             roles=[self._role_status(role) for role in self._observer.roles.values()],
-            restarts=list(self._restarts.records),
-            last_error=self._restarts.last_error,
+            restarts=list(self.restarts),
+            last_error=self.last_error,
             exit_code=end.exit_code if end is not None else None,
             reason=end.reason if end is not None else "",
             events_bytes=num_complete_bytes(self._attempts.layout.events),
@@ -181,3 +166,7 @@ class StatusReporter:
             stuck=role.stuck,
             reports=reports,
         )
+
+
+def _quote(role: RoleProcess) -> str:
+    return quote_log(role.child.spec.log, offset=role.child.log_offset)

@@ -6,7 +6,7 @@ One round of the loop, every `_POLL_INTERVAL_S`:
     SIGINT, SIGTERM, SIGHUP --------> Interrupts --^                                               |
                                                                                                    v
     role processes <--start, signal-- ProcessHost <----------------------------- Supervisor._carry_out
-    rl.log, events.jsonl, status.json, terminal <--- RestartLog, StatusReporter <----+
+    rl.log, events.jsonl, status.json, terminal <----- StatusReporter <---------------+
 
 Consumes the roles' exits, logs and reports. Produces the exit code of the run, status.json and Restart events.
 Waits for the clock alone: every input is polled, and a server that is asked has a second to answer.
@@ -33,7 +33,7 @@ from trivet.launcher.supervision.decisions import (
 )
 from trivet.launcher.supervision.observer import SYSTEM_CLOCK, Clock, Observer, RoleProcess
 from trivet.launcher.supervision.recovery import Recovery
-from trivet.launcher.supervision.status import RestartLog, StatusReporter
+from trivet.launcher.supervision.status import StatusReporter
 from trivet.process.signals import Interrupts
 from trivet.wire.events import Restart
 from trivet.wire.status import RunState
@@ -76,11 +76,8 @@ class Supervisor:
         self._started = clock.now()
         self._error: TrivetError | None = None
         """The error that ended the run in the place of a decision."""
-        self._restarts = RestartLog(log=log, clock=clock)
         self._observer = Observer(attempts, config=config, host=host, log=log, clock=clock, warn_stuck=self._warn_stuck)
-        self._status = StatusReporter(
-            attempts, observer=self._observer, recovery=recovery, restarts=self._restarts, log=log, clock=clock
-        )
+        self._status = StatusReporter(attempts, observer=self._observer, recovery=recovery, log=log, clock=clock)
 
     def run(self) -> int:
         """Start the roles and watch them to the end; returns the exit code of the run.
@@ -100,7 +97,7 @@ class Supervisor:
             if self._must_not_lead:  # written only now: the log may be in a directory that does not answer
                 self._log.close()
                 self._announce(end)
-            self._restarts.summarize()
+            self._status.summarize_restarts()
             last = self._attempts.last_commit
             if end.outcome is not RunState.DONE and last is not None and not self._attempts.is_last_step_committed:
                 self._log.say(f"committed up to step {last}; go on from there with {key_name('--ckpt.resume-step -1')}")
@@ -134,7 +131,7 @@ class Supervisor:
         while True:
             self._host.lost_nodes()  # raises when another node leads the run
             self._observer.look()
-            has_ended = any(role.exit_code is not None for role in self._observer.roles.values())
+            has_ended = not all(role.is_running for role in self._observer.roles.values())
             has_trouble = interrupts.first is not None or has_ended
             while ready := next((spec for spec in waiting if has_trouble or self._may_start(spec)), None):
                 waiting.remove(ready)
@@ -151,7 +148,7 @@ class Supervisor:
                 return False  # it would load the same, and report the same error
             self._environments.wait()
         roles = self._observer.roles
-        answering = {name for name, role in roles.items() if self._observer.is_answering(role.child.spec.unit)}
+        answering = {name for name, role in roles.items() if self._observer.is_answering(role.seen.unit)}
         return answering.issuperset(spec.starts_after)
 
     def _start(self, spec: ProcessSpec) -> None:
@@ -163,9 +160,9 @@ class Supervisor:
     def _watch(self, interrupts: Interrupts) -> FinishRun:
         while True:
             self._observer.look()
-            for unit in self._restarts.units_down:
+            for unit in self._status.units_down:
                 if self._recovery.is_running(unit) and self._observer.has_progressed(unit):
-                    self._restarts.end(unit)
+                    self._status.end_restart(unit)
             actions = self._recovery.decide(self._observer.observe(interrupts))
             servers = {action.unit for action in actions if isinstance(action, StartUnit) and action.unit != TRAINING}
             if servers:
@@ -181,7 +178,7 @@ class Supervisor:
     def _warn_stuck(self, role: RoleProcess) -> None:
         config = self._config
         hint = f'(recovery.watchdog_timeout_s = {config.watchdog_timeout_s:g}, recovery.on_stuck = "{config.on_stuck}")'
-        self._restarts.warn_stuck(role, hint=hint)
+        self._status.warn_stuck(role, hint=hint)
 
     def _carry_out(self, action: RecoveryAction) -> None:
         roles = self._observer.roles
@@ -190,7 +187,7 @@ class Supervisor:
                 for name in action.roles:
                     roles[name].child.signal_group(signal.SIGKILL if action.by_kill else signal.SIGTERM)
             case AnnounceRestart():
-                self._restarts.announce(action, role=roles[action.role], last_step=self._observer.last_step())
+                self._status.announce_restart(action, role=roles[action.role], last_step=self._observer.last_step())
                 self._name_servers()
             case StartUnit():
                 self._restart(action.unit)
@@ -212,7 +209,7 @@ class Supervisor:
             step = self._attempts.from_step or Step(0)
             self._log.say(f"attempt {self._attempts.run.attempt} from {f'step {step}' if step else 'the start'}")
         self._name_servers()
-        record = self._restarts.begin(unit, from_step=step)
+        record = self._status.begin_restart(unit, from_step=step)
         self._attempts.record(Restart(roles=record.roles, cause=record.cause, from_step=record.from_step))
         specs = [spec for spec in self._attempts.specs() if spec.unit == unit]
         self._observer.restart(unit, names=[spec.name for spec in specs])
@@ -221,10 +218,10 @@ class Supervisor:
 
     def _name_servers(self) -> None:
         """Tell the orchestrator of the servers that have not failed, or are being started again."""
-        self._attempts.name_servers(without={unit for unit in self._restarts.units_down if not self._recovery.is_running(unit)})
+        self._attempts.name_servers(without={unit for unit in self._status.units_down if not self._recovery.is_running(unit)})
 
     def _announce(self, end: FinishRun) -> None:
-        self._restarts.fail(end, role=self._observer.roles.get(end.role or ""))
+        self._status.announce_failure(end, role=self._observer.roles.get(end.role or ""))
         after_s = self._clock.now() - self._started
         self._log.say(f"{end.outcome} after {after_s:.0f} s: {end.reason}; stopping what still runs")
 

@@ -12,7 +12,7 @@ from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.decisions import AnnounceRestart, FinishRun
 from trivet.launcher.supervision.observer import Observer, RoleProcess
 from trivet.launcher.supervision.recovery import Recovery
-from trivet.launcher.supervision.status import RestartLog, StatusReporter
+from trivet.launcher.supervision.status import StatusReporter
 from trivet.wire.status import RoleState, RunState, RunStatus, WorkerStatus
 from trivet.wire.versions import Step
 
@@ -25,14 +25,12 @@ class Reported:
     def __init__(self, tmp_path: Path, *, exit_code: int | None = None) -> None:
         self.layout, self.clock, (self.log, self.written) = RunLayout(tmp_path), FakeClock(), make_log(tmp_path)
         attempts = FakeAttempts(layout=self.layout)
-        self.restarts = RestartLog(log=self.log, clock=self.clock)
         self.observer = Observer(attempts, config=RecoveryConfig(), host=FakeHost(), log=self.log, clock=self.clock)
         self.observer.add(FakeChild(spec=make_spec(self.layout, "trainer"), pid=7, exit_code=exit_code))
         self.status = StatusReporter(
             attempts,
             observer=self.observer,
             recovery=Recovery(RecoveryConfig(), stop_timeout_s=1.0, patience_s=1.0),
-            restarts=self.restarts,
             log=self.log,
             clock=self.clock,
         )
@@ -95,17 +93,17 @@ def test_a_restart_of_training_costs_the_steps_since_the_checkpoint_and_the_time
     action = AnnounceRestart(
         unit=TRAINING, roles=("trainer", "orchestrator"), role="trainer", cause="trainer killed by SIGKILL", delay_s=1
     )
-    run.restarts.announce(action, role=make_role(tmp_path, "trainer"), last_step=8)
-    assert run.restarts.units_down == (TRAINING,)
-    assert run.restarts.last_error.startswith("trainer killed by SIGKILL; last lines of ")
+    run.status.announce_restart(action, role=make_role(tmp_path, "trainer"), last_step=8)
+    assert run.status.units_down == (TRAINING,)
+    assert run.status.last_error.startswith("trainer killed by SIGKILL; last lines of ")
     assert "orchestrator and trainer go back to the last checkpoint, restart in 1 s" in run.written.getvalue()
-    record = run.restarts.begin(TRAINING, from_step=Step(6))
+    record = run.status.begin_restart(TRAINING, from_step=Step(6))
     assert (record.from_step, record.lost_steps, record.down_s) == (6, 2, None)
     run.clock.sleep(14)
-    run.restarts.end(TRAINING)
-    assert run.restarts.units_down == ()
-    assert run.restarts.records[0].down_s == 14
-    run.restarts.summarize()
+    run.status.end_restart(TRAINING)
+    assert run.status.units_down == ()
+    assert run.status.restarts[0].down_s == 14
+    run.status.summarize_restarts()
     assert "restarts: 1, 14 s without progress, 2 steps taken again" in run.written.getvalue()
 
 
@@ -113,17 +111,17 @@ def test_a_unit_that_fails_again_before_progress_is_down_since_the_second_failur
     run = Reported(tmp_path)
     action = AnnounceRestart(unit=INFERENCE, roles=("inference",), role="inference", cause="inference died", delay_s=1)
     for _ in range(2):
-        run.restarts.announce(action, role=make_role(tmp_path, "inference"), last_step=8)
-        assert run.restarts.begin(INFERENCE, from_step=None).lost_steps == 0
+        run.status.announce_restart(action, role=make_role(tmp_path, "inference"), last_step=8)
+        assert run.status.begin_restart(INFERENCE, from_step=None).lost_steps == 0
         run.clock.sleep(5)
-    run.restarts.end(INFERENCE)
-    assert [record.down_s for record in run.restarts.records] == [None, 5]
+    run.status.end_restart(INFERENCE)
+    assert [record.down_s for record in run.status.restarts] == [None, 5]
 
 
 def test_the_log_of_a_stuck_role_is_quoted_once(tmp_path: Path) -> None:
     run, role = Reported(tmp_path), make_role(tmp_path, "inference")
     role.stuck = "inference has not reported for 61 s"
-    run.restarts.warn_stuck(role, hint="(hint)")
+    run.status.warn_stuck(role, hint="(hint)")
     action = AnnounceRestart(unit=INFERENCE, roles=("inference",), role="inference", cause="inference stuck", delay_s=1)
-    run.restarts.announce(action, role=role, last_step=0)
+    run.status.announce_restart(action, role=role, last_step=0)
     assert run.written.getvalue().count("| out of memory") == 1
