@@ -6,8 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trivet.config.schema.inference import InferenceConfig
-from trivet.config.schema.rl import RLConfig
+from trivet.config.sections.rl import RLConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 
@@ -40,16 +39,6 @@ class GpuShares:
         earlier = list(gpus)[: list(gpus).index(name)] if name in gpus else []
         return tuple(server for server in earlier if not set(gpus[server]).isdisjoint(gpus[name]))
 
-    @property
-    def is_shared(self) -> bool:
-        """True when the inference server is not alone on its GPUs."""
-        return not set(self.inference).isdisjoint((*self.trainer, *self.teacher))
-
-    @property
-    def is_teacher_shared(self) -> bool:
-        """True when the teacher's server is not alone on its GPUs."""
-        return not set(self.teacher).isdisjoint((*self.trainer, *self.inference))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShares:
@@ -67,33 +56,36 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
     Raises:
         ConfigError: an id without a GPU, an id twice, or a role without any.
     """
-    if not gpus:
+    num_gpus = len(gpus)
+    if not num_gpus:
         if config.trainer.device == "cuda":
             raise ConfigError('trainer.device is "cuda" but this machine shows no GPU; set it to "auto" or "cpu"')
         return GpuShares(inference=(), trainer=())
-    serves, trains = config.inference is not None, config.trainer.device != "cpu"
-    inference_ids = config.inference_gpu_ids if serves else []
-    trainer_ids = config.trainer_gpu_ids if trains else []
-    teaches = config.teacher_inference is not None
-    teacher_ids = _teacher_ids(config, len(gpus)) if teaches else []
+    ids: dict[str, list[int]] = {}
+    if config.inference is not None:
+        ids["inference_gpu_ids"] = config.inference_gpu_ids
+    if config.trainer.device != "cpu":
+        ids["trainer_gpu_ids"] = config.trainer_gpu_ids
+    if config.teacher_inference is not None:
+        if config.teacher_gpu_ids is None and num_gpus > 1:
+            raise ConfigError(
+                "teacher_gpu_ids is not set: name the GPUs of [teacher_inference]; they may be those of another role"
+            )
+        ids["teacher_gpu_ids"] = [0] if config.teacher_gpu_ids is None else config.teacher_gpu_ids
     notices: list[str] = []
-    if len(gpus) == 1 and trainer_ids == [1]:
-        trainer_ids = [0]
-        if serves:
+    if num_gpus == 1 and ids.get("trainer_gpu_ids") == [1]:
+        ids["trainer_gpu_ids"] = [0]
+        if config.inference is not None:
             notices.append(
                 f"one GPU: inference and trainer share it (set {key_name('trainer_gpu_ids')} = [0] to say so yourself)"
             )
-    for key, ids, is_used in (
-        ("inference_gpu_ids", inference_ids, serves),
-        ("trainer_gpu_ids", trainer_ids, trains),
-        ("teacher_gpu_ids", teacher_ids, teaches),
-    ):
-        if is_used:
-            _check_ids(key_name(key), ids, len(gpus))
+    for key, chosen in ids.items():
+        _check_ids(key_name(key), chosen, num_gpus)
+    names = {key: tuple(gpus[index] for index in chosen) for key, chosen in ids.items()}
     return GpuShares(
-        inference=tuple(gpus[index] for index in inference_ids),
-        trainer=tuple(gpus[index] for index in trainer_ids),
-        teacher=tuple(gpus[index] for index in teacher_ids),
+        inference=names.get("inference_gpu_ids", ()),
+        trainer=names.get("trainer_gpu_ids", ()),
+        teacher=names.get("teacher_gpu_ids", ()),
         notices=tuple(notices),
     )
 
@@ -115,16 +107,18 @@ def require_shared_gpu(config: RLConfig, shares: GpuShares) -> None:
 
 def share_memory(config: RLConfig, shares: GpuShares) -> MemoryShares:
     """Divide the memory of GPUs that roles share."""
-    inference = _cap_share(config.inference, _server_share(config, shares))
-    teacher = _cap_share(config.teacher_inference, SHARED_TEACHER_MEMORY if shares.is_teacher_shared else 1.0)
-    taken = [
-        share
-        for server, gpus, share in (
-            (config.inference, shares.inference, 0.0 if _sleeps(config) else inference),
-            (config.teacher_inference, shares.teacher, teacher),
-        )
-        if server is not None and not set(gpus).isdisjoint(shares.trainer)
-    ]
+    on_inference, on_teacher, on_trainer = set(shares.inference), set(shares.teacher), set(shares.trainer)
+    inference = 1.0 if on_inference.isdisjoint(on_trainer | on_teacher) else SHARED_GPU_MEMORY
+    if _sleeps(config) and config.trainer.model.fsdp_cpu_offload and on_teacher.isdisjoint(on_inference):
+        # A server that sleeps shares the GPU with what the trainer keeps there between two steps, which is nothing here.
+        inference = round(1 - _CONTEXT_MEMORY, 3)
+    teacher = 1.0 if on_teacher.isdisjoint(on_trainer | on_inference) else SHARED_TEACHER_MEMORY
+    if config.inference is not None:
+        inference = min(config.inference.gpu_memory_utilization, inference)
+    if config.teacher_inference is not None:
+        teacher = min(config.teacher_inference.gpu_memory_utilization, teacher)
+    taken = [0.0 if _sleeps(config) else inference] if config.inference and not on_inference.isdisjoint(on_trainer) else []
+    taken += [teacher] if config.teacher_inference and not on_teacher.isdisjoint(on_trainer) else []
     left = round(1 - sum(taken) - _CONTEXT_MEMORY, 3) if taken else 1.0
     return MemoryShares(inference=inference, teacher=teacher, trainer=min(config.trainer.gpu_memory_utilization, left))
 
@@ -147,29 +141,6 @@ def describe_memory(config: RLConfig, shares: GpuShares) -> list[str]:
 
 def _sleeps(config: RLConfig) -> bool:
     return config.inference is not None and config.inference.sleep_while_training
-
-
-def _cap_share(server: InferenceConfig | None, share: float) -> float:
-    return min(server.gpu_memory_utilization, share) if server is not None else 1.0
-
-
-def _server_share(config: RLConfig, shares: GpuShares) -> float:
-    """Return the largest share of a GPU's memory that the inference server may take.
-
-    A server that sleeps while the trainer learns shares the GPU only with what the trainer keeps there between two steps.
-    """
-    is_with_teacher = not set(shares.teacher).isdisjoint(shares.inference)
-    if _sleeps(config) and config.trainer.model.fsdp_cpu_offload and not is_with_teacher:
-        return round(1 - _CONTEXT_MEMORY, 3)  # the trainer keeps nothing on the GPU between two steps
-    return SHARED_GPU_MEMORY if shares.is_shared else 1.0
-
-
-def _teacher_ids(config: RLConfig, num_gpus: int) -> list[int]:
-    if config.teacher_gpu_ids is not None:
-        return config.teacher_gpu_ids
-    if num_gpus > 1:
-        raise ConfigError("teacher_gpu_ids is not set: name the GPUs of [teacher_inference]; they may be those of another role")
-    return [0]
 
 
 def _check_ids(key: str, ids: Sequence[int], num_gpus: int) -> None:

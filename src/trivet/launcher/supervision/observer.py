@@ -94,8 +94,7 @@ class RoleProcess:
     def poll(self, *, now: float, is_complete: Callable[[str], bool]) -> list[str]:
         """Notice new output and the exit; returns the lines that were added to the log.
 
-        Args:
-            is_complete: whether the role of that name recorded that it reached the last step.
+        `is_complete` says whether the role of that name recorded that it reached the last step.
         """
         code, lines, spec = self.child.exit_code, self._follower.read_lines(), self.child.spec
         if lines:
@@ -127,11 +126,7 @@ class Observer:
         clock: Clock,
         warn_stuck: Callable[[RoleProcess], None] = lambda role: None,
     ) -> None:
-        """Observe nothing yet.
-
-        Args:
-            warn_stuck: called when a role is found stuck.
-        """
+        """Observe nothing yet; `warn_stuck` is called when a role is found stuck."""
         self.roles: dict[str, RoleProcess] = {}
         """The newest process of each role, by the role's name."""
         self._attempts = attempts
