@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trivet.config.sections.rl import RLConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 

@@ -10,16 +10,15 @@ from typing import NewType
 from urllib.parse import urlsplit
 
 from trivet.checkpoints.settings import EVERY_KEY
-from trivet.config.checks.numbers import steps_problem, tensor_parallel_problem
+from trivet.config.check_roles import steps_problem, tensor_parallel_problem
 from trivet.config.layout import RunLayout
-from trivet.config.loading.resolve import LOCAL_HOSTS
-from trivet.config.sections.base import Section
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.inference import InferenceConfig, ServerConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import CkptConfig, RunIdentity
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.resolve import LOCAL_HOSTS
+from trivet.config.schema.base import Section
+from trivet.config.schema.inference import ClientConfig, InferenceConfig, ServerConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import CkptConfig, RunIdentity
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.launcher.gpu_shares import INFERENCE, TEACHER, TRAINER, GpuShares, require_shared_gpu, share_gpus, share_memory
@@ -121,7 +120,7 @@ def plan(
     """Plan the processes of a run and the configuration of each role.
 
     Args:
-        config: resolved (config.loading.resolve).
+        config: resolved (config.resolve).
         python: the interpreter that runs the roles.
         ports: free ports; one that differs from the configured port replaces it.
         resume_step: a committed step, or None for a fresh run.

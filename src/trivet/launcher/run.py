@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from trivet.checkpoints.commit import resolve_resume_step, verify_checkpoint
 from trivet.checkpoints.fork import choose_fork
 from trivet.config.compute_dtype import describe_dtype, record_choice
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.loading.dump import to_toml
-from trivet.config.sections.curriculum import AdvantageConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import RunIdentity
+from trivet.config.schema.orchestrator import AdvantageConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.environments.packages.interpreters import describe_interpreter, require_environment
 from trivet.environments.packages.probe import EnvironmentProbe, ProbeTarget
 from trivet.environments.settings import run_settings

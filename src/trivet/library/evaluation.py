@@ -19,7 +19,6 @@ from trivet.errors import ConfigError, RoleFailed
 from trivet.evaluation.plan import results_layout
 from trivet.evaluation.scores import Summary
 from trivet.evaluation.targets import complete_steps, read_origin
-from trivet.process.sockets import ReservedPorts
 from trivet.library.arguments import EvalArguments, entries_of, written_values
 from trivet.library.functions import FunctionFiles, split_partial
 from trivet.library.process import RunProcess

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.config.sections.environment import EnvConfig
-from trivet.config.sections.rl import RLConfig
+from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.errors import EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.key_names import to_variable
 from trivet.launcher.nodes.lease import HeadLease, Lease

@@ -7,7 +7,7 @@ from typing import Literal, NoReturn
 
 from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.launcher.plan import rank_command, rank_environment
 from trivet.machine import Machine, compile_cache_directory, inspect_machine

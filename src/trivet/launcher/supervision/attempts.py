@@ -14,9 +14,9 @@ from trivet.checkpoints.resume import Resumable, choose_resume_step
 from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.checkpoints.settings import SERVER_MAY_CHANGE, changes, describe, read_settings, values_of
 from trivet.config.layout import RunLayout
-from trivet.config.sections.inference import InferenceConfig
-from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import CkptConfig, RunIdentity
+from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog

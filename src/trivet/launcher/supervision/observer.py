@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import RecoveryConfig
 from trivet.launcher.logs import LogFollower, RunLog, is_for_terminal, last_lines
 from trivet.launcher.plan import ORCHESTRATOR, TRAINER, TRAINING, RecoveryUnit
 from trivet.launcher.processes import HostedProcess, ProcessHost, ReportStamp, RoleReports

@@ -12,7 +12,7 @@ import pytest
 from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeHost, make_log, make_spec, write_report
 from support.processes import find_free_port
 from trivet.config.layout import RunLayout
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import RecoveryConfig
 from trivet.exits import NODE_LOST
 from trivet.launcher.plan import TRAINING, RecoveryUnit, report_files
 from trivet.launcher.processes import forget_reports, read_reports

@@ -7,7 +7,7 @@ import pytest
 
 from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeHost, make_log, make_spec, write_report
 from trivet.config.layout import RunLayout
-from trivet.config.sections.supervision import RecoveryConfig
+from trivet.config.schema.deployment import RecoveryConfig
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.decisions import AnnounceRestart, FinishRun
 from trivet.launcher.supervision.observer import Observer, RoleProcess
