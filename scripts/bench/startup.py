@@ -46,9 +46,9 @@ MARKS = {
 }
 """The log, and the words of it, that say when a part of the start is over."""
 SERVER_IMPORTS = """
-from trivet.process.imports import without_collections
+from trivet.process.imports import importing
 import trivet.inference.main
-with without_collections():
+with importing():
     from trivet.inference.vllm_names import FlexibleArgumentParser, build_app, make_arg_parser, serve_http
     from trivet.inference.versioned_engine import VersionedEngine
     make_arg_parser(FlexibleArgumentParser())

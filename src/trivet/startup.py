@@ -8,6 +8,7 @@ import importlib
 
 from trivet.dependencies import require_dependencies
 from trivet.errors import DependencyError
+from trivet.process.imports import importing
 from trivet.shown_text import print_error
 
 
@@ -48,4 +49,6 @@ def run_command(module: str) -> int:
     except DependencyError as exc:
         print_error(exc)
         return exc.exit_code
-    return importlib.import_module(module).main()
+    with importing():
+        command = importlib.import_module(module)
+    return command.main()

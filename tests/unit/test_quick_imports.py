@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from trivet.process.imports import file_of, import_by_path, is_in_a_file, without_collections
+from trivet.process.imports import file_of, import_by_path, importing, is_in_a_file
 
 
 def test_collections_pause_for_the_imports_alone() -> None:
-    with without_collections():
+    with importing():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_an_import_that_fails_leaves_collections_on() -> None:
-    with pytest.raises(ImportError, match="no_such_library"), without_collections():
+    with pytest.raises(ImportError, match="no_such_library"), importing():
         import no_such_library  # type: ignore[import-not-found]  # noqa: F401
 
     assert gc.isenabled()
@@ -24,7 +24,7 @@ def test_an_import_that_fails_leaves_collections_on() -> None:
 def test_what_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with without_collections():
+        with importing():
             pass
         assert not gc.isenabled()
     finally:

@@ -39,7 +39,7 @@ from trivet.inference.arguments import (
 from trivet.inference.engine_process import count_physical_cores, find_openmp, open_store, preloaded, restart_with
 from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
-from trivet.process.imports import without_collections
+from trivet.process.imports import importing
 from trivet.process.lock import holder_of
 from trivet.process.node_places import ServerShard, read_shard, shard_name
 from trivet.process.signals import ending_signals
@@ -144,7 +144,7 @@ def _has_cuda_build() -> bool:
 
 def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]) -> Namespace:
     """Return what vLLM's own command line would make of `arguments`."""
-    with without_collections():
+    with importing():
         from trivet.inference.vllm_names import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 
         # Making the parser imports more of vLLM.
@@ -164,7 +164,7 @@ def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]
 def _run_shard(args: Namespace) -> int:
     """Run the ranks of a node that answers no requests, until one ends or a signal comes; returns the exit code."""
     signal.signal(signal.SIGTERM, _end_while_starting)
-    with without_collections():
+    with importing():
         from trivet.inference.versioned_engine import ManyProcessExecutor
     vllm_config = make_engine_config(args)
     try:
@@ -220,7 +220,7 @@ def _listen(args: Namespace) -> socket.socket:
 
 
 def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine":
-    with without_collections():
+    with importing():
         from trivet.inference.versioned_engine import ManyProcessExecutor, OneProcessExecutor, VersionedEngine
         from trivet.inference.vllm_names import Executor
 
@@ -284,7 +284,7 @@ def _import_model_class(model: Path) -> None:
 async def _serve_http(
     engine: "VersionedEngine", args: Namespace, sock: socket.socket, *, secret: RunSecret, roots: Sequence[Path]
 ) -> int:
-    with without_collections():
+    with importing():
         from trivet.inference.api_server import NamedAdapters, add_versions_to_chat, add_versions_to_tokens, continue_chats
         from trivet.inference.policy_loader import PolicyLoader
         from trivet.inference.routes import add_routes, guard, make_router

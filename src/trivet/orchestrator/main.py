@@ -11,7 +11,7 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.packages.interpreters import require_environment
 from trivet.faults import arm
 from trivet.orchestrator.advantage import make_advantage
-from trivet.process.imports import without_collections
+from trivet.process.imports import importing
 from trivet.process.lock import hold_role
 from trivet.process.signals import run_until_signalled
 from trivet.process.stacks import show_tasks_on_signal
@@ -43,7 +43,7 @@ def start(config: OrchestratorConfig) -> int:
     arm(config.faults.schedule)
     process_report.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
     process_report.begin("loading environments")
-    with without_collections():
+    with importing():
         import trivet.orchestrator.start  # noqa: F401  # pyright: ignore[reportUnusedImport]  # imports verifiers, which takes seconds
     lock = RunLayout(config.output_dir).role_lock("orchestrator")
     with hold_role(lock, is_over_nodes=config.rollout_transport.is_between_machines):

@@ -43,21 +43,18 @@ def test_level_and_noisy_libraries(capsys):
     assert [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()] == ["DEBUG loud", "WARNING connection lost"]
 
 
-def test_setting_up_twice_writes_each_line_once(capsys):
+def test_setting_up_twice_writes_each_line_once_and_pythons_warnings_too(capsys):
     for _ in range(2):
         setup_logging("a%b", level="info")
     logging.getLogger("trivet").info("once")
-    assert capsys.readouterr().out.count("a%b INFO once") == 1
-
-
-def test_python_warnings_become_log_lines(capsys):
-    setup_logging("trainer", level="info")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         logging.captureWarnings(False)
         logging.captureWarnings(True)
         warnings.warn("deprecated thing", stacklevel=1)
-    assert "trainer WARNING" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("a%b INFO once") == 1
+    assert "a%b WARNING" in said
 
 
 def test_a_line_may_be_one_json_object(capsys, tmp_path):
@@ -75,18 +72,12 @@ def test_a_line_may_be_one_json_object(capsys, tmp_path):
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_the_launcher_finds_json_lines_for_the_terminal_by_their_level(capsys):
+def test_the_launcher_finds_json_lines_for_the_terminal_and_reads_them_as_text(capsys):
     setup_logging("trainer", level="info", as_json=True)
     logging.getLogger("trivet").log(SUCCESS, "Step 7 | Time: 1.99s")
     logging.getLogger("trivet").info("ERROR is only a word here")
     success, info = capsys.readouterr().out.splitlines()
-    assert is_for_terminal(success)
-    assert not is_for_terminal(info)
-
-
-def test_a_json_line_can_be_read_as_text(capsys):
-    setup_logging("trainer", level="info", as_json=True)
-    logging.getLogger("trivet").log(SUCCESS, "Step 7 | Time: 1.99s")
-    assert re.fullmatch(r"\d\d:\d\d:\d\d trainer SUCCESS Step 7 \| Time: 1.99s", text_line(capsys.readouterr().out.strip()))
-    assert text_line('{"level": "INFO"}') == '{"level": "INFO"}'
-    assert text_line("12:00:00 rl inference ready") == "12:00:00 rl inference ready"
+    assert (is_for_terminal(success), is_for_terminal(info)) == (True, False)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d trainer SUCCESS Step 7 \| Time: 1.99s", text_line(success))
+    for line in ('{"level": "INFO"}', "12:00:00 rl inference ready"):
+        assert text_line(line) == line

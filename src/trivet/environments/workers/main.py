@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from trivet.environments.apis.groups import Stage, StageBoard
 from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
-from trivet.process.imports import quiet_noisy_loggers, without_collections
+from trivet.process.imports import importing, quiet_noisy_loggers
 from trivet.process.lifetime import tie_forks
 from trivet.process.loop_lag import LoopLag
 from trivet.process.stacks import show_stacks_on_signal, show_tasks_on_signal
@@ -239,7 +239,7 @@ def run(sock: socket.socket) -> int:
     )
     quiet_noisy_loggers()
     stages = StageBoard()
-    with without_collections():
+    with importing():
         from trivet.environments.apis.load import load_host, traceback_tail
     try:
         host = load_host(settings, environ=os.environ, stages=stages)

@@ -19,7 +19,6 @@ from trivet.launcher.processes import HostedProcess, ProcessHost, ReportStamp, R
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.decisions import RoleObservation, RunObservation
 from trivet.process.signals import Interrupts
-from trivet.process.stacks import STACKS_WITHIN_S
 from trivet.wire.status import RUNNING_GROUPS, ProcessReport
 
 _REPORT_INTERVAL_S = 1.0
@@ -116,17 +115,7 @@ class RoleProcess:
 class Observer:
     """The newest process of each role, and the state of the run as their reports show it."""
 
-    def __init__(
-        self,
-        attempts: Attempts,
-        *,
-        config: RecoveryConfig,
-        host: ProcessHost,
-        log: RunLog,
-        clock: Clock,
-        warn_stuck: Callable[[RoleProcess], None] = lambda role: None,
-    ) -> None:
-        """Observe nothing yet; `warn_stuck` is called when a role is found stuck."""
+    def __init__(self, attempts: Attempts, *, config: RecoveryConfig, host: ProcessHost, log: RunLog, clock: Clock) -> None:
         self.roles: dict[str, RoleProcess] = {}
         """The newest process of each role, by the role's name."""
         self._attempts = attempts
@@ -134,7 +123,6 @@ class Observer:
         self._host = host
         self._log = log
         self._clock = clock
-        self._warn_stuck = warn_stuck
         self._began = clock.now()
         self._silent: dict[RecoveryUnit, list[str]] = {unit: list(urls) for unit, urls in attempts.server_urls().items()}
         """Addresses of each unit's servers that have not answered since its last start."""
@@ -160,8 +148,8 @@ class Observer:
         for name in gone:
             del self.roles[name]
 
-    def look(self) -> None:
-        """Notice exits, show new log lines, ask servers, and read the reports when that is due."""
+    def look(self) -> list[RoleProcess]:
+        """Notice exits, show new log lines, ask servers, and read the reports when due; return the roles found stuck."""
         now = self._clock.now()
         for role in self.roles.values():
             was_running = role.is_running
@@ -174,9 +162,10 @@ class Observer:
         if now >= self._probe_due:
             self._probe_due = now + _PROBE_INTERVAL_S
             self._ask_servers(now)
-        if now >= self._read_due:
-            self._read_due = now + _REPORT_INTERVAL_S
-            self._read_reports(now)
+        if now < self._read_due:
+            return []
+        self._read_due = now + _REPORT_INTERVAL_S
+        return self._read_reports(now)
 
     def _ask_servers(self, now: float) -> None:
         # A server that was lost with its node would have the supervisor wait, each time, for an answer that cannot come.
@@ -187,7 +176,7 @@ class Observer:
                     urls.remove(url)
                     self._log.say(f"{unit} ready url={url} after {now - self._began:.0f} s")
 
-    def _read_reports(self, now: float) -> None:
+    def _read_reports(self, now: float) -> list[RoleProcess]:
         if self._read_at is not None and now - self._read_at <= _MAX_GAP_S:
             self._watched_s += now - self._read_at
         self._read_at = now
@@ -196,18 +185,18 @@ class Observer:
             found = self._host.find_stopped([role.child for role in self.roles.values()])
             for role, stopped in zip(self.roles.values(), found, strict=True):
                 role.stopped = stopped
+        found_stuck: list[RoleProcess] = []
         for role in self.roles.values():
             role.reports = self._host.read_reports(role.child)
             if not role.is_running:
                 continue
             was_stuck, role.stuck = role.stuck, self._why_stuck(role)
             if role.stuck and not was_stuck:
-                self._warn_stuck(role)
-                self._host.show_stacks(role.child, (report.pid for report in role.reports.readable))
-                self._clock.sleep(STACKS_WITHIN_S)
+                found_stuck.append(role)
             elif was_stuck and not role.stuck:
                 self._log.say(f"{role.name} reports again")
         self._check_stall()
+        return found_stuck
 
     def _why_stuck(self, role: RoleProcess) -> str:
         """Return which processes of a role are silent or stopped for too long; empty when none is."""

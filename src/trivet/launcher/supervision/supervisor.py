@@ -31,10 +31,11 @@ from trivet.launcher.supervision.decisions import (
     StartUnit,
     StopRoles,
 )
-from trivet.launcher.supervision.observer import SYSTEM_CLOCK, Clock, Observer, RoleProcess
+from trivet.launcher.supervision.observer import SYSTEM_CLOCK, Clock, Observer
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.status import StatusReporter
 from trivet.process.signals import Interrupts
+from trivet.process.stacks import STACKS_WITHIN_S
 from trivet.wire.events import Restart
 from trivet.wire.status import RunState
 from trivet.wire.versions import Step
@@ -76,7 +77,7 @@ class Supervisor:
         self._started = clock.now()
         self._error: TrivetError | None = None
         """The error that ended the run in the place of a decision."""
-        self._observer = Observer(attempts, config=config, host=host, log=log, clock=clock, warn_stuck=self._warn_stuck)
+        self._observer = Observer(attempts, config=config, host=host, log=log, clock=clock)
         self._status = StatusReporter(attempts, observer=self._observer, recovery=recovery, log=log, clock=clock)
 
     def run(self) -> int:
@@ -130,7 +131,7 @@ class Supervisor:
         waiting = list(self._attempts.specs())
         while True:
             self._host.lost_nodes()  # raises when another node leads the run
-            self._observer.look()
+            self._look()
             has_ended = not all(role.is_running for role in self._observer.roles.values())
             has_trouble = interrupts.first is not None or has_ended
             while ready := next((spec for spec in waiting if has_trouble or self._may_start(spec)), None):
@@ -159,7 +160,7 @@ class Supervisor:
 
     def _watch(self, interrupts: Interrupts) -> FinishRun:
         while True:
-            self._observer.look()
+            self._look()
             for unit in self._status.units_down:
                 if self._recovery.is_running(unit) and self._observer.has_progressed(unit):
                     self._status.end_restart(unit)
@@ -175,10 +176,13 @@ class Supervisor:
             self._status.write_when_due()
             self._clock.sleep(_POLL_INTERVAL_S)
 
-    def _warn_stuck(self, role: RoleProcess) -> None:
+    def _look(self) -> None:
         config = self._config
-        hint = f'(recovery.watchdog_timeout_s = {config.watchdog_timeout_s:g}, recovery.on_stuck = "{config.on_stuck}")'
-        self._status.warn_stuck(role, hint=hint)
+        for role in self._observer.look():
+            hint = f'(recovery.watchdog_timeout_s = {config.watchdog_timeout_s:g}, recovery.on_stuck = "{config.on_stuck}")'
+            self._status.warn_stuck(role, hint=hint)
+            self._host.show_stacks(role.child, (report.pid for report in role.reports.readable))
+            self._clock.sleep(STACKS_WITHIN_S)
 
     def _carry_out(self, action: RecoveryAction) -> None:
         roles = self._observer.roles

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trivet.process.imports import without_collections
+from trivet.process.imports import importing
 from trivet.process.lifetime import module_command, tied_command
 from trivet.process.node_places import RankPlace, read_place
 from trivet.process.signals import ending_signals
@@ -26,6 +26,8 @@ RENDEZVOUS_FILE = "RANK_RENDEZVOUS_FILE"
 """Environment variable with the path of the file at which ranks of one machine meet (trainer.ranks.world)."""
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", RENDEZVOUS_FILE)
 """Environment variables that make a rank join others."""
+_ONE_OF_SEVERAL = "rank"
+"""Stands for NUM_RANKS in the command of a rank that the starter of several has started."""
 _END_TIMEOUT_S = 30.0
 """Longest time that ranks may take to end after a signal; then they are killed."""
 
@@ -35,6 +37,8 @@ Rank = subprocess.Popen[bytes]
 def main(argv: Sequence[str]) -> int:
     """Run the ranks to their end; return the exit code, 128 + N when signal N ended them."""
     num_ranks, module, *arguments = argv
+    if num_ranks == _ONE_OF_SEVERAL:
+        return _become_rank(module, arguments)
     place = read_place()
     if num_ranks == "1":
         return run_rank(module, arguments, variables=_rank_variables(0, place) if place is not None else {})
@@ -47,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_ranks(num_ranks: int, module: str, arguments: Sequence[str], *, common: Mapping[str, str], place: RankPlace) -> int:
-    command = tied_command(module_command(module, *arguments))
+    command = tied_command(module_command("trivet.trainer.ranks.starter", _ONE_OF_SEVERAL, module, *arguments))
     return await_ranks(
         [
             subprocess.Popen(command, env={**os.environ, **common, **_rank_variables(local_rank, place)})
@@ -71,8 +75,12 @@ def run_rank(module: str, arguments: Sequence[str], *, variables: Mapping[str, s
         os.environ.pop(name, None)
     os.environ.update(variables)
     ignore_until_listening()
+    return _become_rank(module, arguments)
+
+
+def _become_rank(module: str, arguments: Sequence[str]) -> int:
     sys.argv = [module, *arguments]
-    with without_collections():
+    with importing():
         rank = importlib.import_module(module)
     return rank.main()
 

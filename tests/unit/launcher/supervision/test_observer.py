@@ -36,14 +36,8 @@ class Observed:
         self.log, self.written = make_log(tmp_path)
         self.attempts = FakeAttempts(layout=self.layout, urls=urls or ())
         self.config = RecoveryConfig.model_validate({"watchdog_timeout_s": TIMEOUT_S, **recovery})
-        self.observer = Observer(
-            self.attempts,
-            config=self.config,
-            host=self.host,
-            log=self.log,
-            clock=self.clock,
-            warn_stuck=lambda role: self.log.say(f"WARNING {role.stuck}"),
-        )
+        self.observer = Observer(self.attempts, config=self.config, host=self.host, log=self.log, clock=self.clock)
+        self.found_stuck: list[str] = []
         spec = make_spec(self.layout, "trainer")
         self.trainer = FakeChild(spec=replace(spec, reports=report_files(self.layout, "trainer", num_ranks=num_ranks)), pid=7)
         self.observer.add(self.trainer)
@@ -53,7 +47,7 @@ class Observed:
         for _ in range(int(seconds)):
             if reports:
                 write_report(self.layout, "trainer", pid=7, time=self.clock.now(), **fields)
-            self.observer.look()
+            self.found_stuck += [role.name for role in self.observer.look()]
             self.clock.sleep(1)
         return self
 
@@ -77,10 +71,9 @@ def test_a_role_that_reports_is_not_stuck_however_long_it_waits(run: Observed) -
     assert run.passes(1).stuck == "trainer has not reported for 61 s"
 
 
-def test_a_stuck_role_is_named_once_shows_its_stacks_and_may_report_again(run: Observed) -> None:
+def test_a_stuck_role_is_found_once_and_may_report_again(run: Observed) -> None:
     run.passes(5, reports=True).passes(2 * TIMEOUT_S)
-    assert run.host.shown == [7]
-    assert run.said.count("WARNING trainer has not reported for ") == 1
+    assert run.found_stuck == ["trainer"]
     assert run.passes(2, reports=True).stuck == ""
     assert "trainer reports again" in run.said
 
@@ -90,7 +83,7 @@ def test_one_silent_rank_of_several_is_named(tmp_path: Path) -> None:
     for rank in range(2):
         write_report(run.layout, "trainer", rank=rank)
     run.passes(70, reports=True)
-    assert run.stuck == "trainer rank 1 of 2 has not reported for 70 s"
+    assert run.stuck == "trainer rank 1 of 2 has not reported for 69 s"
 
 
 def test_a_role_that_has_not_reported_yet_has_longer_also_after_a_restart(run: Observed) -> None:
@@ -107,7 +100,7 @@ def test_a_process_that_a_signal_stopped_is_named_although_the_role_reports(run:
     run.passes(10, reports=True)
     run.host.stopped.add(7)
     assert run.passes(TIMEOUT_S, reports=True).stuck == ""
-    assert "pid 7 stopped by a signal 70 s ago" in run.passes(10, reports=True).stuck
+    assert "pid 7 stopped by a signal 69 s ago" in run.passes(10, reports=True).stuck
 
 
 def test_time_in_which_the_launcher_itself_was_stopped_counts_for_nobody(tmp_path: Path) -> None:
