@@ -5,6 +5,7 @@ is imported late: a mistake in the configuration is reported at once, and LD_PRE
 """
 
 import asyncio
+import atexit
 import importlib.metadata
 import json
 import logging
@@ -12,10 +13,12 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trivet.checkpoints.run_record import read_run
 from trivet.config.command import run_command
@@ -108,7 +111,16 @@ def serve(config: InferenceConfig) -> int:
     if shard is not None and not shard.is_first:
         return _run_shard(args)
     roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs]
-    return uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process, shard=shard))
+    return _end(uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process, shard=shard)))
+
+
+def _end(exit_code: int) -> NoReturn:
+    """End this process without taking the interpreter apart, when triton's bindings would report what they still hold as leaks."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def warn_of_logits_processors() -> None:

@@ -97,11 +97,9 @@ class FileLock:
         """Take nothing yet.
 
         Args:
-            path: in a directory that exists.
             what: what is held, as the error names it.
             guards: a directory that is locked too, so that nobody gets in by removing the file. Where the file system locks no
                 directories, as NFS does not, the file alone counts.
-            wait: how long another process may take to release it.
         """
         self._path = path
         self._what = what
@@ -136,8 +134,8 @@ class FileLock:
         except BaseException:
             self.close()
             raise
-        name = Path(sys.argv[0]).name
-        holder = _Holder(pid=os.getpid(), node=os.uname().nodename, command=name, started=time.time())
+        command = Path(sys.argv[0]).name
+        holder = _Holder(pid=os.getpid(), node=os.uname().nodename, command=command, started=time.time())
         os.ftruncate(self._files[0], 0)
         os.write(self._files[0], msgspec.json.encode(holder) + b"\n")
         return self
@@ -196,11 +194,7 @@ def lock_directory(directory: Path) -> int:
 
 
 def remove_if_free(directory: Path, *, before: Callable[[Path], object] = lambda _: None) -> None:
-    """Remove a directory of this user that nobody has locked, with all that it holds; leave any other as it is.
-
-    Args:
-        before: called with a directory that is about to be removed.
-    """
+    """Remove a directory of this user that nobody has locked, with all that it holds; `before` is called with it first."""
     try:
         file = lock_directory(directory)
     except OSError:  # gone, or whoever uses it still lives
@@ -216,12 +210,11 @@ def remove_if_free(directory: Path, *, before: Callable[[Path], object] = lambda
 def hold_role(path: Path, *, is_over_nodes: bool) -> FileLock:
     """Return the lock of a role, of which a directory has one; it tells two trainers that were started by hand apart.
 
-    In a run over nodes the machine of the role's previous process may have died, and the file system keeps the lock for a while.
-    So the role waits for it. If the lock stays, the role ends with an exit code after which the launcher starts it again.
+    Over nodes the machine of the role's previous process may have died, and the file system keeps the lock for a while. So the role
+    waits for it. If the lock stays, the role ends with an exit code after which the launcher starts it again.
 
     Args:
         path: `RunLayout.role_lock`.
-        is_over_nodes: whether roles of the run are on several machines.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     role = path.suffix.removeprefix(".")

@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_ranks(num_ranks: int, module: str, arguments: Sequence[str], *, common: Mapping[str, str], place: RankPlace) -> int:
     command = tied_command(module_command("trivet.trainer.ranks.starter", _ONE_OF_SEVERAL, module, *arguments))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit it: `_become_rank` lets Ctrl-C end them
     return await_ranks(
         [
             subprocess.Popen(command, env={**os.environ, **common, **_rank_variables(local_rank, place)})
@@ -81,6 +82,7 @@ def run_rank(module: str, arguments: Sequence[str], *, variables: Mapping[str, s
 def _become_rank(module: str, arguments: Sequence[str]) -> int:
     sys.argv = [module, *arguments]
     with importing():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         rank = importlib.import_module(module)
     return rank.main()
 
