@@ -23,9 +23,9 @@ from trivet.config.schema.inference import ServerConfig
 from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError, RoleFailed
 from trivet.examples.files import example_configs
-from trivet.process.sockets import ReservedPorts
-from trivet.process.signals import Interrupts
 from trivet.process.lifetime import module_command, tied_command
+from trivet.process.signals import Interrupts
+from trivet.process.sockets import ReservedPorts
 from trivet.telemetry.metrics import read_metrics
 from trivet.weights.catalog import latest_version
 

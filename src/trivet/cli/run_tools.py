@@ -21,7 +21,7 @@ from rich.text import Text
 
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
-from trivet.process.process_table import process_exists
+from trivet.process.lifetime import process_exists
 from trivet.shown_text import one_line, printable
 from trivet.view.evaluations import FoundEvaluation, find_evaluations
 from trivet.view.metrics import ENTROPY, LOSS, MISMATCH, REWARD, STEP_TIME, THROUGHPUT, MetricKey

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
-from trivet.process.signals import Interrupts
 from trivet.process.lifetime import module_command
+from trivet.process.signals import Interrupts
 
 DEFAULT_SESSION = "vf-rl"
 _POLL_INTERVAL_S = 0.2

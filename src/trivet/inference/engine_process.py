@@ -16,8 +16,8 @@ from typing import Any
 
 from trivet.errors import InferenceError
 from trivet.process.lifetime import die_with_parent
-from trivet.process.listening import listen
-from trivet.process.server_shard import ServerShard
+from trivet.process.node_places import ServerShard
+from trivet.process.sockets import listen
 from trivet.process.stacks import ignore_until_listening, show_stacks_on_signal
 
 _END_TIMEOUT_S = 5.0

@@ -18,7 +18,7 @@ import msgspec
 from trivet.config.schema.shared import TransportConfig
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.key_names import key_name
-from trivet.process.encrypted_sockets import in_frames
+from trivet.process.sockets import in_frames
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.batches import MAGIC, Alive, Batch, BatchHeader, BatchReply, BatchVerdict
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode

@@ -9,8 +9,8 @@ import pytest
 
 from trivet.errors import InferenceError
 from trivet.inference.engine_process import count_physical_cores, open_store, preloaded, restart_with
-from trivet.launcher.ports import ReservedPorts
-from trivet.process.server_shard import ServerShard
+from trivet.process.node_places import ServerShard
+from trivet.process.sockets import ReservedPorts
 
 
 def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from support.big_run import write_run
 from support.histories import RunMaker
-from trivet.process.closed_output import EXIT_CODE, UNWRITABLE_EXIT_CODE, is_closed, run_until_output_closes
 from trivet.cli.main import main
+from trivet.process.closed_output import EXIT_CODE, UNWRITABLE_EXIT_CODE, is_closed, run_until_output_closes
 
 COMMANDS = (
     "trivet.launcher.commands.rl",
