@@ -94,7 +94,7 @@ def message_text(message: Mapping[str, Any]) -> str:
     if isinstance(content, list):
         parts = cast("list[dict[str, Any]]", content)
         content = " ".join(str(part.get("text", part.get("type"))) for part in parts)
-    # Tool calls come in OpenAI's nested form and in a flat one.
-    tools: list[Mapping[str, Any]] = [call.get("function") or call for call in message.get("tool_calls") or []]
-    calls = [f"{tool['name']}({tool['arguments']})" for tool in tools]
+    tools = cast("list[dict[str, Any]]", message.get("tool_calls") or [])
+    called = [tool.get("function") or tool for tool in tools]  # tool calls come in OpenAI's nested form and in a flat one
+    calls = [f"{call['name']}({call['arguments']})" for call in called]
     return " ".join([*([str(content)] if content else []), *calls])

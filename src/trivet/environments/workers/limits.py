@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from trivet.process.process_table import read_processes
+from trivet.process.lifetime import read_processes
 
 logger = logging.getLogger(__name__)
 
