@@ -20,6 +20,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.update({"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"})
 
 
+_SLOW = ("integration", "unit/launcher/nodes", "unit/environments/nodes", "unit/schedulers")
+"""Directories whose tests are slow unless they are marked core: integration tests, and those of runs over many machines."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    directories = [Path(__file__).parent / name for name in _SLOW]
+    for item in items:
+        if item.get_closest_marker("core") is None and any(map(item.path.is_relative_to, directories)):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="write tests/unit/messages.txt anew")
 

@@ -1,4 +1,4 @@
-"""What integration tests share. One that is not marked core is slow: the default suite has a few, which share one server."""
+"""What integration tests share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,13 +9,6 @@ import pytest
 from support.rl_run import CONFIG, Run
 
 MakeRun = Callable[..., Run]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("core") is None:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

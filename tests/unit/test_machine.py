@@ -98,6 +98,7 @@ print(json.dumps(list(inspect_machine().bf16_instructions)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, "AVX2", "avx512_core_vnni"])
 def test_the_answer_is_what_torch_does_with_a_product(limit: str | None) -> None:
     """oneDNN reports which kernel it ran: one for AMX or AVX512-BF16, or an emulation. Without oneDNN torch has no such

@@ -73,6 +73,7 @@ sys.exit(repr(failed) if failed else None)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_answers(command: str) -> None:
     module, _, function = COMMANDS[command].partition(":")
