@@ -23,8 +23,8 @@ class Arguments:
     help_section: str | None = None
     """The section of which help is wanted; empty for all, None for no help."""
     is_dry_run: bool = False
-    shows_changes: bool = False
-    """A dry run leaves out what has its default."""
+    omits_defaults: bool = False
+    """A dry run prints no value that is the default."""
 
 
 def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings) -> Arguments:
@@ -39,7 +39,7 @@ def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings
         elif word == "--dry-run":
             arguments.is_dry_run = True
         elif word == "--changed":
-            arguments.shows_changes = True
+            arguments.omits_defaults = True
         elif word.startswith("@"):
             _take_file(word, words, (), arguments, findings)
         elif word.startswith("--") and len(word) > 2:
@@ -47,7 +47,7 @@ def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings
         else:
             hint = f"; write @ {shorten(word)}" if word.endswith(".toml") else ""
             findings.refuse(f'unexpected argument "{shorten(word)}": files follow @, flags start with --{hint}')
-    if arguments.shows_changes and not arguments.is_dry_run:
+    if arguments.omits_defaults and not arguments.is_dry_run:
         findings.refuse("--changed says what --dry-run prints; add --dry-run")
     arguments.flags = _number_repeated(kind, arguments.flags)
     return arguments

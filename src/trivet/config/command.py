@@ -83,7 +83,7 @@ def run_translated(
                 print(help_text(kind, arguments.help_section))
                 return 0
             loaded = translate(_load(kind, arguments, findings, shows_usage=not words))
-            loaded = replace(loaded, shows_changes=arguments.shows_changes)
+            loaded = replace(loaded, omits_defaults=arguments.omits_defaults)
             if submit is not None and (exit_code := submit(loaded, is_dry_run=arguments.is_dry_run)) is not None:
                 return exit_code
             require_files(loaded.config)

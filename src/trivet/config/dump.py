@@ -14,16 +14,16 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(
-    config: Section, *, origins: Mapping[str, str] | None = None, is_masked: bool = False, is_changes: bool = False
+    config: Section, *, origins: Mapping[str, str] | None = None, is_masked: bool = False, omits_defaults: bool = False
 ) -> str:
     """Return every key of `config`. A null that is the default is left out; another is written as the text "None".
 
     Args:
         origins: where values came from, by dotted key. If given, each line ends with a comment that says it.
         is_masked: secrets are hidden, for whoever only looks: such a text does not start a role.
-        is_changes: what has its default is left out.
+        omits_defaults: what has its default is left out, for whoever looks for what was changed.
     """
-    defaults = type(config)() if is_changes else None
+    defaults = type(config)() if omits_defaults else None
     return "\n".join(_section_lines(config, (), origins, defaults, is_masked=is_masked)).strip() + "\n"
 
 

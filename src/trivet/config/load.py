@@ -82,12 +82,12 @@ class LoadedConfig(Generic[SectionT]):
     origins: Mapping[str, str]
     """Origin of each value by dotted key; a key that is not here has its default."""
     notices: Sequence[str]
-    shows_changes: bool = False
-    """`to_shown_toml` leaves out what has its default."""
+    omits_defaults: bool = False
+    """True: `to_shown_toml` leaves out what has its default."""
 
     def to_shown_toml(self) -> str:
         """Return the configuration for people: with origins, and without secrets."""
-        return to_toml(self.config, origins=self.origins, is_masked=True, is_changes=self.shows_changes)
+        return to_toml(self.config, origins=self.origins, is_masked=True, omits_defaults=self.omits_defaults)
 
 
 def load_config(

@@ -4,7 +4,7 @@ An explicit value of a role wins where roles may differ; where they may not, two
 both. What a role runs with is then complete: no role looks at another's section.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import get_args
 from urllib.parse import urlsplit
 
@@ -12,22 +12,10 @@ from trivet.config.dump import literal
 from trivet.config.findings import Findings
 from trivet.config.keys import find_key
 from trivet.config.schema.inference import ServerConfig
-from trivet.config.schema.model import Dtype, RopeScalingConfig
+from trivet.config.schema.model import Dtype
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import (
-    CkptConfig,
-    CkptWeightsConfig,
-    DetectorsConfig,
-    LogConfig,
-    LogExtrasConfig,
-    RunIdentity,
-    TransportConfig,
-    WandbConfig,
-    WeightsConfig,
-)
-from trivet.config.schema.trainer import BenchConfig
 from trivet.config.sources import UNSET, Values
-from trivet.config.tables import as_list
+from trivet.config.tables import as_list, as_table
 from trivet.key_names import key_name
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
@@ -46,12 +34,7 @@ DETERMINISTIC: dict[str, object] = {
 """Values that `deterministic = true` sets in each role, besides seeds."""
 _STEPPING = ("trainer", "orchestrator")
 _ROLES = (*_STEPPING, "inference")
-_FILLED = {
-    "wandb": (WandbConfig, _STEPPING),
-    "detectors": (DetectorsConfig, _STEPPING),
-    "bench": (BenchConfig, ("trainer",)),
-    "log": (LogConfig, _ROLES),
-}
+_FILLED = {"wandb": _STEPPING, "detectors": _STEPPING, "bench": ("trainer",), "log": _ROLES}
 """Sections of a run that fill those of roles, key by key."""
 
 
@@ -83,23 +66,19 @@ class _Resolution:
         self._fill("faults.schedule", *(f"{role}.faults.schedule" for role in _ROLES))
         self._fill("seed", *(f"{role}.seed" for role in _ROLES))
         self._agree_over(_ROLES, "output_dir")
-        for name, (section, roles) in _FILLED.items():
-            self._fill_section(name, [f"{role}.{name}" for role in roles], section.model_fields)
-            if name == "wandb":
-                self._fill_section("wandb.log_extras", ["orchestrator.wandb.log_extras"], LogExtrasConfig.model_fields)
-        for name in WeightsConfig.model_fields:
-            self._agree_over(_STEPPING, f"weights.{name}")
-        kept = [f"weights.{name}" for name in CkptWeightsConfig.model_fields]
-        for name in (*(name for name in CkptConfig.model_fields if name != "weights"), *kept):
-            self._agree_over(_STEPPING, f"ckpt.{name}")
-        for name in CONNECTING:
-            self._agree(*(f"{role}.rollout_transport.{name}" for role in _STEPPING))
-        for name in sorted(TransportConfig.model_fields.keys() - set(CONNECTING)):
-            ends = [f"{role}.rollout_transport.{name}" for role in _STEPPING]
-            self._fill(*ends)
-            self._fill(*reversed(ends))
-        for name in RunIdentity.model_fields:
-            self._agree(*(f"{role}.run.{name}" for role in _ROLES))
+        for name, roles in _FILLED.items():
+            self._fill_section(name, *(f"{role}.{name}" for role in roles))
+        for name in ("weights", "ckpt"):
+            self._agree_section(name, *(f"{role}.{name}" for role in _STEPPING))
+        self._agree_section(*(f"{role}.run" for role in _ROLES))
+        ends = [f"{role}.rollout_transport" for role in _STEPPING]
+        for name in self._names_in(*ends):
+            keys = [f"{end}.{name}" for end in ends]
+            if name in CONNECTING:
+                self._agree(*keys)
+            else:
+                self._fill(*keys)
+                self._fill(*reversed(keys))
         self._fill("trainer.max_async_level", "max_async_level", with_default=True)
         self._place_teacher()
         if not values.is_null("inference"):
@@ -139,16 +118,29 @@ class _Resolution:
             if values.find(target) is UNSET and not values.is_null(target):
                 values.derive(target, value, self._origin(source))
 
-    def _fill_section(self, source: str, targets: Sequence[str], names: Iterable[str]) -> None:
-        section = self._values.find(source)
-        if not isinstance(section, dict):
+    def _fill_section(self, source: str, *targets: str) -> None:
+        """Fill the sections `targets` with what is set in `source`, key by key."""
+        if not isinstance(self._values.find(source), dict):
             self._fill(source, *targets)
             return
         for target in targets:
             if self._values.find(target) is UNSET and not self._values.is_null(target):
                 self._values.derive(target, {}, source)
-        for name in names:
-            self._fill(f"{source}.{name}", *(f"{target}.{name}" for target in targets))
+        for name in self._names_in(source):
+            self._fill_section(f"{source}.{name}", *(f"{target}.{name}" for target in targets))
+
+    def _agree_section(self, *sections: str) -> None:
+        """Give each key that is set in one of `sections` one value in all."""
+        for name in self._names_in(*sections):
+            keys = [f"{section}.{name}" for section in sections]
+            holds_keys = any(isinstance(self._values.find(key), dict) for key in keys)
+            agree = self._agree_section if holds_keys else self._agree
+            agree(*keys)
+
+    def _names_in(self, *sections: str) -> list[str]:
+        """Return the names of the keys that are set in one of `sections`."""
+        tables = [as_table(self._values.find(section)) or {} for section in sections]
+        return list(dict.fromkeys(name for table in tables for name in table))
 
     def _agree_over(self, roles: Sequence[str], key: str) -> None:
         self._agree(key, *(f"{role}.{key}" for role in roles))
@@ -186,15 +178,14 @@ class _Resolution:
         self._agree(*names)
         self._agree("output_dir", "teacher_inference.output_dir")
         values.derive("teacher_inference.is_teacher", True, "teacher_inference")
-        for name in RunIdentity.model_fields:
-            self._fill(f"orchestrator.run.{name}", f"teacher_inference.run.{name}")
+        self._fill_section("orchestrator.run", "teacher_inference.run")
         self._fill("seed", "teacher_inference.seed")
         # Room for a sample of seq_len tokens, and the one that the server insists on generating.
         for target, source in (("model.max_model_len", "orchestrator.seq_len"), ("server.port", "inference.server.port")):
             value = str(values.find(source) if values.has_value(source) else _default(source))
             if not values.has_value(f"teacher_inference.{target}") and value.isdecimal():  # else it is refused by its own name
                 values.derive(f"teacher_inference.{target}", int(value) + 1, self._origin(source))
-        self._fill_section("log", ["teacher_inference.log"], LogConfig.model_fields)
+        self._fill_section("log", "teacher_inference.log")
         self._point_client_at_server(server="teacher_inference", client="orchestrator.teacher_model.client")
 
     def _point_client_at_server(self, *, server: str, client: str) -> None:
@@ -234,8 +225,7 @@ class _Resolution:
             self._fill("trainer.model.lora.rank", "inference.max_lora_rank", with_default=True)
         self._fill("inference.sleep_while_training", "orchestrator.sleep_servers", "trainer.release_gpu_memory")
         self._agree("trainer.tokenizer.chat_template", "inference.model.chat_template")
-        for name in RopeScalingConfig.model_fields:
-            self._agree(f"trainer.model.rope_scaling.{name}", f"inference.model.rope_scaling.{name}")
+        self._agree_section("trainer.model.rope_scaling", "inference.model.rope_scaling")
 
     def _source(self, key: str) -> str:
         return self._values.origin(tuple(key.split(".")))

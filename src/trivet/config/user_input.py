@@ -110,7 +110,7 @@ def _describe_depth() -> str:
 
 
 _IN_UTF8 = "unset PYTHONUTF8, or set LC_ALL=C.UTF-8"
-"""What makes Python read file names and arguments as UTF-8."""
+"""The remedy with which Python reads file names and arguments as UTF-8."""
 
 
 def usable_path(path: str | Path, *, key: str) -> Path:

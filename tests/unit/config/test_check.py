@@ -1,4 +1,4 @@
-"""What checks over several keys accept, and the checks of files. What they refuse is in tests/unit/messages.txt."""
+"""Checks over several keys accept what fits; checks of files refuse what is not here. Refusals are in tests/unit/messages.txt."""
 
 from pathlib import Path
 

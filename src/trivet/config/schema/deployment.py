@@ -226,7 +226,7 @@ class KubernetesConfig(Section):
     volume_claim: ObjectName
     """Claim of the volume that all pods write to (ReadWriteMany). It must hold output_dir: other files go with their pod."""
     volume_path: RemotePath = Path("/runs")
-    """Where the pods have the volume."""
+    """Path of the volume in the pods."""
     working_dir: RemotePath | None = None
     """Directory in which the pods run the command; output_dir and other relative paths are relative to it. Unset: volume_path."""
     name: JobName = "trivet"

@@ -239,7 +239,7 @@ class EnvNodesConfig(Section):
     own: int = Field(ge=0)
     """The number of the node of this process."""
     host: Host
-    """Where the orchestrator listens for the pools of the other nodes."""
+    """Address at which the orchestrator listens for the pools of the other nodes."""
     port: int = Field(ge=1, le=65535)
     """The port there, which the launcher holds."""
 
@@ -307,7 +307,7 @@ class OnlineEvalConfig(Section):
     interval: int = Field(default=100, ge=1)
     """Policy versions between evaluations."""
     env: list[EvalEnvConfig] = Field(min_length=1)
-    """What to evaluate on; may name the same environments as training."""
+    """Environments to evaluate on; may name the same environments as training."""
     num_examples: int = Field(default=-1, ge=-1)
     """Examples per environment, from the first; -1 is all."""
     rollouts_per_example: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)

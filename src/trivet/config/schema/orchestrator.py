@@ -66,15 +66,15 @@ class AdvantageConfig(Section):
     mean of the others; `std_norm` divides by the standard deviation too (GRPO), `max_rl` by the mean; `none` is the reward
     itself; `custom` calls import_path."""
     length_weighted_mean: bool = False
-    """With `default`: the same as type `length_weighted_mean`."""
+    """For `default`: the same as type `length_weighted_mean`."""
     eps: float = Field(default=1e-6, gt=0)
-    """With `std_norm`: added to the standard deviation."""
+    """For `std_norm`: added to the standard deviation."""
     import_path: str | None = None
-    """With `custom`: `module.function` of (inputs, **kwargs), with inputs.rewards and inputs.completion_lengths of one group,
+    """For `custom`: `module.function` of (inputs, **kwargs), with inputs.rewards and inputs.completion_lengths of one group,
     that returns one advantage per rollout. The module is installed, or in a directory that PYTHONPATH names;
     `path/to/file.py:function` names one in any file."""
     kwargs: dict[str, Any] = {}
-    """With `custom`: further arguments of the function."""
+    """For `custom`: further arguments of the function."""
 
     @model_validator(mode="after")
     def _keys_fit_the_type(self) -> "AdvantageConfig":

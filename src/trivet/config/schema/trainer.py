@@ -173,7 +173,7 @@ class GrpoLossConfig(PolicyLossConfig):
     clip_high: float = Field(default=0.2, ge=0)
     """Above 1 + clip_high the ratio is not increased further; DAPO raises it to 0.28."""
     normalization: Literal["token", "sample", "constant"] = "token"
-    """What the sum over tokens is divided by: all loss tokens (DAPO), each sample's own length and then the samples (GRPO), or
+    """Divisor of the sum over tokens: all loss tokens (DAPO), each sample's own length and then the samples (GRPO), or
     samples times normalization_length (Dr. GRPO)."""
     normalization_length: int = Field(default=1024, ge=1)
     """Tokens that a sample counts for with normalization "constant", whatever its length."""
@@ -225,7 +225,7 @@ class CustomLossConfig(PolicyLossConfig):
     kwargs: dict[str, Any] = {}
     """Passed to the function."""
     unit: Literal["token", "sample"] = "token"
-    """What the sum of the samples' losses is divided by: loss tokens or samples, over all rows and ranks."""
+    """Divisor of the sum of the samples' losses: loss tokens or samples, over all rows and ranks."""
 
 
 LossConfig = Annotated[
