@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from support.fake_inference import START_DIGEST, FakeInference
-from trivet.client.inference_client import InferenceClient, PolicyStatus
+from trivet.client.inference_client import InferenceClient, PolicyStatus, ServerLoad, read_load
 from trivet.config.layout import RunLayout
 from trivet.errors import InferenceError, ServerGone
 from trivet.weights.publish import publish
@@ -229,9 +229,17 @@ def test_a_server_is_gone_only_when_its_host_refuses_the_connection(cause: OSErr
     assert isinstance(caught.value, ServerGone) is is_gone
 
 
-@pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.Response(503, text="loading")])
-def test_what_a_server_is_cannot_be_told_while_it_does_not_answer(failure: httpx.Response | Exception) -> None:
-    server = FakeInference()
-    server.fail_with = failure
-    with pytest.raises(InferenceError, match="GET http://fake/policy"):
-        ask(server, lambda client: client.serves_policies(timeout_s=5))
+METRICS = """
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 12.0
+vllm:num_requests_running{engine="1",model_name="m"} 8.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 99.0
+vllm:num_preemptions_total{engine="0",model_name="m"} 4.0
+vllm:num_preemptions_created{engine="0",model_name="m"} 1.7e+09
+"""
+
+
+def test_the_loads_of_a_servers_engines_are_summed_and_one_that_does_not_say_has_none():
+    assert read_load(METRICS) == ServerLoad(num_running=20, num_waiting=3, num_preemptions=4)
+    assert read_load("process_cpu_seconds_total 1.0\n") is None

@@ -292,6 +292,7 @@ def test_servers_behind_a_name_join_with_the_current_policy_and_leave_with_their
             assert site.servers[b].status.version == 1
             await asyncio.sleep(10)
             assert (site.pool.roots, site.lost) == ([b], [a])
+            assert await site.pool.is_at_fault(a)
         assert "'inference.local' does not name it any more" in site.of(ServerDown)[0].reason
 
     run_virtually(scenario(), limit_s=60)

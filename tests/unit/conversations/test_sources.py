@@ -109,12 +109,6 @@ def test_subsets_of_a_data_set_that_describes_them_are_not_taken_for_its_directo
         open_source(str(tmp_path), subset="medium")
 
 
-def test_a_subset_of_what_was_saved_without_any_is_refused(tmp_path: Path) -> None:
-    DatasetDict({"train": Dataset.from_list(RECORDS)}).save_to_disk(tmp_path / "data")
-    with pytest.raises(ConfigError, match=r"has no subset 'math'; remove data.subsets"):
-        open_source(str(tmp_path / "data"), subset="math")
-
-
 def test_keys_that_only_other_records_have_are_not_there(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     records = [{"messages": [{"role": "user", "content": "x"}, call]}, {"messages": [{"role": "assistant", "content": "y"}]}]
@@ -175,9 +169,3 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do() -> None:
 def test_a_directory_without_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
         open_source(str(tmp_path))
-
-
-def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a", "completion": "b"}\n')
-    assert list(open_source(str(file))) == [{"prompt": "a", "completion": "b"}]

@@ -10,7 +10,7 @@ import pytest
 
 from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError
-from trivet.inference.arguments import choose_overrides, cpu_environment, position_overrides, refuse_unknown, vllm_arguments
+from trivet.inference.arguments import choose_overrides, position_overrides, refuse_unknown, vllm_arguments
 from trivet.process.node_places import ServerShard
 
 
@@ -61,32 +61,10 @@ def test_a_server_that_sleeps_while_the_trainer_learns_needs_a_gpu() -> None:
         vllm_arguments(config, is_cpu=True, token="secret")
 
 
-def test_logprobs_are_those_of_the_distribution_sampled_from() -> None:
-    assert vllm_arguments(make_config(), is_cpu=True, token="secret")["logprobs_mode"] == "processed_logprobs"
-
-
-def test_sampling_defaults_of_the_model_are_not_added_to_requests() -> None:
-    assert vllm_arguments(make_config(), is_cpu=True, token="secret")["generation_config"] == "vllm"
-
-
-def test_what_is_unset_keeps_vllms_default() -> None:
-    arguments = vllm_arguments(make_config(), is_cpu=False, token="secret")
-    assert not {"max_model_len", "max_num_seqs", "tool_call_parser", "reasoning_parser"} & arguments.keys()
-
-
 def test_on_the_cpu_the_cache_has_a_size_instead_of_a_share_of_memory() -> None:
     arguments = vllm_arguments(make_config(cpu_kv_cache_gib=0.5), is_cpu=True, token="secret")
     assert arguments["kv_cache_memory_bytes"] == 2**29
     assert "gpu_memory_utilization" not in arguments
-
-
-def test_further_arguments_are_passed_on() -> None:
-    assert vllm_arguments(make_config(vllm_args={"block_size": 64}), is_cpu=True, token="secret")["block_size"] == 64
-
-
-def test_blocks_are_small_on_a_cpu_so_that_short_prompts_are_shared() -> None:
-    assert vllm_arguments(make_config(), is_cpu=True, token="secret")["block_size"] == 32
-    assert "block_size" not in vllm_arguments(make_config(), is_cpu=False, token="secret")
 
 
 @pytest.mark.parametrize(
@@ -106,10 +84,6 @@ def test_blocks_are_small_on_a_cpu_so_that_short_prompts_are_shared() -> None:
 def test_an_argument_that_a_key_or_the_server_sets_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         vllm_arguments(make_config(vllm_args={name: 1}), is_cpu=True, token="secret")
-
-
-def test_adapters_are_off_unless_asked_for() -> None:
-    assert not [name for name in vllm_arguments(make_config(), is_cpu=True, token="secret") if "lora" in name]
 
 
 @pytest.mark.parametrize(("rank", "taken"), [(1, 1), (2, 8), (16, 16), (17, 32), (200, 256), (512, 512)])
@@ -148,13 +122,6 @@ def test_an_argument_that_vllm_does_not_have_is_refused() -> None:
     refuse_unknown(["block_size"], known=["block_size", "seed"])
     with pytest.raises(ConfigError, match=r"inference\.vllm_args\.blok_size is not an argument"):
         refuse_unknown(["blok_size"], known=["block_size", "seed"])
-
-
-def test_the_engine_computes_on_every_core_and_does_not_spin_for_it() -> None:
-    environment = cpu_environment(num_threads=2, preload="/lib/libgomp.so")
-    assert environment["OMP_NUM_THREADS"] == "2"
-    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert environment["LD_PRELOAD"] == "/lib/libgomp.so"
 
 
 def test_arguments_ledger_loader_and_entry_point_import_without_torch_or_vllm() -> None:
@@ -205,11 +172,6 @@ def test_a_shard_is_started_as_vllm_starts_a_node_of_a_server(index: int, is_hea
     assert arguments.items() >= expected.items()
 
 
-def test_a_server_of_one_node_is_told_of_no_others() -> None:
-    arguments = vllm_arguments(make_config(), is_cpu=False, token="secret")
-    assert arguments.keys().isdisjoint({"nnodes", "node_rank", "master_addr", "headless", "distributed_executor_backend"})
-
-
 SCALING = {"rope_type": "linear", "factor": 2.0}
 
 
@@ -223,10 +185,6 @@ def test_the_models_own_base_is_kept(tmp_path: Path) -> None:
     assert position_overrides(make_positions_config(tmp_path, model), {"vocab_size": 7}) == {
         "hf_overrides": {"vocab_size": 7, "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
     }
-
-
-def test_without_the_key_nothing_is_overridden() -> None:
-    assert position_overrides(InferenceConfig(), {"vocab_size": 7}) == {}
 
 
 def test_a_model_without_rotary_positions_is_refused(tmp_path: Path) -> None:

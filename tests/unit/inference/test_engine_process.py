@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trivet.errors import InferenceError
-from trivet.inference.engine_process import count_physical_cores, open_store, preloaded, restart_with
+from trivet.inference.engine_process import count_physical_cores, open_store
 from trivet.process.node_places import ServerShard
 from trivet.process.sockets import ReservedPorts
 
@@ -20,17 +20,6 @@ def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
         (topology / "thread_siblings_list").write_text(siblings)
     assert count_physical_cores(cpus=range(4), root=tmp_path) == 2
     assert count_physical_cores(cpus=[0, 2], root=tmp_path) == 1
-
-
-def test_without_a_topology_every_cpu_is_a_core(tmp_path: Path) -> None:
-    assert count_physical_cores(cpus=range(3), root=tmp_path) == 3
-
-
-def test_what_is_preloaded_already_is_not_named_twice() -> None:
-    once = preloaded(["/a.so"], present="/b.so")
-    assert once == "/a.so:/b.so"
-    assert preloaded(["/a.so"], present=once) == once
-    assert preloaded([], present="") == ""
 
 
 def test_a_program_restarts_once_with_its_own_words_and_the_environment() -> None:
@@ -53,10 +42,6 @@ def test_a_program_restarts_once_with_its_own_words_and_the_environment() -> Non
     first, second, words = done.stdout.splitlines()
     assert first == second
     assert words == "yes @ a b.toml"
-
-
-def test_nothing_happens_when_the_environment_is_there() -> None:
-    restart_with({"PATH": os.environ["PATH"]})
 
 
 ADDRESS = "127.0.0.1"

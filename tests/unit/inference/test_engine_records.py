@@ -97,13 +97,5 @@ def test_a_request_that_was_not_sent_again_is_forgotten_at_the_next_switch() -> 
     assert client.engine_inflight[engine] == 0
 
 
-def test_a_request_that_the_engine_does_not_have_is_not_kept() -> None:
-    client, routes = open_routes()
-    routes.expect_end_of(["gone"])
-    client.add("gone")
-    client.end("gone")
-    assert client.reqs_in_flight == {}
-
-
 def test_a_client_of_a_single_engine_keeps_no_record() -> None:
     assert EngineRoutes.install(object()) is None

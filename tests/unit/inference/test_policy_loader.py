@@ -11,7 +11,6 @@ from trivet.errors import InferenceError, WeightsError
 from trivet.inference.engine_records import PolicyLedger
 from trivet.inference.policy_loader import EnginePart, PolicyLoader
 from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
-from trivet.telemetry import process_report
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
@@ -380,20 +379,6 @@ def test_a_sleeping_engine_that_cannot_load_a_policy_wakes_with_the_one_before(l
     assert engine.calls == expected
 
 
-def test_a_directory_that_is_not_whole_does_not_wake_the_engine(layout: RunLayout) -> None:
-    engine = FakeEngine()
-    (layout.weights_step(1) / "model.safetensors").write_bytes(b"weights X")
-
-    async def scenario(loader: PolicyLoader) -> None:
-        await loader.sleep()
-        with pytest.raises(WeightsError, match="altered"):
-            await loader.load(layout.weights_step(1))
-        assert loader.is_asleep
-
-    run(layout, engine, scenario)
-    assert engine.calls == ["pause", "suspend"]
-
-
 def test_an_engine_that_cannot_sleep_is_reported_broken(layout: RunLayout) -> None:
     engine = FakeEngine()
     engine.cannot_suspend = True
@@ -470,18 +455,3 @@ def test_a_change_that_the_engine_never_ends_is_reported_broken(tmp_path: Path) 
 
     asyncio.run(main())
     assert broken == ["broken"]
-
-
-def test_a_server_reports_that_it_sleeps_and_that_it_serves_again(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    activities: list[str] = []
-    monkeypatch.setattr(process_report, "begin", activities.append)
-
-    async def scenario(loader: PolicyLoader) -> None:
-        await loader.load(layout.weights_step(1))
-        assert activities == []
-        await loader.sleep()
-        assert activities == ["asleep while the trainer learns"]
-        await loader.load(layout.weights_step(2))
-
-    run(layout, FakeEngine(), scenario)
-    assert activities == ["asleep while the trainer learns", "serving"]

@@ -136,12 +136,6 @@ def test_a_server_without_memory_to_free_refuses_to_sleep() -> None:
     assert not loader.is_asleep
 
 
-def test_a_failed_sleep_gives_its_reason() -> None:
-    response = ask("POST", "/sleep", loader=FakeLoader(error=InferenceError("the engine did not sleep: the server ends")))
-    assert response.status_code == 500
-    assert "did not sleep" in response.json()["reason"]
-
-
 def test_an_update_answers_with_what_serves_after_it() -> None:
     loader = FakeLoader()
     response = ask("POST", "/update_weights", loader=loader, body={"weight_dir": "/w/step_3"})

@@ -86,11 +86,6 @@ def test_a_function_that_cannot_work_is_refused_before_the_run(module: str, name
     assert f'orchestrator.advantage.import_path "{name}"' in str(caught.value)
 
 
-def test_arguments_that_the_function_does_not_take_are_refused(module: str) -> None:
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'fctor'"):
-        make_advantage(AdvantageConfig(type="custom", import_path=f"{module}.scaled", kwargs={"fctor": 2.0}))
-
-
 def test_an_error_during_the_run_ends_it_with_the_rewards(module: str) -> None:
     advantage = make_advantage(AdvantageConfig(type="custom", import_path=f"{module}.picky"))
     three = AdvantageInputs(rewards=np.array([1.0, 0.0, 0.5]), completion_lengths=np.array([1, 1, 1]))

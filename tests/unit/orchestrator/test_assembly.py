@@ -21,10 +21,6 @@ WAITING = BufferState(
 )
 
 
-def test_a_run_goes_on_with_every_group_of_its_checkpoint():
-    assert usable_groups(WAITING, skip=False, has_teacher=False) == (WAITING, {})
-
-
 def test_a_skipped_buffer_leaves_out_every_group():
     assert usable_groups(WAITING, skip=True, has_teacher=True) == (BufferState(), dict.fromkeys([1, 2, 3], "ckpt.skip_buffer"))
 

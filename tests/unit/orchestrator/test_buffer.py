@@ -36,13 +36,6 @@ def test_a_batch_takes_the_oldest_ready_groups(events):
     assert events[-1] == BatchFormed(step=Step(1), group_ids=[4, 2], oldest_version=0, newest_version=0)
 
 
-def test_no_batch_while_there_are_too_few_groups(events):
-    buffer = make_buffer(events)
-    play(buffer, make_group(0))
-    assert buffer.take_batch(Step(1), num_groups=2) is None
-    assert buffer.num_ready == 1
-
-
 def test_a_group_of_equal_rewards_is_filtered_only_when_asked(events):
     for is_filtering, expected in ((False, 1), (True, 0)):
         buffer = make_buffer(events, online_difficulty_filtering=is_filtering)
@@ -96,13 +89,6 @@ def test_late_group_is_dropped_at_max_off_policy_steps(events, oldest, is_kept):
         assert events[-1] == Drop(group_id=GroupId(0), reason="stale")
 
 
-def test_groups_in_flight_too_long_are_named(events):
-    buffer = make_buffer(events)
-    for group_id, version in ((0, 1), (1, 3)):
-        buffer.dispatched(make_draw(group_id), version=PolicyVersion(version))
-    assert buffer.stale_in_flight(Step(5)) == [0]
-
-
 def test_every_transition_writes_one_event(events):
     buffer = make_buffer(events)
     play(buffer, make_group(0))
@@ -128,12 +114,6 @@ def test_snapshot_holds_what_waits_and_what_is_in_flight(events):
     state = buffer.snapshot(also_in_flight=[make_draw(7), make_draw(9)])
     assert [group.group_id for group in state.ready] == [5]
     assert state.in_flight == [make_draw(7), make_draw(8, example_id=1, step=3), make_draw(9)]
-
-
-def test_versions_of_a_group_span_its_samples():
-    group = make_group(0, version=2, newest=4)
-    group.rollouts[0].samples.append(make_sample(version=3))
-    assert (group.oldest_version, group.newest_version) == (2, 4)
 
 
 def test_the_first_error_of_a_fruitless_row_is_kept_and_forgotten_with_the_row(events):
@@ -177,13 +157,6 @@ def test_groups_whose_examples_are_gone_are_dropped_with_that_reason(events):
     buffer.gone([make_draw(4)])
     assert events == [Drop(group_id=GroupId(4), reason="example_gone")]
     assert buffer.num_in_flight == 0
-
-
-def test_failures_are_counted_by_the_error_behind_them(events):
-    buffer = make_buffer(events)
-    buffer.dispatched(make_draw(0), version=PolicyVersion(0))
-    buffer.failed(GroupId(0), "RolloutFailed: reward function judge of environment 'toy': KeyError: 'x'", kind="KeyError")
-    assert [(lost.env, lost.reason) for lost in buffer.counters.failed] == [("toy", "KeyError")]
 
 
 def test_filters_are_measured_unless_they_are_enforced_and_can_be_taken_away() -> None:

@@ -72,8 +72,3 @@ def test_a_damaged_part_is_refused_without_a_traceback(layout: RunLayout, damage
     path.write_bytes(damage)
     with pytest.raises(CheckpointError, match=r"state\.msgpack"):
         read_part(layout, Step(3), rollouts_per_example=2)
-
-
-def test_a_missing_part_is_refused(layout: RunLayout) -> None:
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_part(layout, Step(3), rollouts_per_example=2)

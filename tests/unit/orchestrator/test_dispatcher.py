@@ -15,7 +15,7 @@ from trivet.errors import RolloutFailed, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
-from trivet.wire.events import Dispatch, Drop, Event, Filter, Finish
+from trivet.wire.events import Dispatch, Drop, Event, Finish
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -297,32 +297,3 @@ def test_the_limit_of_rollouts_in_flight_can_change_while_groups_run():
             assert sorted(stage.script.waiting) == [2, 3, 4]
 
     run_virtually(scenario(), limit_s=60)
-
-
-def test_a_group_without_signal_is_filtered_and_replaced():
-    async def scenario() -> None:
-        async with staged() as stage:
-            stage.script.finish(0, rewards=(1.0, 1.0))
-            await settle()
-            assert [event.group_id for event in stage.of(Filter)] == [0]
-            assert sorted(stage.script.waiting) == [1, 2, 3, 4]
-
-    run_virtually(scenario(), limit_s=60)
-
-
-@pytest.mark.parametrize(("is_worth_nothing", "rewards"), [(False, [1.0, 1.0, 0.5]), (True, [0.0, 0.0, 0.5])])
-def test_a_truncated_rollout_keeps_its_reward_unless_it_is_worth_nothing(is_worth_nothing: bool, rewards: list[float]):
-    async def scenario() -> None:
-        async with staged(zero_truncated_completions=is_worth_nothing) as stage:
-            rollouts = [
-                Rollout(index=0, reward=1.0, samples=[make_sample(completion=100)]),  # longer than seq_len
-                Rollout(index=1, reward=1.0, samples=[make_sample()], ran_out_of_context=True),
-                Rollout(index=2, reward=0.5, samples=[make_sample()]),
-            ]
-            stage.script.finish_with(0, rollouts)
-            await settle()
-            assert [rollout.reward for rollout in rollouts] == rewards
-            mean = sum(rewards) / 3
-            assert [rollout.advantage for rollout in rollouts] == pytest.approx([reward - mean for reward in rewards])
-
-    run_virtually(scenario(), limit_s=10)

@@ -59,19 +59,6 @@ def test_the_limit_settles_around_what_the_cache_holds():
     assert watcher.metrics()["concurrency/limit"] == flow.max_in_flight
 
 
-def test_a_run_that_fits_is_left_at_everything_it_may_have():
-    flow = Flow(max_in_flight=128)
-    watch(ConcurrencyConfig(), flow, Engine(flow, capacity=256), seconds=300)
-    assert flow.max_in_flight == 128
-
-
-def test_servers_that_do_not_say_how_busy_they_are_change_nothing():
-    flow = Flow(max_in_flight=128)
-    watcher = watch(ConcurrencyConfig(), flow, Silent(), seconds=60)
-    assert flow.max_in_flight == 128
-    assert watcher.metrics() == {"concurrency/limit": 128}
-
-
 class Veterans:
     """Two servers with counts from before the run, one of which is away for a while."""
 

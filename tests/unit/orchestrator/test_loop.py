@@ -151,15 +151,6 @@ def test_batches_are_whole_and_say_when_a_checkpoint_part_is_on_disk(tmp_path):
     assert all(set(batch.micro_batches[0].advantages_T) == {-0.5, 0.5} for batch in batches)
 
 
-def test_a_step_says_how_long_its_parts_took(tmp_path):
-    run_loop(tmp_path, FRESH, max_steps=2, run_group=answer_at_once)
-    first, second = map(json.loads, (RunLayout(tmp_path).metrics / "orchestrator.jsonl").read_text().splitlines())
-    parts = {"time/generate_completions", "time/parallel_preprocess", "time/wait_for_receipt"}
-    for step, of_step in ((first, parts), (second, {*parts, "time/save_ckpt"})):
-        assert 0 < sum(step[name] for name in of_step) <= step["time/step"]
-    assert "time/save_ckpt" not in first  # no part was due
-
-
 def test_servers_free_their_memory_before_each_batch_is_sent(tmp_path):
     num_sent: list[int] = []
 

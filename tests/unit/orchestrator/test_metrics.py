@@ -88,13 +88,6 @@ def test_groups_that_tell_nothing_apart_count_as_solved_or_not():
     assert values["batch/overlong_prompts"] == 0.0
 
 
-def test_groups_whose_prompts_do_not_fit_are_counted():
-    counters = GroupCounters()
-    for reason in (FilterReason.OVERLONG_PROMPT, FilterReason.OVERLONG_PROMPT, FilterReason.NO_LOSS_TOKENS):
-        counters.finished.append(FinishedGroup.of(group_of("math", (0.0, 0.0)), filtered=reason))
-    assert flow(counters, [group_of("math", (0.0, 1.0))])["batch/overlong_prompts"] == 2.0
-
-
 def test_failures_are_told_by_error_and_environment():
     counters = GroupCounters()
     counters.finished.append(FinishedGroup.of(group_of("math", (0.0, 1.0))))
@@ -110,16 +103,3 @@ def test_failures_are_told_by_error_and_environment():
         2.0,
         10.0,
     )
-
-
-def test_retries_and_rollouts_that_an_error_ended_are_counted_apart():
-    group = group_of("math", (0.0, 1.0))
-    group.rollouts[0].num_retries, group.rollouts[1].ended_by = 2, "ToolCallError"
-    values = batch_metrics([group], step=Step(1), num_tokens=14)
-    assert (values["num_retries/mean"], values["num_retries/max"], values["ended_by_error/mean"]) == (1.0, 2.0, 0.5)
-
-
-def test_what_nobody_judged_has_no_share():
-    values = flow(GroupCounters(), [])
-    assert not any(name.startswith(("batch/solve", "filtered_rollouts", "error", "pass@")) for name in values)
-    assert (values["batch/async_level"], values["batch/inflight_groups"], values["batch/ready_groups"]) == (1.0, 5.0, 2.0)

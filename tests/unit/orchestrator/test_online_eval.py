@@ -132,10 +132,6 @@ def test_base_model_crossed_multiples_and_the_last_policy_are_evaluated(tmp_path
     assert Bench(tmp_path).run(4, 9, 11, 19, 25) == ([0, 11, 25], [0, 11, 25])
 
 
-def test_the_last_policy_is_evaluated_whatever_the_interval(tmp_path):
-    assert Bench(tmp_path).run(4) == ([0, 4], [0, 4])
-
-
 def test_the_base_model_is_left_out_when_asked(tmp_path):
     evals = CONFIG["eval"] | {"eval_base_model": False}
     assert Bench(tmp_path, eval=evals).run(12, 13) == ([12, 13], [12, 13])
@@ -301,20 +297,3 @@ def test_validation_weighs_environments_by_their_examples():
 def test_an_evaluation_without_data_is_refused_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match="'words' has nothing to evaluate on: 5 examples, skip_first = 5"):
         Bench(tmp_path, eval={"env": [{"id": "words", "skip_first": 5}]})
-
-
-def test_an_environment_that_is_trained_on_shares_its_workers():
-    config = OrchestratorConfig.model_validate(
-        {
-            "env": [{"id": "letters", "args": {"n": 1}}],
-            "eval": {
-                "env": [
-                    {"id": "letters", "name": "same", "args": {"n": 1}},
-                    {"id": "letters"},
-                    {"id": "letters", "name": "lenient", "args": {"n": 1}, "on_reward_error": "zero"},
-                ]
-            },
-        }
-    )
-    assert [config.pool_name(env) for env in config.eval.env] == ["letters", "letters-eval", "lenient-eval"]
-    assert list(config.environments) == ["letters", "letters-eval", "lenient-eval"]

@@ -143,18 +143,6 @@ def test_a_pin_waits_for_a_load_in_progress_and_holds_what_it_brought(layout):
     run_virtually(scenario(), limit_s=100)
 
 
-def test_a_load_that_a_pin_overtakes_is_left_for_later(layout):
-    async def scenario() -> None:
-        publish_policy(layout, 1)
-        servers = FakeServers()
-        watcher = make_watcher(layout, servers)
-        async with watcher.pinned():
-            await watcher.ensure_policy(PolicyVersion(1))
-        assert (servers.loaded, watcher.version) == ([], 0)
-
-    run_virtually(scenario(), limit_s=10)
-
-
 def test_a_fresh_run_starts_from_the_start_model_and_says_so_to_whoever_removes_old_weights(layout):
     async def scenario() -> None:
         servers = FakeServers()

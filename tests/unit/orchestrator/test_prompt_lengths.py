@@ -40,11 +40,6 @@ def test_prompts_that_do_not_fit_are_counted_and_named_with_the_arithmetic(caplo
     assert limits.context == 64
 
 
-def test_prompts_that_fit_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    check([1, 48])
-    assert caplog.text == ""
-
-
 def test_a_run_in_which_none_of_the_first_prompts_fits_is_refused() -> None:
     with pytest.raises(BatchError, match=r"2 of 2 prompts looked at do not fit .*max_model_len 64 - sampling\.max_tokens 16"):
         check([49, 50])
@@ -56,13 +51,6 @@ def test_a_server_that_counts_no_tokens_leaves_the_lengths_unknown() -> None:
             raise InferenceError("404")
 
     assert check([400], client=Deaf()) == LIMITS
-
-
-@pytest.mark.parametrize(("context", "most"), [(None, 255), (64, 48), (4096, 255)])
-def test_the_least_of_context_and_trained_length_counts(context: int | None, most: int) -> None:
-    limits = PromptLimits(seq_len=256, max_tokens={"toy": 16}, context=context)
-    assert limits.max_prompt("toy") == most
-    assert f"{most} tokens at most" in limits.explain("toy")
 
 
 def test_each_environment_reserves_its_own_completion() -> None:

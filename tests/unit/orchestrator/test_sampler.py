@@ -8,7 +8,7 @@ from support.groups import make_draw, make_examples, make_group
 from trivet.config.schema.orchestrator import BufferConfig
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.wire.codec import decode, encode
-from trivet.wire.rollouts import Group, GroupId
+from trivet.wire.rollouts import Group
 from trivet.wire.versions import Step
 
 EXAMPLES = make_examples(a=5, b=3)
@@ -36,10 +36,6 @@ def test_each_epoch_visits_every_example_once():
         assert set(rows_of(take(sampler, 8))) == {("a", i) for i in range(5)} | {("b", i) for i in range(3)}
 
 
-def test_ids_are_handed_out_in_order_and_never_twice():
-    assert [draw.group_id for draw in take(ExampleSampler(EXAMPLES, seed=1), 20)] == list(range(20))
-
-
 def test_another_seed_gives_another_order_and_the_buffers_seed_comes_first():
     examples = make_examples(a=50)
     first, other = (rows_of(take(ExampleSampler(examples, seed=seed), 50)) for seed in (1, 2))
@@ -48,23 +44,11 @@ def test_another_seed_gives_another_order_and_the_buffers_seed_comes_first():
     assert rows_of(take(ExampleSampler(examples, seed=1, rules=BufferConfig(seed=2)), 50)) == other
 
 
-def test_a_draw_says_its_example_and_the_step_that_it_was_made_in():
-    draw = take(ExampleSampler(EXAMPLES, seed=1), 1, step=7)[0]
-    assert draw.example_hash == EXAMPLES[draw.env][draw.example_id]
-    assert draw.step == 7
-
-
 def test_ratios_hold_from_the_first_batch_on():
     sampler = ExampleSampler(make_examples(big=1000, small=2), seed=0, rules=BufferConfig(env_ratios=[3, 1]))
     envs = [draw.env for draw in take(sampler, 400)]
     assert Counter(envs) == {"big": 300, "small": 100}
     assert all(Counter(envs[start : start + 8]) == {"big": 6, "small": 2} for start in range(0, 400, 8))
-
-
-def test_within_its_turns_an_environment_is_visited_in_epochs():
-    sampler = ExampleSampler(make_examples(big=100, small=4), seed=0, rules=BufferConfig(env_ratios=[1, 1]))
-    small = [draw.example_id for draw in take(sampler, 16) if draw.env == "small"]
-    assert sorted(small[:4]) == sorted(small[4:8]) == [0, 1, 2, 3]
 
 
 def test_easy_and_hard_examples_are_not_drawn_again():
@@ -76,10 +60,6 @@ def test_easy_and_hard_examples_are_not_drawn_again():
     assert (values["pool/easy"], values["pool/normal"], values["pool/hard/a"]) == (0.25, 0.5, 0.25)
     assert (values["evicted_examples/easy"], values["evicted_examples/hard/a"]) == (1, 1)
     assert sampler.metrics()["evicted_examples/easy"] == 0
-
-
-def test_without_thresholds_there_are_no_pools_to_report():
-    assert ExampleSampler(EXAMPLES, seed=0).metrics() == {"progress/epoch": 0.0}
 
 
 def test_the_epoch_counts_passes_over_the_examples():
@@ -242,8 +222,3 @@ def test_pools_conserve_examples_and_only_normal_ones_are_drawn(rules, actions):
         for members in script.sampler.snapshot().parked.values():
             assert [parked.step for parked in members] == sorted(parked.step for parked in members)
             assert len({parked.example_hash for parked in members}) == len(members)
-
-
-def test_the_next_id_is_in_the_state():
-    state = SamplerState(next_group_id=GroupId(7))
-    assert take(ExampleSampler(EXAMPLES, seed=0, state=state), 1)[0].group_id == 7

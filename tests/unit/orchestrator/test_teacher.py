@@ -118,14 +118,6 @@ def test_every_loss_token_of_a_group_gets_the_teachers_log_probability():
     assert is_taught(Group(group_id=GroupId(3), env="e", example_id=0, rollouts=rollouts))
 
 
-def test_it_is_asked_for_the_tokens_that_can_be_trained_on():
-    script = Script()
-    with serve(script) as url:
-        run_taught([url], [make_sample([5, 6, 7, 8]), make_sample([1, 2])], seq_len=3)
-    assert [body["prompt"] for body in script.asked] == [[5, 6, 7]]
-    assert (script.asked[0]["model"], script.asked[0]["prompt_logprobs"]) == ("big", 0)
-
-
 def test_no_more_questions_are_under_way_than_allowed():
     script = Script()
     with serve(script) as url:
@@ -211,10 +203,6 @@ def meet(policy: Script, teacher: Script) -> None:
 
     with serve(policy) as policy_url, serve(teacher) as teacher_url:
         with_teacher([teacher_url], lambda asked: body(asked, policy_url))
-
-
-def test_a_teacher_of_the_same_vocabulary_is_accepted():
-    meet(Script(), Script())
 
 
 def test_a_teacher_of_another_vocabulary_is_refused_with_what_differs():

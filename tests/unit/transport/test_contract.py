@@ -40,18 +40,6 @@ def test_batches_arrive_whole_and_in_order_after_the_self_check(run):
     run(body)
 
 
-def test_a_batch_is_acknowledged_before_the_trainer_asks_for_it(run):
-    async def body(ends: Ends):
-        config = make_config()
-        receiver = ends.receiver(config)
-        sender = ends.sender(config, receiver)
-        for step in (1, 2):
-            await sender.send(make_batch(step))
-        assert [receiver.receive(step).step for step in (1, 2)] == [1, 2]
-
-    run(body)
-
-
 def test_the_trainer_may_wait_before_the_batch_is_sent(run):
     async def body(ends: Ends):
         config = make_config()

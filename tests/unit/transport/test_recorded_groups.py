@@ -84,11 +84,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage) -> None:
         read_groups(file)
 
 
-def test_a_whole_record_can_be_replayed(tmp_path: Path) -> None:
-    record(tmp_path)
-    require_replayable(config(tmp_path))
-
-
 def test_rollouts_without_tokens_are_refused_with_the_key_that_keeps_them(tmp_path: Path) -> None:
     layout = record(tmp_path)
     (layout.rollouts_step(2) / GROUPS_FILE).unlink()

@@ -1,11 +1,10 @@
 import itertools
 from collections.abc import Iterable
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivet.wire.versions import PolicyVersion, VersionRun, count_tokens, join_versions, newest_version, oldest_version
+from trivet.wire.versions import PolicyVersion, VersionRun, count_tokens, join_versions
 
 versions = st.lists(st.integers(0, 5), max_size=40)
 
@@ -40,15 +39,3 @@ def test_joining_is_encoding_the_concatenation(parts):
 
 def test_empty_runs_vanish_when_joined():
     assert join_versions([[VersionRun(1, 0)], [VersionRun(2, 3), VersionRun(1, 0)], [VersionRun(2, 1)]]) == [VersionRun(2, 4)]
-
-
-def test_oldest_and_newest_span_the_runs():
-    runs = encode_versions([3, 3, 2, 4])
-    assert oldest_version(runs) == 2
-    assert newest_version(runs) == 4
-
-
-@pytest.mark.parametrize("function", [oldest_version, newest_version])
-def test_nothing_sampled_has_no_version(function):
-    with pytest.raises(ValueError, match="empty"):
-        function([])
