@@ -19,7 +19,7 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.sft import ConversationsConfig, FakeDataConfig, SftConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.config.schema.trainer import DefaultLossConfig, TrainerConfig, TrainingConfig
-from trivet.wire.sampling_fields import biasing_fields
+from trivet.wire.groups import biasing_fields
 
 _MAX_SHOWN_CHARS = 60
 """A longer value, such as a list of token ids, is cut in a notice."""

@@ -1,12 +1,12 @@
-"""Opens what an orchestrator is connected to: environment workers, inference servers, a teacher and the trainer.
+"""Makes what an orchestrator is connected to: environment workers, inference servers, a teacher and the trainer.
 
-Each is a context manager that closes what it opened. Used by `orchestrator.start` and the role's entry.
+Used by `orchestrator.start`, which closes what it gets, and by the role's entry.
 """
 
 import logging
 import os
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
@@ -56,8 +56,7 @@ async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[Enviro
         yield await opened.enter_async_context(open_node_pools(local, nodes, secret=secret, timeout_s=timeout_s))
 
 
-@asynccontextmanager
-async def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "") -> AsyncGenerator[WorkerPool, None]:
+def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "") -> AbstractAsyncContextManager[WorkerPool]:
     """Load every environment of the run in worker processes of this machine.
 
     Args:
@@ -76,43 +75,28 @@ async def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "")
         strict_data=config.strict_data,
     )
     layout = RunLayout(config.output_dir)
-    async with open_worker_pool(
+    return open_worker_pool(
         settings, log_of=lambda env: layout.env_worker_log(f"{env}{name_suffix}"), limits=limits, name_suffix=name_suffix
-    ) as pool:
-        yield pool
+    )
 
 
-@asynccontextmanager
-async def open_servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncGenerator[ServerPool, None]:
-    """Yield the inference servers of the run, which it may change."""
+def make_servers(config: OrchestratorConfig, telemetry: Telemetry) -> ServerPool:
+    """Return the inference servers of the run, which it may change. None is asked yet."""
     client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
 
     def make_client(url: str) -> InferenceClient:
         """Return a client that may change the server at `url`."""
         return inference_client(client, url, timeout_s=client.admin_timeout, secret=secret)
 
-    servers = ServerPool(client, make_client=make_client, write_event=telemetry.write_event)
-    try:
-        await servers.start()
-        yield servers
-    finally:
-        await servers.aclose()
+    return ServerPool(client, make_client=make_client, write_event=telemetry.write_event)
 
 
-@asynccontextmanager
-async def open_teacher(config: OrchestratorConfig) -> AsyncGenerator[Teacher | None, None]:
-    """Yield the teacher of the run, None without one."""
+def make_teacher(config: OrchestratorConfig) -> Teacher | None:
+    """Return the teacher of the run, None without one."""
     if config.teacher_model is None:
-        yield None
-        return
-    teacher = Teacher(
-        config.teacher_model,
-        [inference_client(config.teacher_model.client, url) for url in config.teacher_model.client.base_url],
-    )
-    try:
-        yield teacher
-    finally:
-        await teacher.aclose()
+        return None
+    client = config.teacher_model.client
+    return Teacher(config.teacher_model, [inference_client(client, url) for url in client.base_url])
 
 
 def inference_client(
@@ -131,21 +115,16 @@ def inference_client(
     )
 
 
-@asynccontextmanager
-async def open_sender(config: OrchestratorConfig) -> AsyncGenerator[BatchSender, None]:
-    """Yield the connection that sends batches to the trainer."""
+def make_sender(config: OrchestratorConfig) -> BatchSender:
+    """Return the connection that sends batches to the trainer."""
     layout = RunLayout(config.output_dir)
-    sender = ZmqSender(
+    return ZmqSender(
         config.rollout_transport,
         secret=find_secret(layout, environ=os.environ),
         run_id=config.run.id,
         attempt=config.run.attempt,
         has_arrived=lambda batch: is_trained(batch, layout),
     )
-    try:
-        yield sender
-    finally:
-        await sender.aclose()
 
 
 def is_trained(batch: Batch, layout: RunLayout) -> bool:

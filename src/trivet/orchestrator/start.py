@@ -21,7 +21,7 @@ from trivet.errors import CheckpointError, EnvironmentLoadError
 from trivet.orchestrator.assembly import make_loop, make_replay_loop
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, data_of, read_part
-from trivet.orchestrator.connections import inference_client, open_sender, open_servers, open_teacher
+from trivet.orchestrator.connections import inference_client, make_sender, make_servers, make_teacher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import discard_evals_after
 from trivet.orchestrator.policy import PolicyWatcher
@@ -47,8 +47,10 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         on_loop: gets the loop when it begins to fill batches, to preempt it.
     """
     layout = RunLayout(config.output_dir)
-    if config.replay is None:
-        _require_examples(config, pool)
+    for name in [env.label for env in config.env] if config.replay is None else []:
+        if problem := training_problem(name, pool.infos[name], hash_keys=config.buffer.hash_keys):
+            raise EnvironmentLoadError(problem)
+        logger.info("environment loaded env=%s examples=%s", name, pool.infos[name].num_examples)
     part = _starting_point(config, layout)
     step = Step(part.progress.step)
     config = settle_schedules(config, step=step)
@@ -95,9 +97,11 @@ async def _begin_sampling(
 ) -> Loop:
     """Return the loop of a run that samples, once the servers serve its first policy and the trainer has the probe."""
     process_report.begin_waiting("servers that answer", on="inference")
-    servers = await opened.enter_async_context(open_servers(config, telemetry))
-    teacher = await opened.enter_async_context(open_teacher(config))
-    sender = await opened.enter_async_context(open_sender(config))
+    servers, teacher, sender = make_servers(config, telemetry), make_teacher(config), make_sender(config)
+    for connection in (servers, teacher, sender):
+        if connection is not None:
+            opened.push_async_callback(connection.aclose)
+    await servers.start()
     loop = make_loop(config, part, environments=pool, servers=servers, sender=sender, telemetry=telemetry, teacher=teacher)
     assert isinstance(loop.sampler, ExampleSampler)
     _report_numbers(loop)
@@ -151,7 +155,8 @@ async def _begin_replay(
     opened: AsyncExitStack, config: OrchestratorConfig, part: OrchestratorPart, telemetry: Telemetry
 ) -> Loop:
     """Return the loop of a replay, once the trainer has received a probe, which is empty without a server."""
-    sender = await opened.enter_async_context(open_sender(config))
+    sender = make_sender(config)
+    opened.push_async_callback(sender.aclose)
     loop = make_replay_loop(config, part, sender=sender, telemetry=telemetry)
     _report_numbers(loop)
     process_report.begin_waiting("the probe to be received", on="trainer")
@@ -167,15 +172,6 @@ def _report_numbers(loop: Loop) -> None:
             "num_in_flight": loop.buffer.num_in_flight,
         }
     )
-
-
-def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
-    """Log the size of each environment's data set."""
-    for name in (env.label for env in config.env):
-        info = pool.infos[name]
-        if problem := training_problem(name, info, hash_keys=config.buffer.hash_keys):
-            raise EnvironmentLoadError(problem)
-        logger.info("environment loaded env=%s examples=%s", name, info.num_examples)
 
 
 def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> OrchestratorPart:

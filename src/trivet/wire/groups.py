@@ -1,5 +1,6 @@
 """Defines the messages between orchestrator and environment workers: requests for groups, facts about environments."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -68,3 +69,45 @@ class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     example_hashes: list[str] = []
     """SHA-256 of the fields `buffer.hash_keys` of each training example, by index. With it a resume finds an example again in a
     data set that has changed."""
+
+
+_REPRODUCIBLE = frozenset(
+    {
+        *("temperature", "seed"),
+        # when a completion ends
+        *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        # the prompt, whose tokens are recorded as the model read them
+        *("messages", "prompt", "tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
+        *("continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "reasoning_effort"),
+        *("media_io_kwargs", "mm_processor_kwargs", "known_token_ids"),
+        # what an answer tells
+        *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "echo", "return_token_ids"),
+        *("skip_special_tokens", "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text"),
+        *("spaces_between_special_tokens", "stream", "stream_options", "stream_interval", "include_reasoning"),
+        "parallel_tool_calls",
+        # who asks, and in which order requests are served
+        *("model", "user", "priority", "request_id", "session_id", "cache_salt", "metadata"),
+    }
+)
+"""Fields of a request that change no probability of a token, whatever their value."""
+
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "repetition_penalty": (1,),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+}
+"""Values with which a further field does nothing, besides those that are empty, 0 or false."""
+
+
+def biasing_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields, with their values, of which the trainer does not know what they do to probabilities.
+
+    The trainer computes the softmax of the logits over the temperature, over the whole vocabulary. A field that is not known may
+    sample from another distribution: servers get new ones with every release.
+    """
+    return {
+        name: value for name, value in fields.items() if name not in _REPRODUCIBLE and value and value not in _OFF.get(name, ())
+    }

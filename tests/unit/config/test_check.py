@@ -13,7 +13,7 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import FakeDataConfig, SftConfig, SftDataConfig
 from trivet.config.schema.trainer import TokenizerConfig, TrainerConfig, TrainerModelConfig
-from trivet.wire.sampling_fields import biasing_fields
+from trivet.wire.groups import biasing_fields
 
 GROUPED = ("--orchestrator.rollouts-per-example", "2", "--max-steps", "10", "--max-model-len", "2048")
 TWO_WIDE = ("--deployment.type", "multi_node", "--deployment.num-infer-nodes", "2")
