@@ -1,21 +1,26 @@
-"""Watches the servers of a run: probes the admitted ones, admits the others once they serve the target policy.
+"""Finds the servers of a run, probes the admitted ones, and admits the others once they serve the target policy.
 
-A server that fails a probe is marked unhealthy, asked again with growing pauses, and admitted once it serves what is the target
-by then. Called by `ServerPool`. A wait without any server ends in an error.
+The servers are those of `client.base_url`, or those behind a DNS name or in a file (`client.elastic`), which may come and go. A
+server that fails a probe is marked unhealthy, asked again with growing pauses, and admitted once it serves what is the target by
+then. Called by `ServerPool`. A wait without any server ends in an error.
 """
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
 from trivet.backoff import backoff_s
+from trivet.client.inference_client import InferenceClient
 from trivet.client.server_set import Server, ServerSet
+from trivet.config.schema.inference import ClientConfig, ElasticConfig
 from trivet.errors import ForeignPolicy, InferenceError
+from trivet.wire.servers import server_root
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 30.0
+_PROBE_TIMEOUT_S = 30.0
 """Longest time for one answer: a server that loads a large policy answers late."""
 _PROBE_INTERVAL_S = 5.0
 """Between two probes of an admitted server. A server started again is found after at most this long."""
@@ -28,30 +33,82 @@ _EMPTY_POLL_INTERVAL_S = 1.0
 """How often it is looked whether a server is left."""
 _EMPTY_REPORT_INTERVAL_S = 60.0
 """How often a run without servers is reported."""
+_LOOKUP_RETRY_INTERVAL_S = 1.0
+"""Between two look-ups at the start, while no server answers."""
+
+Resolve = Callable[[str], Awaitable[list[str]]]
+"""Maps a host's name to its addresses. Raises OSError when the name is not known now."""
 
 
-class ServerHealthMonitor:
-    """Keeps one task per server, which probes it or tries to admit it."""
+async def resolve(hostname: str) -> list[str]:
+    """Return the addresses of `hostname`, sorted."""
+    found = await asyncio.get_running_loop().getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+    return sorted({str(address[4][0]) for address in found})
+
+
+class ServerMonitor:
+    """Keeps one task per server, which probes it or tries to admit it, and with `client.elastic` one that looks for servers."""
 
     def __init__(
         self,
+        config: ClientConfig,
         servers: ServerSet,
         *,
+        make_client: Callable[[str], InferenceClient],
+        resolve: Resolve = resolve,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        self._config = config
         self._servers = servers
+        self._make_client = make_client
+        self._resolve = resolve
         self._clock = clock
         self._sleep = sleep
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def watch(self, tasks: asyncio.TaskGroup, server: Server) -> None:
-        """Probe or admit `server` in a task of `tasks`, until cancelled."""
-        self._tasks[server.root] = tasks.create_task(self._watch(server), name=f"server-{server.root}")
+    async def start(self) -> list[Server]:
+        """Return the servers that answer: every listed one; or once one does, those behind the name.
 
-    def unwatch(self, root: str) -> None:
-        """Stop probing the server at `root`."""
-        self._tasks.pop(root).cancel()
+        Raises:
+            InferenceError: that took longer than `client.wait_for_ready_timeout`.
+        """
+        timeout_s = self._config.wait_for_ready_timeout
+        if self._config.elastic is None:
+            for url in self._config.base_url:
+                await self._servers.add(self._make_client(url)).client.wait_ready(timeout_s)
+            return self._servers.known
+        deadline = self._clock() + timeout_s
+        while True:
+            await self._look_up(self._config.elastic)
+            known = self._servers.known
+            questions = [server.client.check_health(timeout_s=_PROBE_TIMEOUT_S) for server in known]
+            answers = list(zip(known, await asyncio.gather(*questions, return_exceptions=True), strict=True))
+            if ready := [server for server, error in answers if error is None]:
+                return ready
+            for server, error in answers:
+                if isinstance(error, InferenceError):
+                    server.last_error = str(error)
+                elif error is not None:
+                    raise error
+            if self._clock() >= deadline:
+                errors = "; ".join(server.last_error for server in known) or "it names no address"
+                raise InferenceError(f"no server of {self._config.elastic.source} was ready within {timeout_s:.0f} s: {errors}")
+            await self._sleep(_LOOKUP_RETRY_INTERVAL_S)
+
+    async def run(self) -> None:
+        """Watch the servers until cancelled.
+
+        Raises:
+            InferenceError: no server was left for longer than `client.wait_for_ready_timeout`.
+            ForeignPolicy: a server serves what this run did not give it.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for server in self._servers.known:
+                self._watch_in(tasks, server)
+            if self._config.elastic is not None:
+                tasks.create_task(self._follow(tasks, self._config.elastic), name="server-names")
+            await self._require_servers(max_empty_s=self._config.wait_for_ready_timeout)
 
     async def is_at_fault(self, root: str) -> bool:
         """Return whether the server at `root`, where a group failed, does not answer as it should."""
@@ -64,7 +121,40 @@ class ServerHealthMonitor:
                 await self._probe(server)
         return not server.is_admitted or server.num_timeouts > 0
 
-    async def require_servers(self, *, max_empty_s: float) -> None:
+    def _watch_in(self, tasks: asyncio.TaskGroup, server: Server) -> None:
+        self._tasks[server.root] = tasks.create_task(self._watch(server), name=f"server-{server.root}")
+
+    async def _follow(self, tasks: asyncio.TaskGroup, config: ElasticConfig) -> None:
+        """Add and remove servers every `sync_interval`, until cancelled."""
+        while True:
+            await self._sleep(config.sync_interval)
+            came, gone = await self._look_up(config)
+            for server in came:
+                logger.info("server found url=%s", server.root)
+                self._watch_in(tasks, server)
+            for server in gone:
+                self._tasks.pop(server.root).cancel()
+                self._servers.mark_unhealthy(server, f"{config.source} does not name it any more")
+                await server.client.aclose()
+
+    async def _look_up(self, config: ElasticConfig) -> tuple[list[Server], list[Server]]:
+        """Bring the set up to date; return the servers that came and those that went."""
+        try:
+            if config.servers_file is not None:
+                text = await asyncio.to_thread(config.servers_file.read_text, "utf-8-sig")
+                roots = [server_root(line.strip()) for line in text.splitlines() if line.strip()]
+            else:
+                assert config.hostname is not None
+                hosts = [f"[{address}]" if ":" in address else address for address in await self._resolve(config.hostname)]
+                roots = [f"http://{host}:{config.port}" for host in hosts]
+        except OSError as exc:
+            logger.warning("%s cannot be looked up: %s; its servers stay", config.source, exc)
+            return [], []
+        gone = [self._servers.remove(server.root) for server in self._servers.known if server.root not in roots]
+        new_roots = [root for root in roots if self._servers.find(root) is None]
+        return [self._servers.add(self._make_client(root), is_elastic=True) for root in new_roots], gone
+
+    async def _require_servers(self, *, max_empty_s: float) -> None:
         """Report a time without any admitted server, until cancelled.
 
         Raises:
@@ -101,7 +191,7 @@ class ServerHealthMonitor:
 
     async def _probe(self, server: Server) -> None:
         reason = await server.probe(
-            self._servers.target, now=self._clock(), timeout_s=PROBE_TIMEOUT_S, max_timeouts=_MAX_TIMEOUTS
+            self._servers.target, now=self._clock(), timeout_s=_PROBE_TIMEOUT_S, max_timeouts=_MAX_TIMEOUTS
         )
         if reason is not None:
             self._servers.mark_unhealthy(server, reason)
@@ -109,7 +199,7 @@ class ServerHealthMonitor:
     async def _try_to_admit(self, server: Server) -> bool:
         target = self._servers.target
         try:
-            await server.client.check_health(timeout_s=PROBE_TIMEOUT_S)
+            await server.client.check_health(timeout_s=_PROBE_TIMEOUT_S)
             async with server.changing:
                 if not self._servers.may_wake:
                     return True  # the server is asked again when the servers may wake

@@ -5,17 +5,17 @@ marked unhealthy until it serves the target again.
 
     PolicyWatcher --ensure_policy--> ServerPool --update_weights--> inference servers
                                       |  sets the target             ^                  ^
-                                      v                              | probes           | looks up
-    Dispatcher <--pick, on_down-- ServerSet <---admit, mark--- ServerHealthMonitor  ServerDiscovery (with a DNS name)
-                                  unhealthy
+                                      v                              | finds, probes
+    Dispatcher <--pick, on_down-- ServerSet <-----admit, mark---- ServerMonitor
+                                                  unhealthy
 
 | waits for | unblocked by |
 |---|---|
 | `start`: every listed server, or one behind the name | its answer; `client.wait_for_ready_timeout` |
-| `ensure_policy`: one server that serves the policy | a load, or an admission; `require_servers` ends the run |
+| `ensure_policy`: one server that serves the policy | a load, or an admission; `ServerMonitor` ends the run |
 | `sleep`: every known server | its answer; its refusal, if elastic; `client.wait_for_ready_timeout` |
 | a task per server: the next probe, or the next try to admit | an interval, or a growing pause; after `sleep`: `ensure_policy` |
-| `require_servers`: an admitted server | an admission; `client.wait_for_ready_timeout` |
+| `ServerMonitor`: an admitted server | an admission; `client.wait_for_ready_timeout` |
 
 Writes Load, ServerUp and ServerDown events. Nobody else asks a server to load.
 """
@@ -26,8 +26,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from trivet.client.discovery import Resolve, ServerDiscovery, resolve
-from trivet.client.health import ServerHealthMonitor
+from trivet.client.health import Resolve, ServerMonitor, resolve
 from trivet.client.inference_client import InferenceClient, ServerLoad
 from trivet.client.server_set import Server, ServerSet, TargetPolicy
 from trivet.config.schema.inference import ClientConfig
@@ -69,16 +68,10 @@ class ServerPool:
         self._config = config
         self._clock = clock
         self._sleep = sleep
-        self._make_client = make_client
         self._servers = ServerSet(write_event=write_event, clock=clock)
-        self._monitor = ServerHealthMonitor(self._servers, clock=clock, sleep=sleep)
-        self._discovery: ServerDiscovery | None = None
+        self._monitor = ServerMonitor(config, self._servers, make_client=make_client, resolve=resolve, clock=clock, sleep=sleep)
         self._answered: list[Server] = []
         """Servers that answered at the start."""
-        if config.elastic is not None:
-            self._discovery = ServerDiscovery(
-                config.elastic, self._servers, make_client=make_client, resolve=resolve, clock=clock, sleep=sleep
-            )
 
     @property
     def roots(self) -> list[str]:
@@ -91,16 +84,8 @@ class ServerPool:
         Raises:
             InferenceError: that took longer than `client.wait_for_ready_timeout`.
         """
-        timeout_s = self._config.wait_for_ready_timeout
-        if self._discovery is not None:
-            self._answered = await self._discovery.wait_ready(timeout_s)
-            logger.info("inference ready urls=%s", ", ".join(server.root for server in self._answered))
-            return
-        for url in self._config.base_url:
-            server = self._servers.add(self._make_client(url))
-            await server.client.wait_ready(timeout_s)
-            self._answered.append(server)
-            logger.info("inference ready url=%s", server.root)
+        self._answered = await self._monitor.start()
+        logger.info("inference ready urls=%s", ", ".join(server.root for server in self._answered))
 
     async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
         """Have every server serve `policy` and admit it: before the first rollout.
@@ -132,7 +117,7 @@ class ServerPool:
             errors += [error] if error is not None else []
         loaded = await asyncio.gather(*(self._load_and_admit(server, policy) for server in waiting))
         errors += [error for _, error in loaded if error is not None]
-        if errors and (self._discovery is None or not self._servers.admitted):
+        if errors and (self._config.elastic is None or not self._servers.admitted):
             raise errors[0]
         return policy
 
@@ -221,18 +206,8 @@ class ServerPool:
         return None
 
     async def run(self) -> None:
-        """Watch the servers until cancelled.
-
-        Raises:
-            InferenceError: no server was left for longer than `client.wait_for_ready_timeout`.
-            ForeignPolicy: a server serves what this run did not give it.
-        """
-        async with asyncio.TaskGroup() as tasks:
-            for server in self._servers.known:
-                self._monitor.watch(tasks, server)
-            if self._discovery is not None:
-                tasks.create_task(self._discovery.follow(tasks, self._monitor), name="server-names")
-            await self._monitor.require_servers(max_empty_s=self._config.wait_for_ready_timeout)
+        """See `ServerMonitor.run`."""
+        await self._monitor.run()
 
     def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
         """See `ServerSet.subscribe`."""
@@ -247,7 +222,7 @@ class ServerPool:
         self._servers.release(root, num_rollouts=num_rollouts)
 
     async def is_at_fault(self, root: str) -> bool:
-        """See `ServerHealthMonitor.is_at_fault`."""
+        """See `ServerMonitor.is_at_fault`."""
         return await self._monitor.is_at_fault(root)
 
     def probe_metrics(self) -> dict[str, float]:

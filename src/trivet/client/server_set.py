@@ -1,6 +1,6 @@
 """Holds the state of a run's servers: which take rollouts, which policy they are to serve, how many rollouts each has in flight.
 
-`ServerSet` is the one owner of that state. `ServerPool`, `ServerHealthMonitor` and `ServerDiscovery` write to it.
+`ServerSet` is the one owner of that state. `ServerPool` and `ServerMonitor` write to it.
 """
 
 import asyncio
@@ -252,7 +252,7 @@ class ServerSet:
         )
 
     async def wait_for_admitted(self) -> None:
-        """Wait until a server is admitted. `ServerHealthMonitor.require_servers` bounds the wait."""
+        """Wait until a server is admitted. `ServerMonitor` bounds the wait."""
         await self._has_admitted.wait()
 
     def pick(self, *, num_rollouts: int) -> str | None:

