@@ -4,12 +4,13 @@ They cross from environment workers to the orchestrator and into its checkpoint.
 None of them is ever part of a cycle, so the garbage collector need not look at the thousands that are in flight (gc=False).
 """
 
+from collections.abc import Iterator
 from typing import Any, NewType
 
 import msgspec
 import numpy as np
 
-from trivet.wire.versions import PolicyVersion, VersionRun, newest_version, oldest_version
+from trivet.wire.versions import PolicyVersion, VersionRun
 
 GroupId = NewType("GroupId", int)
 """Handed out by the sampler in order, never twice in a run. It survives a resume: a group dispatched again keeps its id."""
@@ -111,16 +112,16 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
     @property
     def oldest_version(self) -> PolicyVersion:
         """The oldest policy of its sampled tokens; raises ValueError when nothing was sampled."""
-        return min(oldest_version(versions) for versions in self._versions())
+        return min(self._versions)
 
     @property
     def newest_version(self) -> PolicyVersion:
         """The newest policy of its sampled tokens; raises ValueError when nothing was sampled."""
-        return max(newest_version(versions) for versions in self._versions())
+        return max(self._versions)
 
-    def _versions(self) -> list[list[VersionRun]]:
-        """Return the encodings of the samples that have a sampled token."""
-        return [sample.versions for rollout in self.rollouts for sample in rollout.samples if sample.versions]
+    @property
+    def _versions(self) -> Iterator[PolicyVersion]:
+        return (run.version for rollout in self.rollouts for sample in rollout.samples for run in sample.versions)
 
     @property
     def rewards(self) -> np.ndarray:

@@ -47,13 +47,3 @@ def first_versions(runs: Iterable[VersionRun], num_tokens: int) -> list[VersionR
 def count_tokens(runs: Iterable[VersionRun]) -> int:
     """Return the number of tokens that the runs cover."""
     return sum(run.length for run in runs)
-
-
-def oldest_version(runs: Sequence[VersionRun]) -> PolicyVersion:
-    """Return the lowest version; raises ValueError when `runs` is empty: nothing was sampled."""
-    return min(run.version for run in runs)
-
-
-def newest_version(runs: Sequence[VersionRun]) -> PolicyVersion:
-    """Return the highest version; raises ValueError when `runs` is empty: nothing was sampled."""
-    return max(run.version for run in runs)
