@@ -57,3 +57,21 @@ class MemorySender:
 
     async def aclose(self) -> None:
         pass
+
+
+class ReadyTrainer:
+    """A sender whose trainer acknowledges every batch at once."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.on_batch: Callable[[Batch], None] = lambda _: None
+
+    async def say_alive(self) -> None:
+        pass
+
+    async def send(self, batch: Batch) -> None:
+        self.batches.append(batch)
+        self.on_batch(batch)
+
+    async def aclose(self) -> None:
+        pass

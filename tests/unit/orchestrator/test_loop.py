@@ -1,6 +1,7 @@
 """Run the orchestrator's loop with groups that finish at once and real checkpoint parts on disk."""
 
 import asyncio
+import gc
 import json
 import re
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ import pytest
 
 from support.fake_servers import FakeServers
 from support.groups import make_sample
+from support.memory_transport import ReadyTrainer
 from trivet.algorithms.advantages import mean_baseline
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.data_record import DATA_FILE, DataRecord
@@ -46,24 +48,6 @@ class IdleWatcher:
 
     async def run(self) -> None:
         await asyncio.Event().wait()
-
-
-class ReadyTrainer:
-    """A trainer that acknowledges every batch at once."""
-
-    def __init__(self, *, on_batch: Callable[[Batch], None] = lambda _: None) -> None:
-        self.batches: list[Batch] = []
-        self.on_batch = on_batch
-
-    async def say_alive(self) -> None:
-        pass
-
-    async def send(self, batch: Batch) -> None:
-        self.batches.append(batch)
-        self.on_batch(batch)
-
-    async def aclose(self) -> None:
-        pass
 
 
 def run_loop(
@@ -143,12 +127,14 @@ def commit_with_a_trainer_part(layout: RunLayout, step: int) -> None:
 
 
 def test_batches_are_whole_and_say_when_a_checkpoint_part_is_on_disk(tmp_path):
+    thresholds = gc.get_threshold()
     batches = run_loop(tmp_path, FRESH, max_steps=5, run_group=answer_at_once)
     assert [batch.num_rollouts for batch in batches] == [4] * 5
     assert [batch.has_orchestrator_part for batch in batches] == [False, True, False, True, True]
     groups = [group_id for batch in batches for group_id in batch.group_ids]
     assert len(set(groups)) == 10
     assert all(set(batch.micro_batches[0].advantages_T) == {-0.5, 0.5} for batch in batches)
+    assert gc.get_threshold() == thresholds
 
 
 def test_servers_free_their_memory_before_each_batch_is_sent(tmp_path):

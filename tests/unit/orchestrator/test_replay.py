@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.groups import make_group
+from support.memory_transport import ReadyTrainer
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
@@ -26,22 +27,6 @@ from trivet.wire.rollouts import Group
 from trivet.wire.versions import Step
 
 FLAT = (1.0, 1.0)
-
-
-class ReadyTrainer:
-    """A trainer that acknowledges every batch at once."""
-
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-
-    async def say_alive(self) -> None:
-        pass
-
-    async def send(self, batch: Batch) -> None:
-        self.batches.append(batch)
-
-    async def aclose(self) -> None:
-        pass
 
 
 def fresh() -> OrchestratorPart:
