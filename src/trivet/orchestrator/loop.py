@@ -257,16 +257,8 @@ class Loop:
         else:
             logger.info("preempted after batch=%s commits=%s", step - 1, part is not None)
         with process_report.waiting(f"the end of step {step - 1}", on="trainer"):
-            await self.sender.send(
-                Batch(
-                    step=step,
-                    purpose=BatchPurpose.END if self.is_exhausted else BatchPurpose.PREEMPT,
-                    micro_batches=[],
-                    group_ids=[],
-                    num_rollouts=0,
-                    has_orchestrator_part=part is not None,
-                )
-            )
+            purpose = BatchPurpose.END if self.is_exhausted else BatchPurpose.PREEMPT
+            await self.sender.send(Batch(step=step, purpose=purpose, has_orchestrator_part=part is not None))
 
     def _begin(self, step: Step) -> None:
         process_report.begin(f"filling batch {step}")

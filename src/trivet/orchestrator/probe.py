@@ -68,14 +68,7 @@ async def make_probe(
         logger.warning("the start policy is not compared: none of %s prompts fits the server's context", len(prompts))
     rows = await asyncio.gather(*(_score(samples, client, model_name=model_name) for client in clients if samples))
     dtype = (await clients[0].served_policy()).dtype if rows else ""
-    return Batch(
-        step=step,
-        purpose=BatchPurpose.PROBE,
-        micro_batches=rows,
-        group_ids=[],
-        num_rollouts=len(samples),
-        served_dtype=dtype,
-    )
+    return Batch(step=step, purpose=BatchPurpose.PROBE, micro_batches=rows, num_rollouts=len(samples), served_dtype=dtype)
 
 
 async def _score(samples: Sequence[Sequence[int]], client: InferenceClient, *, model_name: str) -> MicroBatch:
@@ -91,8 +84,3 @@ async def _score(samples: Sequence[Sequence[int]], client: InferenceClient, *, m
         temperatures_T=np.ones(len(position_ids_T), dtype=np.float32),
         sequence_lengths_S=lengths_S,
     )
-
-
-def empty_probe(step: Step) -> Batch:
-    """Return the probe of a run that has one already, or for which none can be made."""
-    return Batch(step=step, purpose=BatchPurpose.PROBE, micro_batches=[], group_ids=[], num_rollouts=0)

@@ -25,7 +25,7 @@ from trivet.orchestrator.connections import inference_client, make_sender, make_
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import discard_evals_after
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.probe import NUM_PROMPTS, empty_probe, make_probe
+from trivet.orchestrator.probe import NUM_PROMPTS, make_probe
 from trivet.orchestrator.prompt_lengths import NUM_CHECKED, check_prompts
 from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
@@ -33,6 +33,7 @@ from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.transport.recorded_groups import read_groups, recorded_files
 from trivet.weights.manifest import read_manifest
+from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Start, Stop
 from trivet.wire.groups import Split
 from trivet.wire.versions import PolicyVersion, Step
@@ -130,7 +131,7 @@ async def _begin_sampling(
         process_report.begin_waiting("the probe to be compared", on="trainer")
         step = Step(part.progress.step)
         # Its acknowledgement says that the trainer has cleared away what an earlier attempt left.
-        batch = empty_probe(step)
+        batch = Batch(step=step, purpose=BatchPurpose.PROBE)
         has_probe = step > 0 and read_manifest(loop.layout.weights_step(step)).probe is not None
         if config.weights.probe_tokens and loop.watcher.version == step and not has_probe:
             batch = await make_probe(
@@ -160,7 +161,7 @@ async def _begin_replay(
     loop = make_replay_loop(config, part, sender=sender, telemetry=telemetry)
     _report_numbers(loop)
     process_report.begin_waiting("the probe to be received", on="trainer")
-    await sender.send(empty_probe(Step(part.progress.step)))
+    await sender.send(Batch(step=Step(part.progress.step), purpose=BatchPurpose.PROBE))
     return loop
 
 

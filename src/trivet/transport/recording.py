@@ -109,7 +109,7 @@ class ReplayReceiver:
     def receive(self, step: Step) -> Batch:
         """Return the recorded batch of `step`."""
         if step == self._from_step:
-            return Batch(step=step, purpose=BatchPurpose.PROBE, micro_batches=[], group_ids=[], num_rollouts=0)
+            return Batch(step=step, purpose=BatchPurpose.PROBE)
         # The recorded run's orchestrator wrote its part of that run's checkpoint, not of this one's.
         return msgspec.structs.replace(read_recorded(self._layout, step), has_orchestrator_part=False)
 

@@ -64,9 +64,9 @@ class Batch(msgspec.Struct, kw_only=True):
 
     step: Step
     purpose: BatchPurpose
-    micro_batches: list[MicroBatch]
-    group_ids: list[GroupId]
-    num_rollouts: int
+    micro_batches: list[MicroBatch] = []
+    group_ids: list[GroupId] = []
+    num_rollouts: int = 0
     has_orchestrator_part: bool = msgspec.field(default=False, name="has_orchestrator_half")
     """The orchestrator's part of checkpoint `step` is on disk: the trainer writes its own after this step and commits both.
     Encoded, the field keeps its first name, under which recorded batches have it."""
