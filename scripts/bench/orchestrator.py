@@ -199,7 +199,7 @@ def make_loop(
         sampler=sampler,
         buffer=buffer,
         run_group=run_group,
-        servers=OneServer(),
+        servers=OneServer(),  # type: ignore[arg-type]  # acts as a ServerPool
         advantage=mean_baseline,
         on_group_end=fill_changed.notify,
     )

@@ -253,23 +253,15 @@ class ServerPool:
 
         async def load(server: Server) -> InferenceError | None:
             nonlocal num_loaded, num_ended
-            has_error = True
+            ends_run = True
             try:
-                try:
-                    await server.ensure_policy(policy, is_known_to_differ=True)
-                except ForeignPolicy:
-                    raise
-                except InferenceError as exc:
-                    self._servers.mark_unhealthy(server, f"it did not load policy {policy.version}: {exc}")
-                    has_error = False
-                    return exc
-                num_loaded, has_error = num_loaded + 1, False
-                if server.is_admitted:
-                    self._servers.record_load(server, policy)
-                return None
+                error = await self._ensure_on(server, policy)
+                num_loaded += error is None
+                ends_run = False
+                return error
             finally:
                 num_ended += 1
-                if has_error or 2 * num_loaded >= len(servers) or num_ended == len(servers):
+                if ends_run or 2 * num_loaded >= len(servers) or num_ended == len(servers):
                     may_go_on.set()
 
         loads = {asyncio.create_task(load(server), name=f"load-{server.root}"): server for server in servers}
@@ -285,3 +277,15 @@ class ServerPool:
         for task in late:
             self._servers.mark_unhealthy(loads[task], f"it did not load policy {policy.version} when half of the servers had")
         return errors
+
+    async def _ensure_on(self, server: Server, policy: TargetPolicy) -> InferenceError | None:
+        try:
+            await server.ensure_policy(policy, is_known_to_differ=True)
+        except ForeignPolicy:
+            raise
+        except InferenceError as exc:
+            self._servers.mark_unhealthy(server, f"it did not load policy {policy.version}: {exc}")
+            return exc
+        if server.is_admitted:
+            self._servers.record_load(server, policy)
+        return None

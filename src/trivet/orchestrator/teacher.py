@@ -84,23 +84,24 @@ class Teacher:
         Raises:
             ConfigError: the teacher reads texts as other tokens, or other texts from the same tokens.
         """
+
+        def refusal(difference: str) -> ConfigError:
+            return ConfigError(
+                f"orchestrator.teacher_model.model.name {self._name!r} has not the tokens of the policy {model!r}: {difference}; "
+                "a teacher scores the policy's token ids, take one of the same family and vocabulary"
+            )
+
         for teacher in self._clients:
-            differences: list[str] = []
             for text in _PROBES:
                 expected, found = await policy.tokenize(text, model=model), await teacher.tokenize(text, model=self._name)
                 if found != expected:
                     shown = [f"{ids[:8]}{' …' if len(ids) > 8 else ''}" for ids in (expected, found)]
-                    differences.append(f"{text!r} is {shown[0]} to the policy and {shown[1]} to it")
+                    raise refusal(f"{text!r} is {shown[0]} to the policy and {shown[1]} to it")
             if messages is not None:
                 ids = await policy.tokenize(messages, model=model)
                 read, meant = await teacher.detokenize(ids, model=self._name), await policy.detokenize(ids, model=model)
                 if read != meant:
-                    differences.append(f"it reads a prompt as {read[:200]!r}, the policy as {meant[:200]!r}")
-            if differences:
-                raise ConfigError(
-                    f"orchestrator.teacher_model.model.name {self._name!r} has not the tokens of the policy {model!r}: "
-                    f"{differences[0]}; a teacher scores the policy's token ids, take one of the same family and vocabulary"
-                )
+                    raise refusal(f"it reads a prompt as {read[:200]!r}, the policy as {meant[:200]!r}")
         logger.info("teacher model=%s servers=%s reads the policy's tokens", self._name, len(self._clients))
 
     async def score(self, sample: Sample) -> np.ndarray:
