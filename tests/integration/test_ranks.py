@@ -7,7 +7,6 @@ import errno
 import os
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,14 +30,15 @@ from trivet.errors import BatchError, CheckpointError, UnknownRank
 from trivet.process.node_places import RankPlace
 from trivet.secret import RunSecret, make_secret
 from trivet.storage.durable import FileRecord, hash_file, list_files
-from trivet.trainer.checkpoint import part_writer
-from trivet.trainer.checkpoint.part_writer import PartWriter
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
+from trivet.trainer.background import Background
+from trivet.trainer.checkpoint import shard_file
+from trivet.trainer.checkpoint.shard_file import ShardFile, write_direct
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.loop import extend_wait_of_ranks, receive
 from trivet.trainer.losses.select import cross_entropy
 from trivet.trainer.model.export import Exporter
 from trivet.trainer.open_session import open_session
-from trivet.trainer.ranks.world import World, barrier, open_world, sum_over_ranks
+from trivet.trainer.ranks.world import World, barrier, open_group, open_world, sum_over_ranks
 from trivet.trainer.step import Learner, train_step
 from trivet.weights.catalog import published_versions
 from trivet.wire.batches import Batch, BatchPurpose
@@ -147,8 +147,8 @@ class Case:
         self.program = load_module(HERE / "test_trainer_ranks.py")
         self.oracle = load_module(ORACLE)
         self.learner = self.make_learner()
-        self.writer = PartWriter(world, is_async=True, timeout_s=60)
-        self.learner.before_update = self.writer.release
+        self.file, self.group = ShardFile(world), open_group(world, timeout_s=60)
+        self.work = Background("checkpoint-writer")
         self.written: list[dict[str, FileRecord]] = []
 
     def make_learner(self) -> Learner:
@@ -165,8 +165,8 @@ class Case:
         if self.world.is_main:
             part.mkdir()
         barrier(self.world)
-        state = state_of(self.learner, TrainerProgress(step=step))
-        self.writer.start(part, state, on_written=lambda known: self.written.append(dict(known)))
+        self.file.copy(part, state_of(self.learner, TrainerProgress(step=step)))
+        self.work.start(lambda: self.written.append(self.file.write(self.group)))
         return part
 
 
@@ -181,25 +181,25 @@ def write_later(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rank 1 write two steps later than rank 0. Both must write the step before."""
     may_write = threading.Event()
 
-    def slow(directory: Path, state: Any, group: Any, *, hold: Any = nullcontext) -> dict[str, FileRecord]:
+    def slow(path: Path, content: torch.Tensor) -> FileRecord:
         assert may_write.wait(60)
-        return write_state(directory, state, group, hold=hold)
+        return write_direct(path, content)
 
     case.train(1)
     expected = parts_of(case.learner)
     with monkeypatch.context() as patch:
         if not case.world.is_main:
-            patch.setattr(part_writer, "write_state", slow)
+            patch.setattr(shard_file, "write_direct", slow)
         part = case.start("slow", 1)
         case.train(2)
         case.train(3)
-        case.writer.work.raise_failure()
+        case.work.raise_failure()
         assert case.written == [], "no rank is done before the last has written"
         may_write.set()
-        case.writer.work.wait()
+        case.work.wait()
     names = ["__0_0.distcp", "__1_0.distcp"]
     assert list_files(part) == [".metadata", *names]
-    assert case.written == [{name: hash_file(part / name) for name in names} if case.world.is_main else {}]
+    assert case.written == [{name: hash_file(part / name) for name in names}]
     resumed = case.make_learner()
     assert load_part(part, resumed).step == 1
     assert all(map(torch.equal, parts_of(resumed), expected))
@@ -208,16 +208,16 @@ def write_later(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_without_room(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tell every rank of the rank that failed, and go on to end."""
 
-    def fail(fd: int, data: Any, offset: int) -> int:
+    def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     case.written.clear()
     with monkeypatch.context() as patch:
         if not case.world.is_main:
-            patch.setattr(os, "pwritev", fail)
+            patch.setattr(shard_file, "write_direct", fail)
         case.start("full", 3)
         with pytest.raises(CheckpointError, match=r"rank 1: OSError: \[Errno 28\] No space left on device"):
-            case.writer.work.wait()
+            case.work.wait()
     assert case.written == []
 
 
@@ -225,7 +225,7 @@ def write_alone(case: Case) -> None:
     """Lose rank 1 in the middle of the write, and let rank 0 learn of it."""
     case.start("alone", 3)
     with pytest.raises(RuntimeError):
-        case.writer.work.wait()
+        case.work.wait()
     assert case.written == []
 
 
@@ -238,9 +238,9 @@ def write_parts(model_dir: str, directory: str) -> None:
         write_later(case, monkeypatch)
         write_without_room(case, monkeypatch)
         if not world.is_main:
-            monkeypatch.setattr(os, "pwritev", lambda *_: os._exit(LOST))
+            monkeypatch.setattr(shard_file, "write_direct", lambda *_: os._exit(LOST))
         write_alone(case)
-        case.writer.close()
+        case.work.close()
         Path(directory, "ended").touch()
         os._exit(0)  # the rest of the group waits for the lost rank
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from support.ranks import TIMEOUT_S, run_ranks
 from support.scripts import load_module
+from support.shards import write_state
 from trivet.config.schema import trainer as kinds
 from trivet.config.schema.model import (
     ActivationCheckpointConfig,
@@ -24,7 +25,7 @@ from trivet.config.schema.model import (
 )
 from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule
 from trivet.examples.tiny_model import make_model, make_tokenizer
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model import policy_model
@@ -146,7 +147,7 @@ def resume(model_dir: str, oracle: ModuleType, world: World, part: Path, *, leve
     run_steps(unbroken, oracle, first=1, last=2)
     part.mkdir(parents=True, exist_ok=True)
     barrier(world)
-    write_state(part, state_of(unbroken, TrainerProgress(step=2)), world.control)
+    write_state(part, state_of(unbroken, TrainerProgress(step=2)), world)
     run_steps(unbroken, oracle, first=3, last=4)
     resumed = make_learner(model_dir, world, lr=1e-3, lever=lever)
     first = load_part(part, resumed).step + 1

@@ -58,19 +58,11 @@ def divide(rows: Sequence[list[int]], lengths: Sequence[int], *, multiple_of: in
         if not candidates:
             break
         row = divided.pop(max(candidates, key=lambda place: _sum_of(costs, divided[place])))
-        divided += _halve(row, lengths)
+        halves: list[list[int]] = [[], []]
+        for index in sorted(row, key=lambda item: -lengths[item]):  # the longest first, each to the half with fewer tokens
+            min(halves, key=lambda half: _sum_of(lengths, half)).append(index)
+        divided += halves
     return divided
-
-
-def _halve(row: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Split a row into two of about equally many tokens: the longest item first, each to the row with fewer."""
-    halves: list[list[int]] = [[], []]
-    sums = [0, 0]
-    for index in sorted(row, key=lambda item: -lengths[item]):
-        half = 0 if sums[0] <= sums[1] else 1
-        halves[half].append(index)
-        sums[half] += lengths[index]
-    return halves
 
 
 def deal(costs: Sequence[float], *, num_ranks: int) -> list[list[int]]:

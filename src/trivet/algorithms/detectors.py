@@ -76,64 +76,62 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
         patience: steps in a row, for those where a single step may be chance.
     """
 
-    def lasting(name: str, condition: Condition, remedy: str) -> Detector:
-        """Return a detector with the patience of the run."""
+    def detector(name: str, condition: Condition, remedy: str, *, patience: int = patience) -> Detector:
+        """Return a detector with the patience of the run, or with its own."""
         return Detector(name=name, condition=condition, patience=patience, remedy=remedy)
 
-    def at_once(name: str, condition: Condition, remedy: str) -> Detector:
-        """Return a detector that speaks in the first step."""
-        return Detector(name=name, condition=condition, patience=1, remedy=remedy)
-
     return [
-        lasting(
+        detector(
             "equal_rewards",
             equal_rewards,
             "the task is too hard or too easy for the model, or the reward function always says the same: look at rollouts/, "
             "raise sampling.temperature, or take other examples",
         ),
-        lasting(
+        detector(
             "zero_advantages",
             zero_advantages,
             "no group tells its rollouts apart, so nothing is learnt: raise rollouts_per_example or sampling.temperature, or "
             "set orchestrator.buffer.online_difficulty_filtering = true",
         ),
-        lasting(
+        detector(
             "failed_rollouts",
             lambda metrics: _above(metrics, "error/mean", thresholds.failed_share, "of the groups failed"),
             "the first error of each is in logs/orchestrator.stdout and logs/env_workers/",
         ),
-        lasting(
+        detector(
             "truncated",
             lambda metrics: _above(metrics, "is_truncated/mean", thresholds.truncated_share, "of the rollouts are cut off"),
             f"raise {list_keys('orchestrator.sampling.max_tokens', 'seq_len', 'max_model_len')}, or reward shorter answers",
         ),
-        lasting(
+        detector(
             "entropy_collapse",
             _Fallen("entropy/mean", share=thresholds.entropy_share),
             "the policy hardly varies its answers any more: lower optim.lr, raise sampling.temperature, or stop here",
         ),
-        lasting(
+        detector(
             "mismatch_drift",
             lambda metrics: _exceeds(metrics, "mismatch_kl/mean", thresholds.mismatch_kl),
             "trainer and server disagree about the same tokens: lower max_off_policy_steps or optim.lr, and check that both "
             "use the same dtype and that sampling is not cut (top_p, top_k, min_p, penalties)",
         ),
-        at_once(
+        detector(
             "gradient_spike",
             _Spike("optim/grad_norm", factor=thresholds.gradient_factor),
             "a single one is clipped by optim.max_norm; if they repeat, lower optim.lr and look at the rollouts of the step",
+            patience=1,
         ),
-        Detector(
-            name="stuck_policy",
-            condition=_Unmoved("progress/ckpt_step"),
+        detector(
+            "stuck_policy",
+            _Unmoved("progress/ckpt_step"),
+            "batches are filled from an old policy: see whether the servers refuse new weights (logs/inference.stdout)",
             patience=thresholds.stuck_policy_steps,
-            remedy="batches are filled from an old policy: see whether the servers refuse new weights (logs/inference.stdout)",
         ),
-        at_once(
+        detector(
             "no_loss_tokens",
             no_loss_tokens,
             f"every completion was empty, masked or cut at {key_name('seq_len')}: raise "
             f"{list_keys('seq_len', 'orchestrator.sampling.max_tokens')}, check the filters",
+            patience=1,
         ),
     ]
 

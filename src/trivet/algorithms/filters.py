@@ -87,7 +87,8 @@ def filter_reason(
     if num_sampled == 0:
         was_refused = not samples and all(rollout.ran_out_of_context for rollout in group.rollouts)
         return FilterReason.OVERLONG_PROMPT if was_refused else FilterReason.NO_LOSS_TOKENS
-    if not any(_starts_within(sample, seq_len) for sample in samples):
+    masks = [sample.loss_mask_T if sample.masked is None else sample.masked.loss_mask_T for sample in samples]
+    if not any(mask_T[:seq_len].any() for mask_T in masks):
         return FilterReason.OVERLONG_PROMPT
     rewards = group.rewards
     if online_difficulty_filtering and len(rewards) > 1 and are_equal(rewards):
@@ -95,12 +96,6 @@ def filter_reason(
     if not any(sample.num_loss_tokens for sample in samples):
         return FilterReason.ALL_MASKED
     return None
-
-
-def _starts_within(sample: Sample, seq_len: int | None) -> bool:
-    """Return whether a token of `sample` that the policy sampled is among the first `seq_len`."""
-    mask_T = sample.loss_mask_T if sample.masked is None else sample.masked.loss_mask_T
-    return bool(mask_T[:seq_len].any())
 
 
 def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:

@@ -86,6 +86,7 @@ def _trainable(items: Sequence[PackItem], *, seq_len: int) -> list[tuple[Sample,
 
 def _join(members: Sequence[tuple[Sample, float]]) -> MicroBatch:
     samples = [sample for sample, _ in members]
+    teachers = [sample.teacher_logprobs_T for sample in samples if sample.teacher_logprobs_T is not None]
     lengths_S = np.array([sample.num_tokens for sample in samples], dtype=np.int32)
     return MicroBatch(
         token_ids_T=np.concatenate([sample.token_ids_T for sample in samples]).astype(np.int32),
@@ -95,10 +96,5 @@ def _join(members: Sequence[tuple[Sample, float]]) -> MicroBatch:
         advantages_T=np.repeat(np.array([advantage for _, advantage in members], dtype=np.float32), lengths_S),
         temperatures_T=np.repeat(np.array([sample.temperature for sample in samples], dtype=np.float32), lengths_S),
         sequence_lengths_S=lengths_S,
-        teacher_logprobs_T=_join_teachers(samples),
+        teacher_logprobs_T=np.concatenate(teachers).astype(np.float32) if len(teachers) == len(samples) else None,
     )
-
-
-def _join_teachers(samples: Sequence[Sample]) -> np.ndarray | None:
-    known = [sample.teacher_logprobs_T for sample in samples if sample.teacher_logprobs_T is not None]
-    return np.concatenate(known).astype(np.float32) if len(known) == len(samples) else None

@@ -1,4 +1,4 @@
-"""Commits a checkpoint, lists those there are to go back to, and removes what a run that goes back makes again.
+"""Commits a checkpoint, lists those there are to go back to, and removes old ones and what a run that goes back makes again.
 
 Only the trainer commits. A checkpoint exists once COMMITTED does; whatever lacks it is ignored and removed on resume.
 """
@@ -196,3 +196,19 @@ def verify_part(layout: RunLayout, record: CommitRecord, name: str) -> None:
         raise CheckpointError(f"{part} is not the part that was committed as step {record.step}: its listing was altered")
     if difference := explain_difference(part, listing.files):
         raise CheckpointError(f"checkpoint {record.step} cannot be resumed from: {difference}")
+
+
+def removable_steps(committed: Sequence[Step], *, keep_last: int | None, keep_interval: int | None) -> list[Step]:
+    """Return the steps that are neither among the newest `keep_last` nor multiples of `keep_interval`, oldest first.
+
+    With neither set all are kept. The newest is always kept: it is what a crash goes back to.
+    """
+    if keep_last is None and keep_interval is None:
+        return []
+    older = sorted(committed)[: -(keep_last or 1)]
+    return [step for step in older if keep_interval is None or step % keep_interval != 0]
+
+
+def remove_checkpoint(layout: RunLayout, step: Step) -> None:
+    """Remove a committed checkpoint. Its commit marker is removed before any other file."""
+    remove_directory(layout.checkpoint_step(step), marker=COMMITTED)

@@ -6,13 +6,13 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from trivet.checkpoints.commit import committed_steps, read_record, resolve_resume_step, verify_checkpoint, verify_part
 from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER
-from trivet.checkpoints.schedules import unset_lengths
 from trivet.checkpoints.settings import (
     CONFIG_FILE,
     describe,
     other_measurements,
     read_settings,
     require_same_settings,
+    unset_lengths,
     values_of,
 )
 from trivet.config.check_roles import steps_problem

@@ -3,12 +3,12 @@
 A key that is not listed here may have a part in the results: the same run goes on only with the same value.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
-from trivet.checkpoints.schedules import POSITION, Values, unset_lengths
 from trivet.config.dump import literal, to_toml
 from trivet.config.keys import find_key
 from trivet.config.masking import mask_table
@@ -21,71 +21,27 @@ from trivet.wire.versions import Step
 CONFIG_FILE = "config.toml"
 Changes = Mapping[str, tuple[Any | None, Any | None]]
 """The value before and now, by dotted key."""
+Values = Mapping[str, Any]
+"""Values by dotted key, those that are unset left out."""
+
+_POSITION = re.compile(r"\.\d+(?=\.)")
+"""The position of a table in a list, as it stands in a dotted key."""
+_LEARNING_RATE = "scheduler"
+_SCHEDULES = (_LEARNING_RATE, "sampling.temp_scheduler", "env.*.sampling.temp_scheduler")
+"""Sections of the roles with a `type` and a `total_steps`."""
 
 MAY_CHANGE = (
-    "run",
-    "output_dir",
-    "max_steps",
-    "ckpt",
-    "log",
-    "wandb",
-    "heartbeat",
-    "metrics_server",
-    "memory_profiler_path",
-    "trace_path",
-    "bench",
-    "detectors",
-    "faults",
-    "rollout_transport",
-    "env_nodes",
-    "dist_timeout_seconds",
-    "device",
-    "gpu_memory_utilization",
-    "release_gpu_memory",
-    "sleep_servers",
-    "num_ranks",
-    "weights",
-    "micro_batch_tokens",
-    "data.micro_batch_size",
-    "data.pack_function",
-    "data.record",
-    "replay",
-    "record_rollouts",
-    "model.attn",
-    "model.share_prefixes",
-    "model.reshard_after_forward",
-    "model.reduce_each_row",
-    "model.ac",
-    "model.ac_offloading",
-    "model.fsdp_cpu_offload",
-    "model.optim_cpu_offload",
-    "model.dp_replicate",
-    "model.dither",
-    "model.fused_lm_head_chunk_size",
-    "model.trust_remote_code",
-    "eval",
-    "val",
-    "shown_samples",
-    "strict_data",
-    "tasks_per_minute",
-    "workers_per_env",
-    "env_start_timeout_s",
-    "env_worker_timeout_s",
-    "max_env_worker_restarts",
-    "max_worker_memory",
-    "env.*.venv",
-    "env.*.env_vars",
-    "env.*.keep_variables",
-    "rollout_timeout_s",
-    "buffer.easy_fraction",
-    "buffer.hard_fraction",
-    "client",
-    "teacher_model.client",
-    "teacher_model.max_concurrent",
-    "concurrency",
-    "max_concurrent",
-    "max_fruitless_batches",
-    "reload_weights_on_start",
+    *("run", "output_dir", "max_steps", "ckpt", "log", "wandb", "heartbeat", "metrics_server", "memory_profiler_path"),
+    *("trace_path", "bench", "detectors", "faults", "rollout_transport", "env_nodes", "dist_timeout_seconds", "device"),
+    *("gpu_memory_utilization", "release_gpu_memory", "sleep_servers", "num_ranks", "weights", "micro_batch_tokens"),
+    *("data.micro_batch_size", "data.pack_function", "data.record", "replay", "record_rollouts", "model.attn"),
+    *("model.share_prefixes", "model.reshard_after_forward", "model.reduce_each_row", "model.ac", "model.ac_offloading"),
+    *("model.fsdp_cpu_offload", "model.optim_cpu_offload", "model.dp_replicate", "model.dither"),
+    *("model.fused_lm_head_chunk_size", "model.trust_remote_code", "eval", "val", "shown_samples", "strict_data"),
+    *("tasks_per_minute", "workers_per_env", "env_start_timeout_s", "env_worker_timeout_s", "max_env_worker_restarts"),
+    *("max_worker_memory", "env.*.venv", "env.*.env_vars", "env.*.keep_variables", "rollout_timeout_s"),
+    *("buffer.easy_fraction", "buffer.hard_fraction", "client", "teacher_model.client", "teacher_model.max_concurrent"),
+    *("concurrency", "max_concurrent", "max_fruitless_batches", "reload_weights_on_start"),
 )
 """Keys of any role, with all below them: paths, ports, limits on time and memory, what is measured and logged, when to stop,
 and what says by itself that it is about a resume."""
@@ -104,23 +60,9 @@ WHEN_MEASURED = (
 """Keys of MAY_CHANGE that measure, and those among them that say when and where, so that a score does not depend on them."""
 
 SERVER_MAY_CHANGE = (
-    "run",
-    "output_dir",
-    "log",
-    "faults",
-    "name",
-    "server",
-    "parallel",
-    "gpu_memory_utilization",
-    "sleep_while_training",
-    "cpu_kv_cache_gib",
-    "max_num_seqs",
-    "enable_lora",
-    "max_loras",
-    "max_cpu_loras",
-    "max_lora_rank",
-    "model.enforce_eager",
-    "model.trust_remote_code",
+    *("run", "output_dir", "log", "faults", "name", "server", "parallel", "gpu_memory_utilization", "sleep_while_training"),
+    *("cpu_kv_cache_gib", "max_num_seqs", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+    *("model.enforce_eager", "model.trust_remote_code"),
 )
 """Keys of a server that have no part in what it samples. No checkpoint keeps those of servers, which stay up over a resume."""
 
@@ -194,6 +136,28 @@ def changes(
     }
 
 
+def unset_lengths(values: Values, *, saved: Values | None = None) -> dict[str, int]:
+    """Return the total_steps of each schedule that has none in `values`, by dotted key: it ends at max_steps.
+
+    That is decided once: every checkpoint keeps the step, so that a run which is resumed with another max_steps goes on along the
+    same schedule.
+
+    Args:
+        saved: of the checkpoint resumed from, whose schedule of the same type is continued; None: every schedule begins.
+    """
+    lengths: dict[str, int] = {}
+    for key, kind in values.items():
+        schedule, dot, name = key.rpartition(".")
+        if f"{dot}{name}" != ".type" or _POSITION.sub(".*", f"{schedule}.").rstrip(".") not in _SCHEDULES or kind == "constant":
+            continue
+        begins = saved is None or saved.get(key) != kind or (schedule == _LEARNING_RATE and values.get("ckpt.skip_scheduler"))
+        known = values if begins or saved is None else saved
+        length = known.get(f"{schedule}.total_steps", known.get("max_steps"))
+        if f"{schedule}.total_steps" not in values and length is not None:
+            lengths[f"{schedule}.total_steps"] = length
+    return lengths
+
+
 def other_measurements(saved: Values, now: Values, *, defaults: Values) -> Changes:
     """Return the changes of evaluations that go on: scores before and after them differ by more than the policy."""
     goes_on = [name for name in MEASURED if all(any(_is_below(key, (name,)) for key in values) for values in (saved, now))]
@@ -206,7 +170,7 @@ def describe(changed: Changes) -> list[str]:
 
 
 def _is_below(key: str, prefixes: Iterable[str]) -> bool:
-    names = (key, POSITION.sub(".*", key))
+    names = (key, _POSITION.sub(".*", key))
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes for name in names)
 
 

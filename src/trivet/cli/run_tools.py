@@ -140,7 +140,7 @@ def run_merge(arguments: argparse.Namespace) -> int:
         ConfigError: there is no such adapter or base model, or the output is there already.
         WeightsError: the adapter is not what was published.
     """
-    from trivet.trainer.model.merge import merge
+    from trivet.trainer.model.lora import merge
 
     base = merge(arguments.adapter, output=arguments.output, base=arguments.base)
     print(f"{arguments.output} is {base} with {arguments.adapter}")

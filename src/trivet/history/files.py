@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import msgspec
 
-from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
+from trivet.checkpoints.commit import committed_steps, read_record, removable_steps, verify_checkpoint
 from trivet.checkpoints.orchestrator_part import read_owed_groups
 from trivet.checkpoints.parts import DONE, ORCHESTRATOR, PARTS, TRAINER, read_listing
-from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.errors import CheckpointError, WeightsError
 from trivet.history import rollouts

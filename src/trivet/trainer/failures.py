@@ -57,12 +57,7 @@ def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], wor
 
 
 def advise(rows: Sequence[MicroBatch], *, key_prefix: str) -> str:
-    """Return what to change after a loss or gradient that is not finite.
-
-    Args:
-        rows: the whole batch.
-        key_prefix: the start of a trainer key as the user writes it, such as `trainer.`.
-    """
+    """Return what to change after a loss or gradient of the batch `rows` that is not finite."""
     advantages = np.concatenate([row.advantages_T for row in rows])
     largest = advantages[np.abs(advantages).argmax()]  # NaN, if there is one
     if abs(largest) <= _HUGE_ADVANTAGE:
@@ -102,46 +97,45 @@ def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> A
     Raises:
         OutOfMemory: instead of the allocator's error.
     """
-    return _raising_out_of_memory(lambda exc: _explain_row(row, exc, chunk_size=chunk_size, key_prefix=key_prefix))
+
+    def explain(reason: str) -> str:
+        num_tokens, longest, num_trained = row.num_tokens, row.segments.longest_sample, len(row.targets_N)
+        if row.num_samples > 1:
+            shorter = f"{key_prefix}micro_batch_tokens = {max(longest, math.ceil(num_tokens / 2))}"
+        else:
+            shorter = f"a smaller {key_prefix}model.seq_len, such as {max(2, num_tokens // 2)}, as the row is one sample"
+        return (
+            f"memory ran out in a row of {num_tokens} tokens ({row.num_samples} samples, the longest of {longest} tokens, "
+            f"{num_trained} tokens trained): {reason}. Set {shorter}; [{key_prefix}model.ac] freq = 1, if it is not set; "
+            f"or {key_prefix}model.fused_lm_head_chunk_size = {max(1, min(chunk_size, num_trained) // 2)}"
+        )
+
+    return _raising_out_of_memory(explain)
 
 
 def explaining_update_memory(*, key_prefix: str) -> AbstractContextManager[None]:
     """Explain how to save memory when it runs out in the optimizer's update; see `explaining_memory`."""
     return _raising_out_of_memory(
-        lambda exc: (
-            f"memory ran out in the optimizer's update, whose state is made in the first step: {_first_line(exc)}. Use more ranks, "
+        lambda reason: (
+            f"memory ran out in the optimizer's update, whose state is made in the first step: {reason}. Use more ranks, "
             f"set {key_prefix}model.optim_cpu_offload = true (on a GPU), or train an adapter with [{key_prefix}model.lora]"
         )
     )
 
 
 @contextmanager
-def _raising_out_of_memory(explain: Callable[[BaseException], str]) -> Iterator[None]:
+def _raising_out_of_memory(explain: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as exc:
         if not is_out_of_memory(exc):
             raise
-        raise OutOfMemory(explain(exc)) from exc
+        raise OutOfMemory(explain((str(exc).strip().splitlines() or [type(exc).__name__])[0])) from exc
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
     """Tell whether an allocator raised `exc`: torch has a type of its own for GPUs, on the CPU it raises a RuntimeError."""
     return isinstance(exc, (torch.OutOfMemoryError, MemoryError)) or any(text in str(exc) for text in _ALLOCATOR_MESSAGES)
-
-
-def _explain_row(row: RowTensors, exc: BaseException, *, chunk_size: int, key_prefix: str) -> str:
-    num_tokens, longest = row.num_tokens, row.segments.longest_sample
-    num_trained = len(row.targets_N)
-    if row.num_samples > 1:
-        shorter = f"{key_prefix}micro_batch_tokens = {max(longest, math.ceil(num_tokens / 2))}"
-    else:
-        shorter = f"a smaller {key_prefix}model.seq_len, such as {max(2, num_tokens // 2)}, as the row is one sample"
-    return (
-        f"memory ran out in a row of {num_tokens} tokens ({row.num_samples} samples, the longest of {longest} tokens, "
-        f"{num_trained} tokens trained): {_first_line(exc)}. Set {shorter}; [{key_prefix}model.ac] freq = 1, if it is not set; "
-        f"or {key_prefix}model.fused_lm_head_chunk_size = {max(1, min(chunk_size, num_trained) // 2)}"
-    )
 
 
 def _describe_row(outcome: RowOutcome) -> list[str]:
@@ -151,30 +145,22 @@ def _describe_row(outcome: RowOutcome) -> list[str]:
         "the sampler's log-probability": row.sampler_logprobs_N,
         "the advantage": row.advantages_N,
     }
+    names = [f"row {index} sample {sample}" for index, sample in row.places] or [f"sample {n}" for n in range(row.num_samples)]
     texts: list[str] = []
-    for number in range(row.num_samples):
-        is_mine_N = row.samples_N == number
-        found = [text for name, values_N in columns.items() if (text := _describe_values(name, values_N[is_mine_N]))]
+    for number, sample in enumerate(names):
+        is_own_N = row.samples_N == number
+        found: list[str] = []
+        for name, values_N in columns.items():
+            values = values_N[is_own_N]
+            bad = values[~values.isfinite()]
+            if len(bad):
+                found.append(f"{name} is {float(bad[0])} at {len(bad)} of {len(values)} tokens")
         if found:
-            texts.append(f"{_name_sample(row, number)}: {', '.join(found)}")
+            texts.append(f"{sample}: {', '.join(found)}")
     if not texts:
         ratio = float((outcome.logprobs_N - row.sampler_logprobs_N).max())
-        texts = [f"{_name_sample(row, 0)} or another of the row: the largest log-ratio is {ratio:.4g}"]
+        texts = [f"{names[0]} or another of the row: the largest log-ratio is {ratio:.4g}"]
     return texts
-
-
-def _describe_values(name: str, values: torch.Tensor) -> str | None:
-    bad = values[~values.isfinite()]
-    if len(bad):
-        return f"{name} is {float(bad[0])} at {len(bad)} of {len(values)} tokens"
-    return None
-
-
-def _name_sample(row: RowTensors, number: int) -> str:
-    if not row.places:
-        return f"sample {number}"
-    index, sample = row.places[number]
-    return f"row {index} sample {sample}"
 
 
 def _gather(texts: list[str], world: World) -> list[str]:
@@ -185,7 +171,3 @@ def _gather(texts: list[str], world: World) -> list[str]:
 def _list(texts: Sequence[str]) -> str:
     more = f", and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
     return "; ".join(texts[:_MAX_NAMED]) + more
-
-
-def _first_line(exc: BaseException) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]

@@ -12,12 +12,12 @@
 consumes: batches from the orchestrator, in order, one a step
 produces: weights/step_n, checkpoints/step_n, metrics and events
 waits for: batch n (rank 0, deadline rollout_transport.timeout_s); the other ranks (dist_timeout_seconds); the files of policy
-    n-1 before step n counts; the checkpoint before, in `save` and before an update changes what is still being written
+    n-1 before step n counts; the checkpoint before, in `save`
 unblocked by: the orchestrator, which sends batch n once it has enough groups, and acts on each published policy; the disk
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from trivet.algorithms.probe import convert_dtype
 from trivet.checkpoints.parts import PARTS, TRAINER
@@ -64,13 +64,13 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
             from_step=session.from_step,
             world=world,
         )
-        session.publisher.release_on_every_rank()  # a server that kept running may need memory that loading took here
+        session.policies.release_memory()  # a server that kept running may need memory that loading took here
         if session.from_step:
             _continue_published(session, world)
         receiver = make_receiver(session.from_step) if world.is_main else None
         try:
             _receive_probe(session, config, receiver)
-            session.reporter.times.clear()  # they belong to no step
+            session.times.clear()  # they belong to no step
             step = Step(session.from_step + 1)
             while config.max_steps is None or step <= config.max_steps:
                 if not _take_step(session, config, receiver, step):
@@ -83,27 +83,22 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
 
 def _continue_published(session: Session, world: World) -> None:
     """Go on with the policy of the step resumed from: compare the restored model with it, or publish it again. Collective."""
-    if not _is_published_whole(session, world):
+    directory, is_whole = session.layout.weights_step(session.from_step), None
+    if world.is_main:
+        try:
+            verify(directory)
+            is_whole = b"yes"
+        except WeightsError as exc:
+            logger.info("publishing the policy of step %s again: %s", session.from_step, exc)
+            is_whole = b"no"
+    if broadcast_bytes(world, is_whole) == b"no":
         session.publish(session.from_step)
         session.await_policy()
         return
-    published = read_manifest(session.layout.weights_step(session.from_step)).probe
+    published = read_manifest(directory).probe
     session.probe_samples = published.token_ids if published is not None else []
     if (probe := session.score_probe()) is not None:
         require_restored(probe, published)
-
-
-def _is_published_whole(session: Session, world: World) -> bool:
-    """Tell on every rank whether weights/step_N of the step resumed from is whole, so that it can be served. Collective."""
-    answer = None
-    if world.is_main:
-        try:
-            verify(session.layout.weights_step(session.from_step))
-            answer = b"yes"
-        except WeightsError as exc:
-            logger.info("publishing the policy of step %s again: %s", session.from_step, exc)
-            answer = b"no"
-    return broadcast_bytes(world, answer) == b"yes"
 
 
 def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:
@@ -129,11 +124,9 @@ def extend_wait_of_ranks(world: World) -> None:
 def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: bool = False) -> None:
     """Refuse a batch that the model cannot be trained on.
 
-    Args:
-        needs_teacher: the loss is computed with a teacher's log-probabilities.
-
     Raises:
-        BatchError: a row is longer than seq_len, holds a token that the model does not know, or lacks the teacher's values.
+        BatchError: a row is longer than seq_len, holds a token that the model does not know, or lacks the teacher's
+            log-probabilities that the loss needs.
     """
     for row in batch.micro_batches:
         if needs_teacher and row.teacher_logprobs_T is None:
@@ -205,8 +198,15 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
             session.telemetry.write_event(Train(step=step, group_ids=batch.group_ids))
         session.choose_probe(batch.micro_batches)
         session.publish(step)
-        _update_reference(session, config, step)
-        if parts := _parts_due(config, batch):
+        reference, interval = session.learner.reference, config.loss.reference_update_interval
+        if reference is not None and interval is not None and step % interval == 0:
+            reference.follow(session.learner.model)
+            logger.info("reference policy version=%s", step)
+        if config.data.replay is None and config.data.fake is None:
+            parts = PARTS if batch.has_orchestrator_part else ()
+        else:  # without an orchestrator, which decides in other runs, `ckpt.interval` does
+            parts = (TRAINER,) if config.ckpt.is_due(step, max_steps=config.max_steps) else ()
+        if parts:
             session.save(step, parts=parts)
         session.settle()
     process_report.set_numbers(step=step)
@@ -214,32 +214,14 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
     return True
 
 
-def _update_reference(session: Session, config: TrainerConfig, step: Step) -> None:
-    reference, interval = session.learner.reference, config.loss.reference_update_interval
-    if reference is not None and interval is not None and step % interval == 0:
-        reference.follow(session.learner.model)
-        logger.info("reference policy version=%s", step)
-
-
 def _end_early(session: Session, batch: Batch) -> None:
     """Commit the last step, unless it is committed already, and record that the run was preempted or used up its record."""
     last = Step(batch.step - 1)
-    ending = "preempted" if batch.purpose is BatchPurpose.PREEMPT else "exhausted"
-    logger.info("%s after step=%s commits=%s", ending, last, batch.has_orchestrator_part)
+    session.ending = "preempted" if batch.purpose is BatchPurpose.PREEMPT else "exhausted"
+    logger.info("%s after step=%s commits=%s", session.ending, last, batch.has_orchestrator_part)
     process_report.begin(f"committing step {last}")
     if batch.has_orchestrator_part:
         session.save(last, parts=PARTS)
-    session.ending = ending
-
-
-def _parts_due(config: TrainerConfig, batch: Batch) -> Sequence[str]:
-    """Return the parts of the checkpoint that is due after `batch`, or none.
-
-    The orchestrator decides. A replay, or a run on made-up batches, has no orchestrator: there `ckpt.interval` does.
-    """
-    if config.data.replay is None and config.data.fake is None:
-        return PARTS if batch.has_orchestrator_part else ()
-    return (TRAINER,) if config.ckpt.is_due(batch.step, max_steps=config.max_steps) else ()
 
 
 def _check(session: Session, config: TrainerConfig, batch: Batch) -> None:

@@ -17,7 +17,9 @@ from trivet.telemetry.logs import setup_logging
 from trivet.trainer.loop import extend_wait_of_ranks, run
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.measurement.bench import run_bench
-from trivet.trainer.measurement.fake_batches import FakeReceiver
+from trivet.trainer.measurement.fake import FakeReceiver
+from trivet.trainer.model.initial_weights import read_config
+from trivet.trainer.model.policy_model import require_model
 from trivet.trainer.ranks.world import World, open_world
 from trivet.transport.messages import BatchReceiver
 from trivet.transport.recording import RecordingReceiver, ReplayReceiver, discard_recorded_after, recorded_steps
@@ -47,7 +49,10 @@ def start(config: TrainerConfig) -> int:
         arm(config.faults.schedule, rank=world.rank)
         lock = RunLayout(config.output_dir).role_lock("trainer")
         with hold_role(lock, is_over_nodes=transport.is_between_machines) if world.is_main else nullcontext():
-            run(with_end_of_replay(config), world, make_receiver=lambda from_step: open_receiver(config, from_step, world))
+            if config.data.replay is not None and config.max_steps is None:
+                steps = recorded_steps(RunLayout(config.data.replay))
+                config = config.model_copy(update={"max_steps": max(steps, default=None)})
+            run(config, world, make_receiver=lambda from_step: open_receiver(config, from_step, world))
     return 0
 
 
@@ -56,7 +61,14 @@ def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> Batch
     if config.data.replay is not None:
         return ReplayReceiver(config.data.replay, from_step=from_step)
     if config.data.fake is not None:
-        return FakeReceiver(config, from_step=from_step)
+        require_model(config.model.name)
+        return FakeReceiver(
+            config=config.data.fake,
+            seed=config.seed,
+            seq_len=config.model.seq_len,
+            vocab_size=int(read_config(config.model).get_text_config().vocab_size),
+            from_step=from_step,
+        )
     receiver = ZmqReceiver(
         config.rollout_transport,
         secret=find_secret(RunLayout(config.output_dir), environ=os.environ),
@@ -69,13 +81,6 @@ def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> Batch
     layout = RunLayout(config.output_dir)
     discard_recorded_after(layout, from_step)
     return RecordingReceiver(receiver, layout=layout)
-
-
-def with_end_of_replay(config: TrainerConfig) -> TrainerConfig:
-    """Set the max_steps of a replay that has none to the last recorded batch; return other configurations unchanged."""
-    if config.data.replay is None or config.max_steps is not None:
-        return config
-    return config.model_copy(update={"max_steps": max(recorded_steps(RunLayout(config.data.replay)), default=None)})
 
 
 def set_up_rank(config: TrainingConfig, world: World, *, role: str) -> None:

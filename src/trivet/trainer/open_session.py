@@ -4,50 +4,40 @@ import gc
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from trivet.algorithms.probe import convert_dtype
-from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
+from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, removable_steps, verify_checkpoint
 from trivet.checkpoints.data_record import DataRecord, compare_data
 from trivet.checkpoints.parts import TRAINER
 from trivet.checkpoints.resume import choose_start, settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
 from trivet.config.layout import RunLayout
 from trivet.config.schema.sft import SftConfig
-from trivet.config.schema.shared import RunIdentity
+from trivet.config.schema.shared import CkptConfig, RunIdentity
 from trivet.config.schema.trainer import ConstantSchedule, TrainingConfig
+from trivet.key_names import key_name
+from trivet.storage.disk import format_bytes, free_bytes, require_free_space
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
-from trivet.trainer.background import Background
-from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.saver import CheckpointSaver
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume
-from trivet.trainer.disk_budget import Sizes, measure_sizes, require_budget
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.profiling import Profiler
 from trivet.trainer.model.export import Exporter, load_tokenizer, require_known_tokens
-from trivet.trainer.model.policy_model import load_policy, torch_dtype
+from trivet.trainer.model.policy_model import PolicyModel, load_policy, torch_dtype
 from trivet.trainer.optim.host_state import keep_state_on_host
-from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
-from trivet.trainer.policy_publisher import PolicyPublisher
-from trivet.trainer.policy_retention import PolicyRetention
+from trivet.trainer.optim.optimizer import LearningRate, make_optimizer, state_bytes
+from trivet.trainer.policies import Policies
 from trivet.trainer.ranks.world import World, barrier
 from trivet.trainer.session import Session
 from trivet.trainer.step import Learner
-from trivet.trainer.step_reporter import StepReporter
 from trivet.weights.catalog import discard_policies_after
-from trivet.weights.retention import LiveReaders
 from trivet.wire.events import Start, Stop
 from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
-
-_WRITE_TIMEOUT_S = 1800.0
-"""How much longer than the fastest rank the slowest may take to write a checkpoint; a longer dist_timeout_seconds wins."""
 
 
 def make_learner(config: TrainingConfig, world: World, *, loss: Loss, max_steps: int | None) -> Learner:
@@ -112,50 +102,69 @@ def open_session(
     sizes = measure_sizes(learner.model, config)
     telemetry = None
     if world.is_main:
-        _discard_after(layout, from_step)
+        # What an earlier attempt wrote after the step. The orchestrator's part is not begun before this process answers.
+        discard_checkpoints_after(layout, from_step)
+        discard_staging(layout)
+        discard_policies_after(layout, PolicyVersion(from_step))
         require_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
-        telemetry = _open_telemetry(config, layout, role=role, from_step=from_step)
+        telemetry = Telemetry(
+            role,
+            layout=layout,
+            run=config.run,
+            detectors=config.detectors,
+            outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, metrics_server=config.metrics_server),
+            resume_step=from_step,
+            check=AttemptGuard(layout, config.run).check,
+        )
+        telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
     barrier(world)
-    publisher = _make_publisher(config, layout, learner, tokenizer, telemetry, sizes)
-    saver = _make_saver(config, layout, world, telemetry, sizes)
-    saver.data = data or {}
+    exporter = Exporter(
+        model=learner.model,
+        tokenizer=tokenizer,
+        dtype=torch_dtype(config.model.compute_dtype),
+        is_sharded=config.ckpt.weights.save_sharded,
+    )
     session = Session(
+        config=config,
         layout=layout,
         world=world,
         learner=learner,
         progress=progress,
         from_step=from_step,
         telemetry=telemetry,
-        publisher=publisher,
-        saver=saver,
-        num_probe_tokens=config.weights.probe_tokens,
-        probe_dtype=convert_dtype(config.model.compute_dtype),
-        retention=_make_retention(config, layout, from_step, keep_recent=keep_recent, reference_interval=reference_interval),
-        reporter=StepReporter(
-            world=world,
+        policies=Policies(
+            config=config,
+            layout=layout,
+            learner=learner,
+            exporter=exporter,
             telemetry=telemetry,
-            profiler=profiler,
-            background={"write_weights": publisher.work, "write_ckpt": saver.writer.work},
+            num_bytes=sizes.weights,
+            from_step=from_step,
+            keep_recent=keep_recent,
+            reference_interval=reference_interval,
         ),
+        checkpoints=CheckpointSaver(
+            config=config, layout=layout, world=world, num_bytes=sizes.checkpoint, telemetry=telemetry, data=data or {}
+        ),
+        profiler=profiler,
     )
-    learner.before_update = session.release_state
-    with _ending_in_order(session):
-        yield session
-
-
-@contextmanager
-def _ending_in_order(session: Session) -> Iterator[None]:
-    """Wait for the last writes after the block, then close the session and record why it ended."""
     reason = "failed"
     try:
         with _loaded_objects_frozen():
-            yield
+            yield session
             session.settle(does_wait=True)
             reason = session.ending
     finally:
         session.close()
-        if session.telemetry is not None:
-            _write_stop(session.telemetry, Stop(step=Step(session.progress.step), reason=reason))
+        if telemetry is not None:
+            try:
+                telemetry.write_event(Stop(step=Step(session.progress.step), reason=reason))
+            except OSError as exc:  # it does not replace the error that the run ends for
+                if reason != "failed":
+                    raise
+                logger.warning("the end of the run is not in its history: %s", exc)
+            finally:
+                telemetry.close()
 
 
 def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> TrainerProgress:
@@ -174,89 +183,6 @@ def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: 
     return progress
 
 
-def _discard_after(layout: RunLayout, step: Step) -> None:
-    """Remove what an earlier attempt wrote after `step`."""
-    discard_checkpoints_after(layout, step)
-    discard_staging(layout)  # the other part is not begun before this process answers
-    discard_policies_after(layout, PolicyVersion(step))
-
-
-def _open_telemetry(
-    config: TrainingConfig, layout: RunLayout, *, role: Literal["trainer", "sft"], from_step: Step
-) -> Telemetry:
-    telemetry = Telemetry(
-        role,
-        layout=layout,
-        run=config.run,
-        detectors=config.detectors,
-        outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, metrics_server=config.metrics_server),
-        resume_step=from_step,
-        check=AttemptGuard(layout, config.run).check,
-    )
-    telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
-    return telemetry
-
-
-def _make_publisher(
-    config: TrainingConfig,
-    layout: RunLayout,
-    learner: Learner,
-    tokenizer: PreTrainedTokenizerBase,
-    telemetry: Telemetry | None,
-    sizes: Sizes,
-) -> PolicyPublisher:
-    return PolicyPublisher(
-        layout=layout,
-        world=learner.world,
-        exporter=Exporter(
-            model=learner.model,
-            tokenizer=tokenizer,
-            dtype=torch_dtype(config.model.compute_dtype),
-            is_sharded=config.ckpt.weights.save_sharded,
-        ),
-        run_id=config.run.id,
-        num_bytes=sizes.weights,
-        telemetry=telemetry,
-        work=Background("publisher", is_async=config.ckpt.async_write),
-        release_memory=partial(_release_gpu_memory, learner) if config.release_gpu_memory else None,
-    )
-
-
-def _release_gpu_memory(learner: Learner) -> None:
-    """Drop the gradients, which the next step computes anew, and give the driver all memory that torch's allocator caches."""
-    learner.optimizer.zero_grad(set_to_none=True)
-    torch.cuda.empty_cache()
-
-
-def _make_saver(
-    config: TrainingConfig, layout: RunLayout, world: World, telemetry: Telemetry | None, sizes: Sizes
-) -> CheckpointSaver:
-    timeout_s = max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
-    return CheckpointSaver(
-        config=config,
-        layout=layout,
-        world=world,
-        writer=PartWriter(world, is_async=config.ckpt.async_write, timeout_s=timeout_s),
-        num_bytes=sizes.checkpoint,
-        telemetry=telemetry,
-    )
-
-
-def _make_retention(
-    config: TrainingConfig, layout: RunLayout, from_step: Step, *, keep_recent: int, reference_interval: int | None
-) -> PolicyRetention:
-    return PolicyRetention(
-        layout=layout,
-        readers=LiveReaders(layout),
-        from_step=from_step,
-        keep_recent=keep_recent,
-        # A deterministic run samples each batch from the policy that lags by exactly so many; others start from the newest.
-        resume_lag=keep_recent if config.deterministic else 0,
-        reference_interval=reference_interval,
-        keep_interval=config.ckpt.weights.interval,
-    )
-
-
 @contextmanager
 def _loaded_objects_frozen() -> Iterator[None]:
     """Exempt what was loaded from garbage collection: it stays, so no collection has to look at it again."""
@@ -268,13 +194,80 @@ def _loaded_objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _write_stop(telemetry: Telemetry, stop: Stop) -> None:
-    """Write the last event. What the writing meets does not replace the error that the run ends for."""
-    try:
-        telemetry.write_event(stop)
-    except OSError as exc:
-        if stop.reason != "failed":
-            raise
-        logger.warning("the end of the run is not in its history: %s", exc)
-    finally:
-        telemetry.close()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes of one checkpoint and of one policy, sidecar files aside."""
+
+    checkpoint: int
+    weights: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskEstimate:
+    """Bytes that a run will take."""
+
+    minimum: int
+    """Bytes without which not even the first checkpoint can be committed."""
+    total: int | None
+    """Bytes at the end of the run; None when it has no end."""
+
+
+def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int | None, keep_recent: int) -> DiskEstimate:
+    """Estimate from the sizes of one checkpoint and one policy.
+
+    Args:
+        from_step: the last step done.
+        keep_recent: policies that stay besides the newest, for servers that lag.
+    """
+    # One more while the next is being written, which makes one superfluous only when it is there.
+    policies = keep_recent + 3
+    minimum = sizes.checkpoint + policies * sizes.weights
+    if max_steps is None:
+        return DiskEstimate(minimum=minimum, total=None)
+    steps = range(from_step + 1, max_steps + 1)
+    committed = [Step(step) for step in steps if ckpt.is_due(step, max_steps=max_steps)]
+    removed = set(removable_steps(committed, keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval))
+    kept = [step for step in committed if step not in removed]
+    num_being_written = int(len(removed) > 0)
+    interval = ckpt.weights.interval
+    with_weights = {*kept, *(step for step in steps if interval and step % interval == 0)}
+    total = (len(kept) + num_being_written) * sizes.checkpoint + (len(with_weights) + policies) * sizes.weights
+    return DiskEstimate(minimum=min(minimum, total), total=total)
+
+
+def measure_sizes(model: PolicyModel, config: TrainingConfig) -> Sizes:
+    """Return the bytes of one checkpoint and of one policy, over all ranks.
+
+    A checkpoint holds the trained parameters and the state of their optimizer.
+    """
+    parameters = model.trained_parameters
+    held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    served_dtype: torch.dtype = torch_dtype(config.model.compute_dtype)
+    return Sizes(
+        checkpoint=held + state_bytes(parameters, config.optim, matrices=model.hidden_matrices),
+        weights=sum(parameter.numel() for parameter in parameters) * served_dtype.itemsize,
+    )
+
+
+def require_budget(config: TrainingConfig, layout: RunLayout, sizes: Sizes, *, from_step: int, keep_recent: int) -> None:
+    """Warn if the disk will not hold all that the run is to write.
+
+    Raises:
+        DiskFull: it does not even hold the first checkpoint and its weights.
+    """
+    needed = estimate(config.ckpt, sizes, from_step=from_step, max_steps=config.max_steps, keep_recent=keep_recent)
+    require_free_space(layout.root, needed.minimum, what="the first checkpoint and its weights")
+    free = free_bytes(layout.root)
+    if needed.total is None or needed.total <= free:
+        return
+    logger.warning(
+        "the run will write %s of checkpoints (%s each) and weights (%s each), and %s are free in %s: it will stop when they "
+        "are used up; set %s, or a larger %s",
+        format_bytes(needed.total),
+        format_bytes(sizes.checkpoint),
+        format_bytes(sizes.weights),
+        format_bytes(free),
+        layout.root,
+        key_name("ckpt.keep_last"),
+        key_name("ckpt.interval"),
+    )

@@ -6,8 +6,7 @@ alone is off, since it is noise by configuration.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -41,10 +40,15 @@ def score(model: PolicyModel, samples: Sequence[Sequence[int]], world: World, *,
     """
     scored: dict[int, list[float]] = {}
     plan = plan_rows([_to_row(samples)], num_ranks=1, shares_prefixes=model.shares_prefixes, packs=model.packs)
-    with torch.no_grad(), _without_adapter_dropout(model):
+    dropouts = [module for name, module in model.named_modules() if name.endswith(".lora_dropout")]
+    for module in dropouts:
+        module.eval()
+    with torch.no_grad():
         for row in plan.take(0, device=world.device):
             parts = model(row).logprobs_N.float().cpu().split(row.num_loss_tokens_S)
             scored |= {number: part.tolist() for (_, number), part in zip(row.places, parts, strict=True)}
+    for module in dropouts:
+        module.train()
     free_gathered(model)
     return Probe(dtype=dtype, samples=[ProbeSample(list(ids), scored[number]) for number, ids in enumerate(samples)])
 
@@ -98,15 +102,3 @@ def _to_row(samples: Sequence[Sequence[int]]) -> MicroBatch:
         temperatures_T=np.ones_like(zeros_T),
         sequence_lengths_S=lengths_S,
     )
-
-
-@contextmanager
-def _without_adapter_dropout(model: PolicyModel) -> Iterator[None]:
-    dropouts = [module for name, module in model.named_modules() if name.endswith(".lora_dropout")]
-    for module in dropouts:
-        module.eval()
-    try:
-        yield
-    finally:
-        for module in dropouts:
-            module.train()

@@ -51,7 +51,7 @@ class RowTensors:
     uses_temperatures: bool = True
     """False when every temperature is 1."""
     places: tuple[Place, ...] = ()
-    """Where those samples are in the batch; for messages."""
+    """Places of those samples in the batch; for messages."""
     is_dummy: bool = False
     """Stands in for a row that this rank does not have, so that its collectives match the others'. Counts for nothing."""
 
@@ -67,7 +67,7 @@ class RowPlan:
 
     batch: Sequence[MicroBatch]
     rows_by_rank: Sequence[Sequence[Sequence[Place]]]
-    """Of each rank its rows, of each row its samples."""
+    """Rows of each rank, and samples of each row."""
     shares_prefixes: bool
     max_tokens: int
     """Tokens of a row at most; only samples that exceed it alone have longer ones."""
@@ -78,21 +78,14 @@ class RowPlan:
 
     def take(self, rank: int, *, device: torch.device) -> list[RowTensors]:
         """Return the rows of `rank`, with dummies up to the number that every rank has."""
-        rows = [self._tensors(row, device=device) for row in self.rows_by_rank[rank]]
+        rows: list[RowTensors] = []
+        for places in self.rows_by_rank[rank]:
+            index = places[0][0]
+            is_whole = list(places) == [(index, number) for number in range(len(self.batch[index].sequence_lengths_S))]
+            row = self.batch[index] if is_whole else join_samples(self.batch, places)
+            rows.append(to_tensors(row, device=device, places=places, shares_prefixes=self.shares_prefixes))
         rows = [row for row in rows if row.num_samples]
         return rows + [_dummy(device)] * (max(map(len, self.rows_by_rank)) - len(rows))
-
-    def _tensors(self, places: Sequence[Place], *, device: torch.device) -> RowTensors:
-        row = self.batch[places[0][0]]
-        is_whole = len(places) == len(row.sequence_lengths_S) and all(
-            place == (places[0][0], number) for number, place in enumerate(places)
-        )
-        return to_tensors(
-            row if is_whole else join_samples(self.batch, places),
-            device=device,
-            places=places,
-            shares_prefixes=self.shares_prefixes,
-        )
 
 
 def plan_rows(
@@ -123,7 +116,7 @@ def plan_rows(
     packed: list[list[int]] = []
     for index, row in enumerate(rows):
         trained = _trained_samples(row)
-        if trained.any():
+        if any(trained):
             # A row that stays whole keeps all its samples, so that it need not be copied.
             kept = [number for number in range(len(trained)) if trained[number] or (packs and max_tokens is None)]
             packed.append(list(range(len(samples), len(samples) + len(kept))))
@@ -141,8 +134,9 @@ def plan_rows(
         grouped = _choose_groups(tokens, max_tokens=limits[0], max_shared_tokens=limits[1])
         if len(grouped) < len(items):
             items, max_tokens = grouped, row_limit
-    sizes = [_Size.of([tokens[number] for number in item], cost=cost) for item in items]
-    lengths, costs = [size.num_tokens for size in sizes], [size.cost for size in sizes]
+    trees = [build_tree([tokens[number] for number in item]) for item in items]
+    lengths = [tree.num_tokens for tree in trees]
+    costs = [cost(tree.lengths, tree.prefix_lengths) for tree in trees] if cost else list(map(float, lengths))
     dealt = arrange(packed, lengths, costs=costs, num_ranks=num_ranks, max_tokens=max_tokens)
     return RowPlan(
         batch=rows,
@@ -156,39 +150,25 @@ def plan_rows(
 
 def _choose_groups(tokens: Sequence[np.ndarray], *, max_tokens: int, max_shared_tokens: int) -> list[list[int]]:
     """Group samples that share a prefix; a group of more than `max_tokens` only where dividing it costs more than lanes gain."""
+
+    def num_tokens(group: Sequence[int]) -> int:
+        return build_tree([tokens[number] for number in group]).num_tokens
+
     groups: list[list[int]] = []
     for group in group_by_prefix(tokens, max_tokens=max_shared_tokens):
         parts = [group]
-        if (whole := _num_tokens(group, tokens)) > max_tokens:
+        if (whole := num_tokens(group)) > max_tokens:
             divided = group_by_prefix([tokens[number] for number in group], max_tokens=max_tokens)
             parts = [[group[place] for place in part] for part in divided]
-            if sum(_num_tokens(part, tokens) for part in parts) > _LANE_GAIN * whole:
+            if sum(map(num_tokens, parts)) > _LANE_GAIN * whole:
                 parts = [group]
         groups += parts
     return groups
 
 
-def _num_tokens(group: Sequence[int], tokens: Sequence[np.ndarray]) -> int:
-    return build_tree([tokens[number] for number in group]).num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """Tokens to compute, and their cost, of samples that stay together."""
-
-    num_tokens: int
-    cost: float
-
-    @classmethod
-    def of(cls, samples: Sequence[np.ndarray], *, cost: Cost | None) -> "_Size":
-        tree = build_tree(samples)
-        return cls(tree.num_tokens, cost(tree.lengths, tree.prefix_lengths) if cost else float(tree.num_tokens))
-
-
-def _trained_samples(row: MicroBatch) -> np.ndarray:
-    """Return a bool [S]: the samples that have loss tokens."""
-    starts_S = np.cumsum(row.sequence_lengths_S) - row.sequence_lengths_S
-    return np.add.reduceat(row.loss_mask_T, starts_S, dtype=np.int64) > 0 if len(starts_S) else np.zeros(0, dtype=np.bool_)
+def _trained_samples(row: MicroBatch) -> list[bool]:
+    """Return for each sample whether it has loss tokens."""
+    return [bool(mask_T.any()) for mask_T in np.split(row.loss_mask_T, np.cumsum(row.sequence_lengths_S))[:-1]]
 
 
 def join_samples(rows: Sequence[MicroBatch], places: Sequence[Place]) -> MicroBatch:

@@ -5,7 +5,7 @@ all rows of the batch.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ from trivet.trainer.model.policy_model import PolicyModel, set_last_row
 from trivet.trainer.model.reference import Reference
 from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
 from trivet.trainer.ranks.world import World, gather_values, sum_over_ranks
-from trivet.trainer.rows import RowPlan, RowTensors, plan_rows
+from trivet.trainer.rows import RowTensors, plan_rows
 from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
 
@@ -52,8 +52,6 @@ class Learner:
     """Prefix of the trainer's configuration keys in messages: `trainer.` in a run of `rl`, else empty."""
     reference: Reference | None = None
     """The frozen policy whose log-probabilities the loss compares with the model's. None when the loss needs no such policy."""
-    before_update: Callable[[], None] = lambda: None
-    """Called before parameters or optimizer state change, even temporarily. Returns once no checkpoint write reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,85 +86,60 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
         OutOfMemory: a row, or the update, does not fit into memory.
     """
     started = time.monotonic()
+    world, model = learner.world, learner.model
     learner.optimizer.zero_grad(set_to_none=True)
     counts = _count_units(rows, step=step)
-    plan = _plan(learner, rows)
-    total, parts, outcomes = _accumulate(learner, plan, counts=counts)
-    gradients = local_gradients(learner.model.parameters())
-    # The one wait for the device before the update: parameters that a NaN has reached could not be restored.
-    loss, norm = read_numbers(total, gradient_norm(gradients, learner.world))
-    computed = time.monotonic()
-    if not np.isfinite(loss):
-        where = describe_rows(outcomes, learner.world)
-        raise _diverged("loss", loss, step=step, where=where, advice=advise(rows, key_prefix=learner.key_prefix))
-    del outcomes
-    if not np.isfinite(norm):
-        where = describe_gradients(learner.model.named_parameters(), learner.world)
-        raise _diverged("gradient norm", norm, step=step, where=where, advice=advise(rows, key_prefix=learner.key_prefix))
-    clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
-    lr = learner.learning_rate.at(step)
-    for group in learner.optimizer.param_groups:
-        group["lr"] = lr
-    reach("optimizer_step.during", step=step)  # a fault point: tests may stop or kill the process here
-    learner.before_update()
-    with explaining_update_memory(key_prefix=learner.key_prefix):
-        learner.optimizer.step()
-    # A cast of a master weight is renewed when the weight's version counter has changed. Fused and foreach optimizers do not
-    # raise that counter.
-    increment_version(learner.model.trained_parameters)
-    values = read_values(parts)  # the wait at the end of the step
-    return StepResult(
-        loss=loss,
-        grad_norm=norm,
-        lr=lr,
-        values=gather_values(learner.world, values),
-        num_computed_tokens=plan.num_tokens,
-        flops=plan.cost,
-        forward_backward_s=computed - started,
-        optimizer_s=time.monotonic() - computed,
-    )
-
-
-def _plan(learner: Learner, rows: Sequence[MicroBatch]) -> RowPlan:
-    model = learner.model
     longest = learner.micro_batch_tokens or max(len(row.token_ids_T) for row in rows)
-    return plan_rows(
+    plan = plan_rows(
         rows,
-        num_ranks=learner.world.size,
+        num_ranks=world.size,
         cost=model_cost(model).flops,
         max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else model.lanes.max_tokens(longest),
         max_shared_tokens=learner.micro_batch_tokens or max(longest, model.seq_len),
         shares_prefixes=model.shares_prefixes,
         packs=model.packs,
     )
-
-
-def _accumulate(
-    learner: Learner, plan: RowPlan, *, counts: Mapping[LossUnit, int]
-) -> tuple[torch.Tensor, list[dict[str, torch.Tensor | Selected]], list[RowOutcome]]:
-    """Add the gradients of the step's loss to the parameters; return the loss, each row's values and each row's outcome.
-
-    The loss is a float64 scalar on the device.
-    """
-    world, model = learner.world, learner.model
     own_rows = plan.take(world.rank, device=world.device)
     if learner.reference is not None:
-        learner.before_update()  # scoring puts the reference's weights into the model for a while
         own_rows = learner.reference.score(model, own_rows)
-
-    def compute(index: int) -> _Computed | None:
-        set_last_row(model, is_last=index == len(own_rows) - 1, world=world)
-        return _compute(learner, own_rows[index], counts=counts)
-
-    model.renew_casts()
-    num_alone = sum(row.num_tokens > plan.max_tokens for row in own_rows)  # rows too long for a lane; they come first
-    results = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(own_rows)))
-    computed_rows = [result for result in results if result is not None]  # without dummies
+    computed_rows = _accumulate(learner, own_rows, max_tokens=plan.max_tokens, counts=counts)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for computed in computed_rows:
         total += computed.outcome.share
-    loss = sum_over_ranks(world, total)
-    return loss, [computed.values for computed in computed_rows], [computed.outcome for computed in computed_rows]
+    gradients = local_gradients(model.parameters())
+    # The one wait for the device before the update: parameters that a NaN has reached could not be restored.
+    loss, norm = read_numbers(sum_over_ranks(world, total), gradient_norm(gradients, world))
+    computed_at = time.monotonic()
+    if not np.isfinite(loss):
+        where = describe_rows([computed.outcome for computed in computed_rows], world)
+        raise _diverged("loss", loss, learner, rows, step=step, where=where)
+    if not np.isfinite(norm):
+        raise _diverged(
+            "gradient norm", norm, learner, rows, step=step, where=describe_gradients(model.named_parameters(), world)
+        )
+    parts = [computed.values for computed in computed_rows]
+    del computed_rows  # the update needs the memory of the rows
+    clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
+    lr = learner.learning_rate.at(step)
+    for group in learner.optimizer.param_groups:
+        group["lr"] = lr
+    reach("optimizer_step.during", step=step)  # a fault point: tests may stop or kill the process here
+    with explaining_update_memory(key_prefix=learner.key_prefix):
+        learner.optimizer.step()
+    # A cast of a master weight is renewed when the weight's version counter has changed. Fused and foreach optimizers do not
+    # raise that counter.
+    increment_version(model.trained_parameters)
+    values = read_values(parts)  # the wait at the end of the step
+    return StepResult(
+        loss=loss,
+        grad_norm=norm,
+        lr=lr,
+        values=gather_values(world, values),
+        num_computed_tokens=plan.num_tokens,
+        flops=plan.cost,
+        forward_backward_s=computed_at - started,
+        optimizer_s=time.monotonic() - computed_at,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +151,30 @@ class _Computed:
     """Per-token and per-sample values of the row on the device, by metric name."""
 
 
-def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[LossUnit, int]) -> _Computed | None:
-    """Run forward and backward of one row. Return None for a dummy: it takes part in the collectives with gradient 0."""
-    with explaining_memory(row, chunk_size=learner.model.chunk_size, key_prefix=learner.key_prefix):
-        scores = learner.model(row)
-        if row.is_dummy:
-            (scores.logprobs_N.sum() * 0.0).backward()
-            return None
-        row_loss = learner.loss(scores, row)
-        share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
-        share.backward()
-    outcome = RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach())
-    return _Computed(outcome, row_loss.values)
+def _accumulate(
+    learner: Learner, rows: Sequence[RowTensors], *, max_tokens: int, counts: Mapping[LossUnit, int]
+) -> list[_Computed]:
+    """Add the gradients of the step's loss to the parameters; return the results of the rows, without those of dummies."""
+    model = learner.model
+
+    def compute(index: int) -> _Computed | None:
+        row = rows[index]
+        set_last_row(model, is_last=index == len(rows) - 1, world=learner.world)
+        with explaining_memory(row, chunk_size=model.chunk_size, key_prefix=learner.key_prefix):
+            scores = model(row)
+            if row.is_dummy:  # it takes part in the collectives with gradient 0
+                (scores.logprobs_N.sum() * 0.0).backward()
+                return None
+            row_loss = learner.loss(scores, row)
+            share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
+            with model.casting():
+                share.backward()
+        outcome = RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach())
+        return _Computed(outcome, row_loss.values)
+
+    num_alone = sum(row.num_tokens > max_tokens for row in rows)  # rows too long for a lane; they come first
+    results = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(rows)))
+    return [result for result in results if result is not None]
 
 
 def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[LossUnit, int]:
@@ -200,14 +185,10 @@ def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[LossUnit, in
             f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at "
             f"{key_name('seq_len')}; look at rollouts/ and raise {list_keys('seq_len', 'orchestrator.sampling.max_tokens')}"
         )
-    return {LossUnit.TOKEN: num_tokens, LossUnit.SAMPLE: sum(_count_samples(row) for row in rows)}
+    masks = [mask for row in rows for mask in np.split(row.loss_mask_T, np.cumsum(row.sequence_lengths_S)[:-1])]
+    return {LossUnit.TOKEN: num_tokens, LossUnit.SAMPLE: sum(bool(mask.any()) for mask in masks)}
 
 
-def _count_samples(row: MicroBatch) -> int:
-    ends_S = np.cumsum(row.sequence_lengths_S)
-    masks = np.split(row.loss_mask_T, ends_S[:-1])
-    return sum(bool(mask.any()) for mask in masks)
-
-
-def _diverged(name: str, value: float, *, step: Step, where: str, advice: str) -> Diverged:
+def _diverged(name: str, value: float, learner: Learner, rows: Sequence[MicroBatch], *, step: Step, where: str) -> Diverged:
+    advice = advise(rows, key_prefix=learner.key_prefix)
     return Diverged(f"the {name} of step {step} is {value} ({where}); the weights of step {step - 1} are untouched. {advice}")

@@ -73,7 +73,6 @@ PHASES: Mapping[str, list[str]] = {
         "time/wait_for_policy",
         "time/probe",
         "time/broadcast_weights",
-        "time/wait_for_ckpt",
         "time/save_ckpt",
     ],
     "orchestrator": ["time/generate_completions", "time/update_weights"],

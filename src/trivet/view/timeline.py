@@ -22,7 +22,6 @@ _TRAINER_PHASES = {
     "time/optimizer": ("optimizer", ""),
     "time/wait_for_policy": ("waits for the last policy's files", "disk"),
     "time/broadcast_weights": ("publishes weights", ""),
-    "time/wait_for_ckpt": ("waits for a checkpoint's copy", "disk"),
     "time/save_ckpt": ("checkpoint", ""),
 }
 _OTHER = ("other work", "")

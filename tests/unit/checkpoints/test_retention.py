@@ -1,7 +1,6 @@
 import pytest
 
-from trivet.checkpoints.commit import committed_steps
-from trivet.checkpoints.retention import removable_steps, remove_checkpoint
+from trivet.checkpoints.commit import committed_steps, removable_steps, remove_checkpoint
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.storage.durable import write_atomically
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.shards import write_state
+from trivet.checkpoints.parts import TRAINER, staging_directory
+from trivet.config.layout import RunLayout
 from trivet.config.schema.trainer import DefaultLossConfig, TrainerConfig
 from trivet.errors import OutOfMemory
-from trivet.trainer.checkpoint.part_writer import PartWriter
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
+from trivet.trainer.checkpoint.saver import CheckpointSaver
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.failures import explaining_memory, explaining_update_memory
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.measurement.profiling import Profiler
@@ -26,6 +29,7 @@ from trivet.trainer.optim.host_state import keep_state_on_host
 from trivet.trainer.ranks.world import World, gather_tensor, open_world, sum_over_ranks
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import Learner, train_step
+from trivet.wire.versions import Step
 
 pytestmark = pytest.mark.device
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used, which may be in an earlier test
@@ -187,7 +191,7 @@ def test_a_resumed_run_goes_on_with_the_bytes_and_the_random_numbers_of_an_unbro
 ) -> None:
     unbroken = learner_of(tiny_model, device_world, **lever)
     train(unbroken, oracle, range(1, 3))
-    write_state(tmp_path, state_of(unbroken, TrainerProgress(step=2)), device_world.control)
+    write_state(tmp_path, state_of(unbroken, TrainerProgress(step=2)), device_world)
     drawn = torch.rand(5, device=device_world.device)
     expected = train(unbroken, oracle, range(3, 5))
     resumed = learner_of(tiny_model, device_world, **lever)
@@ -200,18 +204,19 @@ def test_a_resumed_run_goes_on_with_the_bytes_and_the_random_numbers_of_an_unbro
 def test_a_part_that_is_written_during_a_step_is_of_the_step_before(
     tiny_model: Path, device_world: World, oracle: Any, tmp_path: Path
 ) -> None:
-    writer = PartWriter(device_world, is_async=True, timeout_s=60)
+    config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": {"name": str(tiny_model)}})
+    layout = RunLayout(tmp_path)
+    saver = CheckpointSaver(config=config, layout=layout, world=device_world, num_bytes=1, telemetry=None)
     learner = learner_of(tiny_model, device_world)
-    learner.before_update = writer.release
     train(learner, oracle, range(1, 2))
     expected = weights_of(learner)
-    writer.start(tmp_path, state_of(learner, TrainerProgress(step=1)), on_written=lambda _: None)
+    saver.save(Step(1), learner, TrainerProgress(step=1), parts=(TRAINER,), policy=None)
     train(learner, oracle, range(2, 4))
-    writer.work.wait()
-    writer.close()
-    assert load_part(tmp_path, learner).step == 1
-    for one, other in zip(weights_of(learner), expected, strict=True):
-        assert torch.equal(one, other)
+    saver.wait()
+    saver.close()
+    assert load_part(staging_directory(layout, Step(1)) / TRAINER, learner).step == 1
+    for found, weight in zip(weights_of(learner), expected, strict=True):
+        assert torch.equal(found, weight)
 
 
 def test_gathered_weights_are_those_of_the_moment_when_they_were_gathered(

@@ -200,12 +200,12 @@ def test_a_model_whose_packed_rows_differ_is_trained_on_one_sample_a_row(
     models: dict[str, Path], make_learner, oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The attention of this model multiplies what it is given by a number that packed attention does not know."""
-    attend = packed.grouped_packed
+    attend = packed.sdpa_packed
 
     def attend_otherwise(*args, **kwargs):
         return attend(*args, **kwargs)[0] * 1.5, None
 
-    monkeypatch.setattr(packed, "grouped_packed", attend_otherwise)
+    monkeypatch.setattr(packed, "sdpa_packed", attend_otherwise)
     learner = make_learner(models["llama"])
     assert "log-probabilities of a packed row differ" in caplog.text
     examples = oracle.make_examples(count=5, vocab_size=VOCAB, prompt_length=20)

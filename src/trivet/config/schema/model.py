@@ -111,7 +111,7 @@ class ActivationCheckpointConfig(Section):
     keep: list[Literal["attention", "products"]] = []
     """Outputs that are kept in what is checkpointed, while the rest is computed again. `attention`: the most expensive part of a
     long row, for 2 bytes per token and feature of its heads with bfloat16. `products`: those of all matrix products, which are
-    most of the work and most of the memory. On the CPU only `attn = "sdpa"` has an attention that can be kept."""
+    most of the work and most of the memory."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> "ActivationCheckpointConfig":
@@ -170,13 +170,11 @@ class TrainerModelConfig(Section):
     share_prefixes: bool = True
     """Compute tokens that samples begin with in common once: the prompt of a group's rollouts, the past of a conversation's
     branches. Loss and gradients are the same, up to rounding."""
-    attn: Literal["auto", "sdpa", "grouped", "flash_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = (
-        "auto"
-    )
+    attn: Literal["auto", "sdpa", "flash_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     """Attention over packed rows. On CUDA `flash_varlen` (torch's own); where those packages are installed `flash_attention_2`,
-    `flash_attention_3` (compute capability 9.0) and `flash_attention_4` (9.0 and 10.0). On the CPU `grouped` (samples of like
-    length at once). `sdpa` (sample by sample) runs anywhere. `auto` takes the fastest that can: a package's only where it agrees
-    with torch's own on a small row at the start. Models whose rows hold one sample each keep transformers' own attention."""
+    `flash_attention_3` (compute capability 9.0) and `flash_attention_4` (9.0 and 10.0). `sdpa` (sample by sample) runs anywhere.
+    `auto` takes the fastest that can: a package's only where it agrees with torch's own on a small row at the start. Models whose
+    rows hold one sample each keep transformers' own attention."""
     compute_dtype: ComputeDtype = "auto"
     """Dtype of forward and backward. `auto` takes bfloat16 on a GPU of compute capability 8.0 or higher and on a CPU with
     instructions for bfloat16 products, float32 elsewhere. A run chooses once: servers and resumed attempts follow."""

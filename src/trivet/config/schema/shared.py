@@ -139,8 +139,8 @@ class CkptConfig(Section):
     keep_interval: int | None = Field(default=None, ge=1)
     """Keep the checkpoints of every multiple of this for ever, besides keep_last."""
     async_write: bool = True
-    """Write policies and checkpoints while the next step runs. For a policy the weights are copied; for a checkpoint a GPU's state,
-    and on a CPU what is not written yet when the parameters change; false: the step waits for the disk."""
+    """Write policies and checkpoints while the next step runs, from copies of the weights and of the state; false: the step waits
+    for the disk."""
     weights: CkptWeightsConfig = CkptWeightsConfig()
     skip_progress: bool = False
     """On resume: totals of tokens, samples and problems start at 0 again. Steps go on."""

@@ -1,11 +1,15 @@
 """Decides with which attention packed rows are computed, by the device, its capability, the dtype, the model's heads and packages.
 
-Pure. Called by `trainer.attention.packed`. What is chosen for a GPU has not run on one yet.
+Called by `trainer.attention.packed`. A package's kernels are put behind torch's flash attention once they agree with torch's own.
+Torch's operator stays, so what can be done with it, such as compiling and keeping its outputs, can be done with these kernels.
+What is chosen for a GPU has not run on one yet.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from transformers import PreTrainedConfig
 
 from trivet.errors import ConfigError
@@ -24,6 +28,16 @@ _MAX_FLASH_DIM = 256
 """Features of a head that flash attention takes at most; they must be a multiple of 8."""
 _MAX_DIMS = {"flash_attention_4": 128}
 """The same for kernels that take fewer."""
+IMPLEMENTATIONS = {"flash_attention_3": "FA3", "flash_attention_4": "FA4"}
+"""The name by which torch knows the kernels of each attention."""
+PROBE_LENGTHS, PROBE_PATHS = (70, 1, 130), ((), (), (0,))
+"""Segments of the row on which kernels are compared: of one token, of more than one block of a kernel, and behind a prefix."""
+_QUERY_HEADS, _KEY_HEADS = 8, 2
+_TOLERANCE = 0.02
+"""Largest difference, as a share of what torch computes. Numbers of bfloat16 are 0.4 % apart; a wrong mask is tens of percent."""
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention over the row of `PROBE_LENGTHS`: of queries [1, H, T, D], keys and values [1, K, T, D]; returns [1, T, H, D]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +45,7 @@ class HeadDims:
     """The features of a model's heads."""
 
     query: int
-    """Of queries and keys."""
+    """Features of queries and keys."""
     value: int
 
     @classmethod
@@ -72,17 +86,13 @@ def choose_attention(
     if attn == "auto":
         if has_special_scores or device_type not in ("cpu", "cuda"):
             return "sdpa"
-        return "grouped" if device_type == "cpu" else _fastest_on_cuda(capability, is_float32, heads, is_installed)
+        return "sdpa" if device_type == "cpu" else _fastest_on_cuda(capability, is_float32, heads, is_installed)
     if attn == "sdpa":
         return attn
     if has_special_scores:
         raise ConfigError(
             f'model.attn = "{attn}" can neither cap scores nor add sinks as this model does; set model.attn = "sdpa"'
         )
-    if attn == "grouped":
-        if device_type != "cpu":
-            raise ConfigError(f'model.attn = "grouped" is for the CPU, this is {device_type}; set model.attn = "auto"')
-        return attn
     if device_type != "cuda":
         raise ConfigError(f'model.attn = "{attn}" needs a CUDA device, this is {device_type}; set model.attn = "sdpa"')
     if reason := _why_no_flash(attn, capability, heads):
@@ -124,3 +134,51 @@ def _fastest_on_cuda(
         if not _why_no_flash(attn, capability, heads) and is_installed(PACKAGES[attn]):
             return attn
     return "flash_varlen"
+
+
+def replace_kernels(attn: str, attend: Attend, *, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Have torch's flash attention run the kernels of `attn` from now on, unless they compute something else.
+
+    Args:
+        attn: a key of `IMPLEMENTATIONS`.
+        attend: runs torch's flash attention.
+
+    Returns:
+        None; or why torch's own kernels stay, as a clause for the user.
+    """
+    restore_flash_attention_impl(_raise_warn=False)  # an earlier model may have left a package's kernels there
+    expected = _measure(attend, head_dim=head_dim, device=device, dtype=dtype)
+    try:
+        activate_flash_attention_impl(IMPLEMENTATIONS[attn])
+        difference = _describe_difference(_measure(attend, head_dim=head_dim, device=device, dtype=dtype), expected)
+    except Exception as exc:  # noqa: BLE001  packages compile kernels when they first run, and raise errors of many types
+        first_line = str(exc).strip().partition("\n")[0]
+        difference = f"its kernels failed on a small row ({type(exc).__name__}: {first_line})"
+    if difference is not None:
+        restore_flash_attention_impl(_raise_warn=False)
+    return difference
+
+
+def _measure(attend: Attend, *, head_dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the output of attention over the same random numbers each time, and the gradients of its inputs."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(num_heads: int) -> torch.Tensor:
+        numbers = torch.randn(1, num_heads, sum(PROBE_LENGTHS), head_dim, generator=generator)
+        return numbers.to(device, dtype).requires_grad_()
+
+    inputs = [draw(_QUERY_HEADS), draw(_KEY_HEADS), draw(_KEY_HEADS)]
+    output = attend(*inputs)
+    upstream = torch.randn(output.shape, generator=generator).to(device, dtype)
+    gradients = torch.autograd.grad(output, inputs, upstream)
+    names = ("the output", "the gradient of queries", "the gradient of keys", "the gradient of values")
+    return dict(zip(names, (output.detach(), *gradients), strict=True))
+
+
+def _describe_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
+    for name, values in expected.items():
+        exact = values.double()
+        error = float((found[name].double() - exact).norm() / exact.norm())
+        if not error <= _TOLERANCE:  # also where it is no number
+            return f"{name} differs by {error:.1%} from that of torch's own kernels"
+    return None

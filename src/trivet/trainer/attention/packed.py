@@ -10,7 +10,7 @@ D head dimension.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -24,9 +24,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from trivet.errors import ConfigError
-from trivet.trainer.attention.choice import PACKAGES, HeadDims, choose_attention
-from trivet.trainer.attention.grouped import Groups, grouped_attention
-from trivet.trainer.attention.package_kernels import IMPLEMENTATIONS, PROBE_LENGTHS, PROBE_PATHS, replace_kernels
+from trivet.trainer.attention.choice import (
+    IMPLEMENTATIONS,
+    PACKAGES,
+    PROBE_LENGTHS,
+    PROBE_PATHS,
+    HeadDims,
+    choose_attention,
+    replace_kernels,
+)
 from trivet.trainer.device_copies import to_device
 from trivet.trainer.prefixes import PrefixTree
 
@@ -37,42 +43,28 @@ TRACEABLE = frozenset({f"{_PREFIX}varlen"})
 """Attentions that torch.compile can trace for rows of any segments: one operator of torch, whose shapes it knows."""
 _HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
 """True where varlen_attn must be told that keys have fewer heads than queries. Torch 2.11 has no such argument."""
-WITHOUT_OPERATOR = frozenset({f"{_PREFIX}by_group"})
-"""Attentions that are made of many operators, so that a checkpoint cannot keep the output of one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyTokens:
-    """The tokens whose keys and values the segments of a row read, where segments continue others."""
-
-    tokens: torch.Tensor
-    """int64 [E]: tokens of the row, each segment behind its prefix."""
-    offsets: torch.Tensor
-    """int32 [S + 1]: 0 and the cumulated lengths, prefixes included."""
-    lengths: tuple[int, ...]
-    """Length of each segment with its prefix."""
-    longest: int
-    """Tokens of the longest of them. In a compiled graph the tuple would be compiled anew for each row, a number is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The places of a row's segments."""
+    """The places of a row's segments, and of the tokens whose keys and values they read: their own behind those of their prefixes.
+
+    In a compiled graph a tuple of lengths would be compiled anew for each row, a number is not.
+    """
 
     lengths: tuple[int, ...]
     longest: int
     """Tokens of the longest segment, without its prefix."""
     offsets: torch.Tensor
     """int32 [S + 1] on the device: 0 and the cumulated lengths."""
-    keys: KeyTokens | None
-    """None when no segment continues another: each reads its own tokens."""
-    groups: Groups | None
-    """The segments that are computed at once; set on a CPU only."""
-
-    @property
-    def longest_sample(self) -> int:
-        """Tokens of the longest segment, its prefix included."""
-        return self.keys.longest if self.keys else self.longest
+    key_tokens: torch.Tensor | None
+    """int64 [E]: tokens of the row, each segment behind its prefix. None when no segment continues another."""
+    key_lengths: tuple[int, ...]
+    """Length of each segment with its prefix."""
+    longest_sample: int
+    """The longest of them."""
+    key_offsets: torch.Tensor
+    """int32 [S + 1]: 0 and the cumulated lengths, prefixes included."""
 
     def shortens(self, window: int | None) -> bool:
         """Tell whether a window of so many tokens hides any token of a sample from a later one; None: there is no window."""
@@ -81,8 +73,7 @@ class Segments:
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device) -> "Segments":
         """Describe a row of samples of these lengths, in tokens, that share nothing, for `device`."""
-        groups = Groups.of(lengths) if device.type == "cpu" else None
-        return cls(lengths=tuple(lengths), longest=max(lengths), offsets=_offsets(lengths, device), keys=None, groups=groups)
+        return cls.behind(lengths, [()] * len(lengths), device=device)
 
     @classmethod
     def of_tree(cls, tree: PrefixTree, *, device: torch.device) -> "Segments":
@@ -96,29 +87,26 @@ class Segments:
         Args:
             paths: for each segment, those that it continues, the first of the sample first.
         """
-        if not any(paths):
-            return cls.of(lengths, device=device)
-        segment_tokens = torch.arange(sum(lengths)).split(list(lengths))
-        empty = segment_tokens[0][:0]
-        prefixes = [torch.cat([empty, *(segment_tokens[segment] for segment in path)]) for path in paths]
-        key_lengths = [len(prefix) + length for prefix, length in zip(prefixes, lengths, strict=True)]
-        tokens = torch.cat([part for pair in zip(prefixes, segment_tokens, strict=True) for part in pair])
+
+        def offsets(lengths: Sequence[int]) -> torch.Tensor:
+            return to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+
+        own_offsets = offsets(lengths)
+        tokens, key_lengths, key_offsets = None, tuple(lengths), own_offsets
+        if any(paths):
+            segment_tokens = torch.arange(sum(lengths)).split(list(lengths))
+            read = [torch.cat([segment_tokens[place] for place in (*path, own)]) for own, path in enumerate(paths)]
+            tokens, key_lengths = to_device(torch.cat(read), device), tuple(map(len, read))
+            key_offsets = offsets(key_lengths)
         return cls(
             lengths=tuple(lengths),
             longest=max(lengths),
-            offsets=_offsets(lengths, device),
-            keys=KeyTokens(
-                tokens=to_device(tokens, device),
-                offsets=_offsets(key_lengths, device),
-                lengths=tuple(key_lengths),
-                longest=max(key_lengths),
-            ),
-            groups=Groups.of(lengths, prefixes) if device.type == "cpu" else None,
+            offsets=own_offsets,
+            key_tokens=tokens,
+            key_lengths=key_lengths,
+            longest_sample=max(key_lengths),
+            key_offsets=key_offsets,
         )
-
-
-def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
 def packs_rows(attention: str) -> bool:
@@ -171,23 +159,20 @@ def register_attention(
     # Transformers would check a name with "sdpa" or "flash" in it against its own functions of that name.
     name, function = {
         "sdpa": ("by_sample", sdpa_packed),
-        "grouped": ("by_group", grouped_packed),
         "flash_varlen": ("varlen", flash_varlen_packed),
         "flash_attention_2": ("fa2", partial(package_packed, "flash_attention_2")),
         "flash_attention_3": ("varlen", flash_varlen_packed),
         "flash_attention_4": ("varlen", flash_varlen_packed),
     }[resolved]
-    AttentionInterface.register(_PREFIX + name, partial(_attend_or_drop, function))
+
+    def attend_or_drop(*tensors: Any, dropout: float = 0.0, **options: Any) -> tuple[torch.Tensor, None]:
+        """Compute attention; with dropout by `sdpa_packed`, because no other attention here draws any."""
+        if dropout:
+            return _drop_packed(*tensors, dropout=dropout, **options)
+        return function(*tensors, **options)
+
+    AttentionInterface.register(_PREFIX + name, attend_or_drop)
     return _PREFIX + name
-
-
-def _attend_or_drop(
-    function: Callable[..., tuple[torch.Tensor, None]], *tensors: Any, dropout: float = 0.0, **options: Any
-) -> tuple[torch.Tensor, None]:
-    """Compute attention by `function`; with dropout by `sdpa_packed`, because no other attention here draws any."""
-    if dropout:
-        return _drop_packed(*tensors, dropout=dropout, **options)
-    return function(*tensors, **options)
 
 
 def _is_installed(module: str) -> bool:
@@ -232,14 +217,12 @@ def sdpa_packed(  # those that transformers gives to an attention
     if query.device.type != "cpu":
         # Of torch's kernels for CUDA that hold no scores, the one for float32, masks and GPUs before Ampere knows no groups.
         key, value = _repeat_heads(query, key, value)
-    key_lengths = segments.lengths
-    if segments.keys is not None:
-        key, value = (tensor.index_select(2, segments.keys.tokens) for tensor in (key, value))
-        key_lengths = segments.keys.lengths
+    if segments.key_tokens is not None:
+        key, value = (tensor.index_select(2, segments.key_tokens) for tensor in (key, value))
     parts = zip(
         query.split(list(segments.lengths), dim=2),
-        key.split(list(key_lengths), dim=2),
-        value.split(list(key_lengths), dim=2),
+        key.split(list(segments.key_lengths), dim=2),
+        value.split(list(segments.key_lengths), dim=2),
         strict=True,
     )
     softcap, sinks_H, window = options.get("softcap"), options.get("s_aux"), options.get("sliding_window")
@@ -307,27 +290,6 @@ def _attend_in_memory(
     return weights.to(value.dtype) @ value
 
 
-def grouped_packed(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    segments: Segments,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute what `sdpa_packed` computes, by matrix products over segments of similar length; the shapes are the same."""
-    if segments.shortens(sliding_window):
-        return sdpa_packed(module, query, key, value, None, segments=segments, scaling=scaling, sliding_window=sliding_window)
-    assert segments.groups is not None, "attention by groups is for the CPU"
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return grouped_attention(query_THD, key_TKD, value_TKD, segments.groups, scale=scale)[None], None
-
-
 def flash_varlen_packed(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -356,12 +318,10 @@ def _unpack(
 
     Flash attention aligns a causal mask with the last query and the last key, as a segment behind its prefix needs it.
     """
-    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    longest, keys = segments.longest, segments.keys
-    if keys is None:
-        return query_THD, key_TKD, value_TKD, (segments.offsets, segments.offsets, longest, longest)
-    key_EKD, value_EKD = key_TKD.index_select(0, keys.tokens), value_TKD.index_select(0, keys.tokens)
-    return query_THD, key_EKD, value_EKD, (segments.offsets, keys.offsets, longest, keys.longest)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if segments.key_tokens is not None:
+        key, value = (tensor.index_select(0, segments.key_tokens) for tensor in (key, value))
+    return query, key, value, (segments.offsets, segments.key_offsets, segments.longest, segments.longest_sample)
 
 
 def package_packed(

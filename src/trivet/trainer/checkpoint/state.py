@@ -1,4 +1,4 @@
-"""Gathers, writes and loads the state of the trainer part: model, optimizer, random state and progress.
+"""Gathers and loads the state of the trainer part: model, optimizer, random state and progress.
 
 Called by `trainer.checkpoint.saver` and `trainer.open_session`. Shards fit any number of ranks. Only trained weights are saved:
 with an adapter the frozen weights are those of model.name. Learning rates are a function of the step, so the only state of the
@@ -7,16 +7,12 @@ schedule is the step at which it began.
 
 import logging
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,13 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from trivet.config.schema.shared import CkptConfig
 from trivet.errors import CheckpointError
-from trivet.storage.durable import FileRecord
 from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, ShardPlanner, ShardReader, read_metadata
-from trivet.trainer.checkpoint.shard_writer import Hold, ShardWriter
 from trivet.trainer.model.policy_model import PolicyModel, has_adapter
 from trivet.trainer.step import Learner
 
@@ -62,46 +55,12 @@ def state_of(learner: Learner, progress: TrainerProgress) -> State:
     return {"model": _own(learner.model, model), "optimizer": optimizer} | _progress_state(learner, progress)
 
 
-def _state_without_optimizer(learner: Learner, progress: TrainerProgress) -> State:
-    """Return the state without the optimizer's.
-
-    Asking a fresh optimizer for its state makes one, which would count a step that was never taken.
-    """
-    return {"model": _own(learner.model, get_model_state_dict(learner.model))} | _progress_state(learner, progress)
-
-
 def _progress_state(learner: Learner, progress: TrainerProgress) -> State:
     # One random state for all ranks: they are seeded alike, and a resume may have another number of them.
     state = {"random": torch.get_rng_state(), "progress": msgspec.to_builtins(progress)}
     if learner.world.device.type == "cuda":
         state[_CUDA_RANDOM] = torch.cuda.get_rng_state(learner.world.device)
     return state
-
-
-def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold: Hold = nullcontext) -> dict[str, FileRecord]:
-    """Write each rank's shards into `directory`, which exists. Collective over `group`.
-
-    Args:
-        hold: gives the tensor to write in place of a tensor of `state` in host memory.
-
-    Returns:
-        On the group's first rank the record of each rank's file, by name; elsewhere nothing.
-
-    Raises:
-        CheckpointError: a rank could not write; names the error of each rank.
-    """
-    writer = ShardWriter(directory, hold)
-    # The ranks' shares are the same at every step; agreeing on them anew takes as long as the digests.
-    planner = DefaultSavePlanner(enable_plan_caching=True)
-    try:
-        # Gradients are on by default in a new thread, and each shard of a DTensor would be a step of autograd.
-        with torch.no_grad():
-            # A single rank would pickle its own plan for itself, and keep every other Python thread waiting.
-            save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group.size() == 1)
-    except CheckpointException as exc:
-        causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in exc.failures.items())
-        raise CheckpointError(f"{directory} could not be written: {causes}") from exc
-    return writer.records
 
 
 def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> TrainerProgress:
@@ -113,14 +72,22 @@ def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     Raises:
         CheckpointError: it does not fit this model, a part is missing, or a file would run code.
     """
-    state = (_state_without_optimizer if skip_optimizer else state_of)(learner, TrainerProgress())
+    progress = TrainerProgress()
+    if skip_optimizer:  # asking a fresh optimizer for its state makes one, which would count a step that was never taken
+        model_state = _own(learner.model, get_model_state_dict(learner.model))
+        state = {"model": model_state} | _progress_state(learner, progress)
+    else:
+        state = state_of(learner, progress)
     try:
         if _CUDA_RANDOM not in read_metadata(directory / METADATA_FILE).state_dict_metadata:
             state.pop(_CUDA_RANDOM, None)
         without_moments = [] if skip_optimizer else _drop_what_was_not_saved(state["optimizer"]["state"], directory)
         load(state, storage_reader=ShardReader(directory), planner=ShardPlanner(), process_group=learner.world.control)
         if without_moments:
-            _require_optimized(without_moments, state["optimizer"]["param_groups"])
+            known = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
+            if unknown := [name for name in without_moments if name not in known]:
+                raise ValueError(f"the optimizer that was saved has no parameter {unknown[0]!r}")
+            logger.info("the optimizer had no state yet of parameters=%s", len(without_moments))
     except (CheckpointException, OSError, RuntimeError, ValueError) as exc:
         raise CheckpointError(
             f"{directory} does not fit model.name and optim of this run, or is damaged: {exc}; resume with the configuration "
@@ -155,14 +122,6 @@ def _drop_what_was_not_saved(moments: State, directory: Path) -> list[str]:
     for name in dropped:
         del moments[name]
     return dropped
-
-
-def _require_optimized(names: Sequence[str], groups: Sequence[State]) -> None:
-    """Require that the saved optimizer, which had `groups`, optimized these parameters."""
-    known = {name for group in groups for name in group["params"]}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"the optimizer that was saved has no parameter {unknown[0]!r}")
-    logger.info("the optimizer had no state yet of parameters=%s", len(names))
 
 
 def _own(model: PolicyModel, tensors: State) -> State:

@@ -50,7 +50,16 @@ def load_custom_loss(config: CustomLossConfig) -> Loss:
     Raises:
         ConfigError: the function cannot be imported, or does not take the keyword arguments.
     """
-    function = _import(config.import_path)
+    path = config.import_path
+    try:
+        found = import_by_path(path)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(
+            f"trainer.loss.import_path {path!r} cannot be imported: {exc}; is the module on PYTHONPATH or installed?"
+        ) from exc
+    if not callable(found):
+        raise ConfigError(f"trainer.loss.import_path {path!r} is {type(found).__name__}, not a function")
+    function = cast("SampleFunction", found)
     try:
         inspect.signature(function).bind(None, **config.kwargs)
     except TypeError as exc:
@@ -104,15 +113,3 @@ def _call(function: SampleFunction, config: CustomLossConfig, inputs: SampleInpu
             "trivet.trainer.losses.custom.SampleLoss(loss, metrics) with a scalar tensor as loss"
         )
     return SampleLoss(*result)
-
-
-def _import(path: str) -> SampleFunction:
-    try:
-        found = import_by_path(path)
-    except (ImportError, AttributeError) as exc:
-        raise ConfigError(
-            f"trainer.loss.import_path {path!r} cannot be imported: {exc}; is the module on PYTHONPATH or installed?"
-        ) from exc
-    if not callable(found):
-        raise ConfigError(f"trainer.loss.import_path {path!r} is {type(found).__name__}, not a function")
-    return cast("SampleFunction", found)

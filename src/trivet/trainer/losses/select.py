@@ -1,28 +1,28 @@
 """Makes the loss function that the step calls, as `[trainer.loss]` configures it."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from trivet.config.schema.trainer import (
-    AipoLossConfig,
-    CispoLossConfig,
-    CustomLossConfig,
-    DefaultLossConfig,
-    DppoLossConfig,
-    GrpoLossConfig,
-    GspoLossConfig,
-    IpoLossConfig,
-    LossConfig,
-    PolicyLossConfig,
-)
-from trivet.trainer.losses.clipped import aipo_loss, cispo_loss, grpo_loss, gspo_loss
+from trivet.config.schema.trainer import CustomLossConfig, LossConfig, PolicyLossConfig
+from trivet.trainer.losses import formulas
 from trivet.trainer.losses.custom import load_custom_loss
-from trivet.trainer.losses.default import default_loss
 from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss
-from trivet.trainer.losses.trust_region import dppo_loss, ipo_loss
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
+
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    "default": formulas.default_loss,
+    "cispo": formulas.cispo_loss,
+    "aipo": formulas.aipo_loss,
+    "grpo": formulas.grpo_loss,
+    "gspo": formulas.gspo_loss,
+    "dppo": formulas.dppo_loss,
+    "ipo": formulas.ipo_loss,
+}
+"""The function of each `trainer.loss.type`."""
 
 
 def make_policy_loss(config: LossConfig) -> Loss:
@@ -31,27 +31,9 @@ def make_policy_loss(config: LossConfig) -> Loss:
     Raises:
         ConfigError: a custom loss cannot be imported.
     """
-    return _regularize(_select(config), config)
-
-
-def _select(config: LossConfig) -> Loss:
-    match config:
-        case DefaultLossConfig():
-            return partial(default_loss, config=config)
-        case CispoLossConfig():
-            return partial(cispo_loss, config=config)
-        case AipoLossConfig():
-            return partial(aipo_loss, config=config)
-        case GrpoLossConfig():
-            return partial(grpo_loss, config=config)
-        case GspoLossConfig():
-            return partial(gspo_loss, config=config)
-        case DppoLossConfig():
-            return partial(dppo_loss, config=config)
-        case IpoLossConfig():
-            return partial(ipo_loss, config=config)
-        case CustomLossConfig():
-            return load_custom_loss(config)
+    if isinstance(config, CustomLossConfig):
+        return _regularize(load_custom_loss(config), config)
+    return _regularize(partial(_FORMULAS[config.type], config=config), config)
 
 
 def _regularize(loss: Loss, config: PolicyLossConfig) -> Loss:

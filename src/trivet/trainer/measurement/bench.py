@@ -23,7 +23,7 @@ from trivet.errors import ConfigError
 from trivet.storage.durable import replace_file
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.losses.terms import Loss
-from trivet.trainer.measurement.fake_data import fake_groups
+from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.measurement.performance import (
     ModelCost,
     measured_flops,
@@ -68,11 +68,10 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeakMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Peak memory of the main rank: of its GPU's allocator, or on a CPU of its process."""
+    """Peak memory of the main rank: of its GPU's allocator, or on a CPU of its process. `pct` is of the device's memory."""
 
     gib: float
     pct: float
-    """Percent of the device's memory."""
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +141,7 @@ def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -
     if world.is_main:
         Console().print(_table(config, report))
         if config.bench.output_json is not None:
-            write_report(config.bench.output_json, report)
+            replace_file(config.bench.output_json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return report
 
 
@@ -175,7 +174,7 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
     results: list[StepResult] = []
     num_tokens = 0
     for step in range(1, config.bench.num_steps + 1):
-        rows = fake_groups(
+        rows = fake_rows(
             step,
             seed=config.seed,
             seq_len=config.model.seq_len,
@@ -208,10 +207,9 @@ def make_report(config: TrainingConfig, world: World, measured: Measured, *, kin
     """Make the report from this rank's measurements; where the device's peak is not known, it is measured here."""
     known = peak_flops(world.device)
     peak = known or measured_flops(world.device, torch_dtype(config.model.compute_dtype))
-    counted = measured.seconds[1:]
-    num_computed = measured.computed_tokens_per_step
+    counted, num_computed = measured.seconds[1:], measured.computed_tokens_per_step
     by_formula = measured.cost.reference_flops(num_tokens=num_computed, seq_len=config.model.seq_len)
-    gib, total_gib = peak_memory_gib(world.device), total_memory_gib(world.device)
+    gib = peak_memory_gib(world.device)
     is_cuda = world.device.type == "cuda"
     return BenchReport(
         kind=kind,
@@ -220,7 +218,7 @@ def make_report(config: TrainingConfig, world: World, measured: Measured, *, kin
         throughput=Spread.of_rate(measured.tokens_per_step, counted),
         computed_throughput=Spread.of_rate(num_computed, counted),
         step_time=Spread.of(counted),
-        peak_memory=PeakMemory(gib=gib, pct=100 * gib / total_gib),
+        peak_memory=PeakMemory(gib=gib, pct=100 * gib / total_memory_gib(world.device)),
         step_times=measured.seconds,
         tokens_per_step=measured.tokens_per_step,
         computed_tokens_per_step=num_computed,
@@ -235,21 +233,15 @@ def make_report(config: TrainingConfig, world: World, measured: Measured, *, kin
     )
 
 
-def write_report(path: Path, report: BenchReport) -> None:
-    """Write `report` as JSON."""
-    replace_file(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-
-
 def _table(config: TrainingConfig, report: BenchReport) -> Table:
     adapter = f"adapter of rank {config.model.lora.rank}" if config.model.lora is not None else "all weights"
-    title = f"{report.kind} {config.model.name}, {adapter}, {report.num_ranks} x {report.device}"
-    peak = f"{report.peak_flops / 1e12:.3g} TFLOP/s, {report.peak_flops_source}"
     memory = report.peak_memory
     table = Table(
-        title=title,
+        title=f"{report.kind} {config.model.name}, {adapter}, {report.num_ranks} x {report.device}",
         caption=f"{report.tokens_per_step} tokens a step in rows of {config.model.seq_len}, {report.computed_tokens_per_step} of "
         f"them computed; the first of {len(report.step_times)} steps left out; peak memory "
-        f"{memory.gib:.1f} GiB ({memory.pct:.0f} %); peak of a rank {peak}",
+        f"{memory.gib:.1f} GiB ({memory.pct:.0f} %); peak of a rank {report.peak_flops / 1e12:.3g} TFLOP/s, "
+        f"{report.peak_flops_source}",
     )
     for column in ("", "mean", "std", "min", "max"):
         table.add_column(column, justify="right" if column else "left")

@@ -62,7 +62,11 @@ def model_cost(model: PolicyModel) -> ModelCost:
     is_tied = model.embedding.weight is model.head.weight
     num_heads = getattr(config, "num_attention_heads", None) or 0  # a model of state-space layers alone has none
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
-    used = {name: _count_used(name, parameter, config) for name, parameter in model.named_parameters()}
+    used = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    for name in (name for name in used if ".experts." in name):  # of a mixture's experts those that a token is sent to count
+        # The first name is Mixtral's, which later models share; the second is Qwen3-MoE's.
+        num_experts = getattr(config, "num_local_experts", None) or config.num_experts
+        used[name] = used[name] * config.num_experts_per_tok // num_experts
     matmul_parameters = sum(used.values()) - (0 if is_tied else model.embedding.weight.numel())
     num_trained = sum(used[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
     return ModelCost(
@@ -72,15 +76,6 @@ def model_cost(model: PolicyModel) -> ModelCost:
         attention_width=num_heads * head_dim,
         hidden_size=config.hidden_size,
     )
-
-
-def _count_used(name: str, parameter: torch.nn.Parameter, config: PreTrainedConfig) -> int:
-    """Count the numbers of `parameter` that one token is multiplied with: only experts that the token is sent to count."""
-    if ".experts." not in name:
-        return parameter.numel()
-    # The first name is Mixtral's, which later models share; the second is Qwen3-MoE's.
-    num_experts = getattr(config, "num_local_experts", None) or config.num_experts
-    return parameter.numel() * config.num_experts_per_tok // num_experts
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -100,16 +95,12 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that `device` takes for `work`, which it starts with nothing else to do."""
-    _await_device(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    wait(device)
     started = time.perf_counter()
     work()
-    _await_device(device)
+    wait(device)
     return time.perf_counter() - started
-
-
-def _await_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def total_memory_gib(device: torch.device) -> float:

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,49 +17,20 @@ _MIN_BYTES = 1 << 20
 """Tensors of fewer bytes cost more to move than to keep."""
 
 
-class Copy(Protocol):
-    """A copy that was started."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The destination; it is whole once `join` was called."""
-        ...
-
-    def join(self) -> None:
-        """Order what is computed from now on after the copy."""
-        ...
-
-
-class Transfers(Protocol):
-    """Copies between the GPU and main memory."""
-
-    def copy_to_host(self, tensor: torch.Tensor) -> Copy:
-        """Start to copy `tensor` to main memory; it must stay until the copy was joined."""
-        ...
-
-    def copy_to_device(self, tensor: torch.Tensor) -> Copy:
-        """Start to copy `tensor` from main memory."""
-        ...
-
-    def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Tell whether `tensor` is in main memory already."""
-        ...
-
-
 @dataclass(slots=True, weakref_slot=True)
 class _Kept:
-    to_host: Copy
+    to_host: "CudaCopy"
     on_device: torch.Tensor | None
     """The tensor on the GPU, as long as it is being copied from there."""
     previous: "weakref.ref[_Kept] | None"
     """The activation kept before this one; the backward pass wants it after this one."""
-    to_device: Copy | None = None
+    to_device: "CudaCopy | None" = None
 
 
 class ActivationOffload:
     """Moves what autograd saves in a block to main memory and back."""
 
-    def __init__(self, transfers: Transfers, *, max_inflight: int, min_bytes: int = _MIN_BYTES) -> None:
+    def __init__(self, transfers: "CudaTransfers", *, max_inflight: int, min_bytes: int = _MIN_BYTES) -> None:
         self._transfers = transfers
         self._max_inflight = max_inflight
         self._min_bytes = min_bytes
@@ -83,7 +54,9 @@ class ActivationOffload:
         self._last = weakref.ref(kept)
         self._inflight.append(kept)
         while len(self._inflight) > self._max_inflight:
-            self._free_device_copy(self._inflight.popleft())
+            oldest = self._inflight.popleft()
+            oldest.to_host.join()  # the next computation gets its memory, and must not overtake the copy
+            oldest.on_device = None
         return kept
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -91,7 +64,9 @@ class ActivationOffload:
             return packed
         # The backward pass has begun: no more tensors leave, and those still on the GPU need not come back.
         self._inflight.clear()
-        self._prefetch(packed.previous)
+        before = packed.previous() if packed.previous is not None else None
+        if before is not None and before.on_device is None and before.to_device is None:
+            before.to_device = self._transfers.copy_to_device(before.to_host.tensor)
         if packed.on_device is not None:
             packed.to_host.join()
             return packed.on_device
@@ -100,24 +75,17 @@ class ActivationOffload:
         to_device.join()
         return to_device.tensor
 
-    def _prefetch(self, previous: "weakref.ref[_Kept] | None") -> None:
-        kept = previous() if previous is not None else None
-        if kept is not None and kept.on_device is None and kept.to_device is None:
-            kept.to_device = self._transfers.copy_to_device(kept.to_host.tensor)
-
-    @staticmethod
-    def _free_device_copy(kept: _Kept) -> None:
-        # The next computation gets its memory, and must not overtake the copy.
-        kept.to_host.join()
-        kept.on_device = None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CudaCopy:
+class CudaCopy:
+    """A copy that was started."""
+
     tensor: torch.Tensor
+    """The destination; it is whole once `join` was called."""
     done: torch.cuda.Event
 
     def join(self) -> None:
+        """Order what is computed from now on after the copy."""
         stream = torch.cuda.current_stream()
         stream.wait_event(self.done)
         if self.tensor.is_cuda:
@@ -142,18 +110,18 @@ class CudaTransfers:
         """Tell whether `tensor` is in main memory already."""
         return not tensor.is_cuda
 
-    def copy_to_host(self, tensor: torch.Tensor) -> Copy:
+    def copy_to_host(self, tensor: torch.Tensor) -> "CudaCopy":
         """Start to copy `tensor` to main memory, once the current stream has computed it."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._does_pin)
         return self._copy(tensor, host, self._to_host)
 
-    def copy_to_device(self, tensor: torch.Tensor) -> Copy:
+    def copy_to_device(self, tensor: torch.Tensor) -> "CudaCopy":
         """Start to copy `tensor` back, once it has arrived in main memory."""
         with torch.cuda.stream(self._to_device):
             target = torch.empty_like(tensor, device=self._device, pin_memory=False)
         return self._copy(tensor, target, self._to_device)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> Copy:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> "CudaCopy":
         if stream is self._to_host:
             stream.wait_stream(torch.cuda.current_stream())
         else:
@@ -162,4 +130,4 @@ class CudaTransfers:
             target.copy_(source, non_blocking=self._does_pin)
             done = torch.cuda.Event()
             done.record(stream)
-        return _CudaCopy(tensor=target, done=done)
+        return CudaCopy(tensor=target, done=done)

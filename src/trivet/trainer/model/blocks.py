@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trivet.config.schema.model import ActivationCheckpointConfig, TrainerModelConfig
 from trivet.errors import ConfigError
-from trivet.trainer.attention.packed import TRACEABLE, WITHOUT_OPERATOR, packs_rows
+from trivet.trainer.attention.packed import TRACEABLE, packs_rows
 from trivet.trainer.model.activations import ActivationOffload, CudaTransfers
 
 logger = logging.getLogger(__name__)
@@ -68,13 +68,14 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
         ConfigError: a target that no block has; or compiling does not work on this machine.
     """
     blocks = blocks_of(causal_lm)
-    offload = _make_offload(config, device)
+    offload = None
+    if config.ac_offloading is not None and device.type == "cuda":
+        transfers = CudaTransfers(device, does_pin=config.ac_offloading.pin_memory)
+        offload = ActivationOffload(transfers, max_inflight=config.ac_offloading.max_inflight_activations)
+    elif config.ac_offloading is not None:
+        logger.info("model.ac_offloading does nothing here: activations are in main memory already")
     checkpointed = blocks[:: config.ac.freq] if config.ac else []
     is_traced = attention in TRACEABLE and config.ac is not None and bool(config.ac.keep)
-    if config.ac is not None and "attention" in config.ac.keep and attention in WITHOUT_OPERATOR:
-        logger.info(
-            'model.ac.keep = ["attention"] does nothing here: attention on the CPU is no single operator unless attn = "sdpa"'
-        )
     if is_traced:
         # A checkpoint around a compiled block sees no operator in it, and would run all of it again.
         _checkpoint(checkpointed, config.ac)
@@ -94,16 +95,6 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
             len(blocks),
             ",".join(config.ac.keep) or "nothing",
         )
-
-
-def _make_offload(config: TrainerModelConfig, device: torch.device) -> ActivationOffload | None:
-    if config.ac_offloading is None:
-        return None
-    if device.type != "cuda":
-        logger.info("model.ac_offloading does nothing here: activations are in main memory already")
-        return None
-    transfers = CudaTransfers(device, does_pin=config.ac_offloading.pin_memory)
-    return ActivationOffload(transfers, max_inflight=config.ac_offloading.max_inflight_activations)
 
 
 def _checkpoint(blocks: list[torch.nn.Module], config: ActivationCheckpointConfig | None) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trivet.config.model_files import OTHER_MEDIA, read_chat_template, require_rows
 from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import ConfigError
-from trivet.trainer.model.host_copies import HostCopies
+from trivet.trainer.device_copies import HostCopies
 from trivet.trainer.model.policy_model import PolicyModel, has_adapter
 from trivet.trainer.ranks.world import gather_tensor
 
@@ -143,18 +143,18 @@ class Exporter:
 
             write_adapter(directory, causal_lm, weights)
         else:
-            self._write_whole(directory, weights)
+            assert self._blank_model is not None, "gather comes first"
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+            max_shard_size = "5GB" if self.is_sharded else num_bytes + 1
+            self._blank_model.save_pretrained(directory, state_dict=weights, max_shard_size=max_shard_size)
         if not self._tokenizer_files:
-            self._tokenizer_files = _files_of(self.tokenizer)
+            with TemporaryDirectory() as temporary:
+                # Several templates would become a directory of files; without jinja files they stay in the configuration.
+                has_files = not isinstance(self.tokenizer.chat_template, dict)
+                self.tokenizer.save_pretrained(temporary, save_jinja_files=has_files)
+                self._tokenizer_files = {path.name: path.read_bytes() for path in Path(temporary).iterdir()}
         for name, content in self._tokenizer_files.items():
             (directory / name).write_bytes(content)
-
-    def _write_whole(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
-        assert self._blank_model is not None, "gather comes first"
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        self._blank_model.save_pretrained(
-            directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1
-        )
 
     def _make_blank_model(self) -> PreTrainedModel:
         """Make an unsharded model without storage: it knows the saved dtype, and its classes are not FSDP's."""
@@ -163,10 +163,3 @@ class Exporter:
             blank = type(causal_lm)._from_config(causal_lm.config.__class__(**causal_lm.config.to_dict()), dtype=self.dtype)
         blank.generation_config = causal_lm.generation_config
         return blank
-
-
-def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    with TemporaryDirectory() as directory:
-        # Several templates would become a directory of files; without jinja files they stay in the tokenizer's configuration.
-        tokenizer.save_pretrained(directory, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
-        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}

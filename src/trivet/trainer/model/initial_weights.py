@@ -18,13 +18,13 @@ from transformers.initialization import no_init_weights
 
 from trivet.config.schema.model import TrainerModelConfig
 from trivet.errors import ConfigError
-from trivet.trainer.model.dither import dither
 from trivet.trainer.model.weight_files import (
     BroadcastWeights,
     RandomWeights,
     SafetensorsWeights,
     WeightSource,
     draw_adapter,
+    seed_of,
 )
 from trivet.trainer.ranks.world import World
 
@@ -34,6 +34,13 @@ _COMPUTED = (r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)$", r"(^|\.)po
 """Tensors that old versions of transformers saved, and that everyone computes from config.json."""
 _COMPARED_ROWS = 8192
 """Rows of a tied head that are compared at once: all of them would take twice the embedding's memory on every rank."""
+_FRACTION_BITS = 16
+"""Bits of float32's fraction that bfloat16 does not have."""
+_MAX_NOISE = 2 ** (_FRACTION_BITS - 1) - 1
+"""The largest noise, in float32 spacings: one less than half a bfloat16 spacing, which may round to the neighbour."""
+_BLOCK_VALUES = 2**15
+"""Values whose noise is drawn from one seed, rounded down to whole rows. A rank draws little more than its shard's noise.
+torch adds more values than this in several threads, and starting these costs more than the addition."""
 
 
 def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
@@ -107,7 +114,8 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
         for name, parameter in causal_lm.named_parameters():
             is_dithered = may_dither and parameter.requires_grad and parameter.dtype == torch.float32
             _fill(parameter, original_name(name), name, source, is_dithered=is_dithered)
-            if not _all_finite(parameter):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if not bool(local.isfinite().all()):
                 raise ConfigError(
                     f"model.name = {config.name!r}: {original_name(name)} in its files holds NaN or infinity; no run can start "
                     "from these files, give those of an earlier step"
@@ -226,10 +234,43 @@ def _fill(parameter: torch.Tensor, original: str | None, name: str, source: Weig
     local.copy_(rows)
 
 
-def _all_finite(parameter: torch.Tensor) -> bool:
-    """Return whether this rank's rows of `parameter` are finite."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return bool(local.isfinite().all())
+def dither(rows: torch.Tensor, *, name: str, first_row: int) -> torch.Tensor:
+    """Return rows of a weight with noise, where bfloat16 can hold the weight exactly; rounding to bfloat16 gives `rows` again.
+
+    Forward, backward and the server use weights rounded to bfloat16, whose spacing is 1/128 to 1/256 of a weight. A weight from a
+    bfloat16 file lies exactly in the middle of the interval that rounds to it. Updates of 1e-5 to a weight of 0.1 change nothing
+    before they have added up to 2.4e-4. So for tens of steps the trainer learns, and no process computes with what it learnt. Noise
+    that is uniform within that interval leaves the start model bit for bit as it was. An update of a hundredth of the spacing then
+    moves one rounded weight of a hundred by a whole spacing: on average over the weights, the update.
+
+    The idea is that of dither before a quantizer: L. Schuchman, "Dither signals and their effect on quantization noise", 1964.
+    Here the noise is drawn once, for the start, instead of at every rounding as in stochastic rounding, so a step costs no more.
+
+    Args:
+        rows: [N, ...], or a scalar, on the CPU, any floating-point dtype.
+        name: the tensor's. With the run's seed and the row it fixes the noise, over however many ranks the tensor is sharded.
+        first_row: the row of the tensor at which `rows` begins.
+
+    Returns:
+        float32. Zeros and values between those of bfloat16 are as they were.
+    """
+    dithered = rows.to(torch.float32, copy=True)
+    values = dithered.view(1) if dithered.ndim == 0 else dithered
+    if not values.numel():
+        return dithered
+    block_rows = max(1, _BLOCK_VALUES // values[0].numel())
+    end_row = first_row + len(values)
+    for block in range(first_row // block_rows, -(-end_row // block_rows)):
+        block_start = block * block_rows
+        start, end = max(first_row, block_start), min(end_row, block_start + block_rows)
+        generator = torch.Generator().manual_seed(seed_of(f"{name}:{block}"))
+        shape = (block_rows, *values.shape[1:])
+        noise = torch.randint(-_MAX_NOISE, _MAX_NOISE + 1, shape, generator=generator, dtype=torch.int32)
+        part = values[start - first_row : end - first_row]
+        is_on_grid = (part.bfloat16().float() == part) & (part != 0) & part.isfinite()
+        # Neighbouring floats of one sign have neighbouring bits, across powers of two as well.
+        part.view(torch.int32).add_(noise[start - block_start : end - block_start].mul_(is_on_grid))
+    return dithered
 
 
 def _fill_buffers(causal_lm: PreTrainedModel, source: WeightSource) -> None:

@@ -1,4 +1,4 @@
-"""Adds low-rank adapters to a model with PEFT, and writes and reads them in PEFT's own format. Called by model and export.
+"""Adds low-rank adapters to a model with PEFT, writes and reads them in PEFT's own format, and merges them into their base models.
 
 Adapters are added before the model is sharded. Other weights are frozen and kept in the dtype of computation; the adapters' are
 master weights.
@@ -6,20 +6,24 @@ master weights.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from trivet.config.layout import STABLE
 from trivet.config.model_files import LinearModules, choose_targets, is_called, last_parts
 from trivet.config.schema.model import LoRAConfig
 from trivet.errors import ConfigError
-from trivet.weights.adapters import ADAPTER_CONFIG
+from trivet.storage.durable import remove_directory
+from trivet.weights.adapters import ADAPTER_CONFIG, base_of, is_adapter
+from trivet.weights.manifest import verify
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,13 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
     # The experts of a mixture are one parameter of three dimensions, of which PEFT makes no adapter.
     has_experts = any(parameter.ndim == 3 for parameter in causal_lm.parameters())
     modules = LinearModules(names=_names(causal_lm, only_linear=True), has_experts=has_experts)
+    names = _names(causal_lm, only_linear=False)
+    for module in config.modules_to_save:
+        if not any(is_called(name, module) for name in names):
+            raise ConfigError(
+                f"model.lora.modules_to_save: {module!r} is no module of this model that can be trained whole; there are "
+                f"{', '.join(last_parts(names))}"
+            )
     inject_adapter_in_model(
         LoraConfig(
             task_type="CAUSAL_LM",
@@ -50,7 +61,7 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
             lora_alpha=config.alpha,  # type: ignore[arg-type]  declared an int, used as a number
             lora_dropout=config.dropout,
             target_modules=choose_targets(config.target_modules, modules=modules),
-            modules_to_save=_choose_saved(config.modules_to_save, names=_names(causal_lm, only_linear=False)) or None,
+            modules_to_save=list(config.modules_to_save) or None,
             use_rslora=config.rslora,
         ),
         causal_lm,
@@ -81,8 +92,10 @@ def write_adapter(directory: Path, causal_lm: PreTrainedModel, named: Mapping[st
     """
     tensors = {name: tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = _adapter_config(causal_lm).to_dict() | {"inference_mode": True}
-    described = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    config = causal_lm.peft_config[ADAPTER]  # type: ignore[attr-defined]  PEFT puts it there
+    assert isinstance(config, LoraConfig)
+    values = config.to_dict() | {"inference_mode": True}
+    described = {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
     (directory / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
 
 
@@ -101,20 +114,45 @@ def read_adapter(directory: Path, model: torch.nn.Module) -> None:
     set_model_state_dict(model, trained, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
-def _adapter_config(causal_lm: PreTrainedModel) -> LoraConfig:
-    config = causal_lm.peft_config[ADAPTER]  # type: ignore[attr-defined]  PEFT puts it there
-    assert isinstance(config, LoraConfig)
-    return config
+def merge(adapter: Path, *, output: Path, base: str | None = None) -> str:
+    """Write the base model with `adapter` merged into it to `output`, in the base model's dtype; sums are made in float32.
 
+    `trivet merge` calls it, outside any run. Any program loads the result.
 
-def _choose_saved(modules: Sequence[str], *, names: Sequence[str]) -> list[str]:
-    for module in modules:
-        if not any(is_called(name, module) for name in names):
-            raise ConfigError(
-                f"model.lora.modules_to_save: {module!r} is no module of this model that can be trained whole; there are "
-                f"{', '.join(last_parts(names))}"
-            )
-    return list(modules)
+    Args:
+        adapter: a published step, or any directory that PEFT wrote.
+        output: appears whole, or not at all.
+        base: the base model, if its name differs from the name during training.
+
+    Returns:
+        The base model's name.
+
+    Raises:
+        ConfigError: `adapter` is not an adapter, its base model cannot be loaded, or `output` exists already.
+        WeightsError: `adapter` was published, and its files have changed since.
+    """
+    if not is_adapter(adapter):
+        raise ConfigError(f"{adapter} is no adapter: it has no adapter_config.json")
+    if output.exists():
+        raise ConfigError(f"{output} is there already; remove it, or choose another output directory")
+    if (adapter / STABLE).exists():
+        verify(adapter)
+    name = base or base_of(adapter)
+    try:
+        dtype = AutoConfig.from_pretrained(name).dtype or torch.float32
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"the adapter's base model {name!r} cannot be loaded: {exc}; give another with --base") from exc
+    with warnings.catch_warnings():
+        # PEFT 0.21 asks transformers by the old name.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
+    staging = output.with_name(f".{output.name}.tmp")
+    remove_directory(staging)
+    merged.to(dtype).save_pretrained(staging)
+    AutoTokenizer.from_pretrained(adapter if (adapter / "tokenizer_config.json").exists() else name).save_pretrained(staging)
+    staging.rename(output)
+    return name
 
 
 def _names(causal_lm: PreTrainedModel, *, only_linear: bool) -> list[str]:

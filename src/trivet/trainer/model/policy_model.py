@@ -5,7 +5,7 @@ Legend: T tokens of a row, N of them scored.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -16,16 +16,20 @@ from transformers import PreTrainedModel
 from trivet.config.schema.model import ComputeDtype, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention.packed import HeadDims, packs_rows, register_attention
-from trivet.trainer.kernels.cpu import speed_up_on_cpu
-from trivet.trainer.kernels.lanes import Lanes
-from trivet.trainer.measurement.fake_data import fake_groups
+from trivet.trainer.cpu import Lanes, MasterCasts
+from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.model.blocks import blocks_of, prepare_blocks
 from trivet.trainer.model.initial_weights import build, fill, read_config
-from trivet.trainer.model.logit_arithmetic import LogitArithmetic
-from trivet.trainer.model.logprobs import TokenScores, score_tokens
-from trivet.trainer.model.random_rates import find_random_rates, report_random_rates
-from trivet.trainer.model.supported import LogitRule, decoder_of, find_logit_rule, require_text_decoder, why_unpacked
-from trivet.trainer.optim.master_weights import MasterWeights
+from trivet.trainer.model.logprobs import LogitArithmetic, TokenScores, score_tokens
+from trivet.trainer.model.supported import (
+    LogitRule,
+    decoder_of,
+    find_logit_rule,
+    find_random_rates,
+    report_random_rates,
+    require_text_decoder,
+    why_unpacked,
+)
 from trivet.trainer.ranks.world import World, sum_over_ranks
 from trivet.trainer.rows import RowTensors, plan_rows, to_tensors
 from trivet.weights.adapters import is_adapter
@@ -47,32 +51,25 @@ class PolicyModel(torch.nn.Module):
         *,
         chunk_size: int,
         logit_rule: LogitRule,
-        masters: MasterWeights | None = None,
         lanes: Lanes | None = None,
         shares_prefixes: bool = True,
         seq_len: int = 0,
         reduces_each_row: bool = True,
     ) -> None:
-        """Wrap `causal_lm`.
-
-        Args:
-            chunk_size: tokens whose logits exist at one time.
-            logit_rule: how the model makes logits from its head's product.
-            masters: the model's master weights, where it casts them and sums their gradients itself.
-            lanes: where rows may be computed side by side.
-            shares_prefixes: tokens that samples of a row begin with in common are computed once.
-            seq_len: the most tokens of a row that samples which share a prefix may fill; 0: as many as the batch's longest row.
-            reduces_each_row: gradients are reduced over ranks after each row, not once a step.
-        """
+        """Wrap `causal_lm`, which makes logits from its head's product by `logit_rule`."""
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_size = chunk_size
+        """Tokens whose logits exist at one time."""
         self.lanes = lanes or Lanes()
         self.shares_prefixes = shares_prefixes
+        """Tokens that samples of a row begin with in common are computed once."""
         self.seq_len = seq_len
+        """The most tokens of a row that samples which share a prefix may fill; 0: as many as the batch's longest row."""
         self.reduces_each_row = reduces_each_row
+        """Gradients are reduced over ranks after each row, not once a step."""
         self._logit_rule = logit_rule
-        self._masters = masters
+        self._casts: MasterCasts | None = None
         self._arithmetic = LogitArithmetic(softcap=logit_rule.softcap)
         self.keeps_dropout = False
 
@@ -88,10 +85,12 @@ class PolicyModel(torch.nn.Module):
         """Score the loss tokens of `row`."""
         assert self.packs or len(row.segments.lengths) == 1, "the rows of this model hold one sample each"
         packing = {"position_ids": row.position_ids_1U, "segments": row.segments} if self.packs else {}
-        outputs = decoder_of(self.causal_lm)(input_ids=row.token_ids_1U, use_cache=False, **packing)
-        hidden_NH, weight = outputs.last_hidden_state[0].index_select(0, row.predictors_N), self.head.weight
-        if self.head.bias is not None:
-            weight = torch.cat([weight, self.head.bias[:, None]], dim=1)
+        with self.casting():
+            outputs = decoder_of(self.causal_lm)(input_ids=row.token_ids_1U, use_cache=False, **packing)
+            weight, bias = (self._casts.of(part) if self._casts else part for part in (self.head.weight, self.head.bias))
+        hidden_NH = outputs.last_hidden_state[0].index_select(0, row.predictors_N)
+        if bias is not None:
+            weight = torch.cat([weight, bias[:, None]], dim=1)
             hidden_NH = torch.cat([hidden_NH, hidden_NH.new_ones(len(hidden_NH), 1)], dim=1)
         return score_tokens(
             hidden_NH,
@@ -99,7 +98,6 @@ class PolicyModel(torch.nn.Module):
             targets_N=row.targets_N,
             temperatures_N=row.temperatures_N / self._logit_rule.scale,
             chunk_size=self.chunk_size,
-            masters=self._masters,
             uses_temperatures=row.uses_temperatures or self._logit_rule.scale != 1.0,
             arithmetic=self._arithmetic,
         )
@@ -108,10 +106,14 @@ class PolicyModel(torch.nn.Module):
         """Have what follows the head's products compiled when it first runs."""
         self._arithmetic = LogitArithmetic.compiled(softcap=self._logit_rule.softcap)
 
-    def renew_casts(self) -> None:
-        """Cast changed master weights with all cores, before rows are computed side by side."""
-        if self._masters is not None:
-            self._masters.renew()
+    def cast_masters(self, dtype: torch.dtype) -> None:
+        """Compute with casts of the parameters to `dtype`, where FSDP does not make them."""
+        if any(parameter.dtype != dtype for parameter in self.parameters()):
+            self._casts = MasterCasts(list(self.parameters()), dtype)
+
+    def casting(self) -> AbstractContextManager[object]:
+        """Let modules compute with casts of their parameters. A backward pass needs it too, where blocks are computed again."""
+        return self._casts or nullcontext()
 
     @property
     def packs(self) -> bool:
@@ -158,7 +160,7 @@ def torch_dtype(name: ComputeDtype) -> torch.dtype:
 def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool = False) -> PolicyModel:
     """Load the start model, sharded, in training mode. Collective.
 
-    A single rank on a CPU is not sharded: where its kernels cast master weights themselves, FSDP would only copy.
+    A single rank on a CPU is not sharded: FSDP would only copy, and its modules cannot be used by several threads.
 
     Args:
         keeps_dropout: the model draws dropout, router noise and the like as its own configuration says. Servers never do, so
@@ -171,31 +173,37 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     require_dtypes(config, world.device)
     hf_config = read_config(config)
     require_text_decoder(hf_config, name=config.name)
-    dtype = torch_dtype(config.compute_dtype if config.lora else config.optimization_dtype)
-    causal_lm = build(hf_config, config, dtype=dtype)
+    compute_dtype = torch_dtype(config.compute_dtype)
+    causal_lm = build(hf_config, config, dtype=compute_dtype if config.lora else torch_dtype(config.optimization_dtype))
     random_rates = find_random_rates(hf_config)
-    own_attention = _own_attention(causal_lm)
-    attention = causal_lm.config._attn_implementation = _choose_attention(causal_lm, config, own_attention, world)
+    has_softcap = getattr(causal_lm.config, "attn_logit_softcapping", None) is not None
+    # For Gemma 2, transformers before 5.21 takes scaled_dot_product_attention, which leaves out the cap of scores.
+    attention = own_attention = "eager" if has_softcap else causal_lm.config._attn_implementation or "eager"
+    if reason := why_unpacked(causal_lm, seq_len=config.seq_len):
+        logger.warning(_ONE_SAMPLE, reason)
+    else:
+        attention = register_attention(
+            config.attn,
+            device=world.device,
+            dtype=compute_dtype,
+            has_special_scores=has_softcap or any(name.endswith(".sinks") for name, _ in causal_lm.named_parameters()),
+            heads=HeadDims.of(causal_lm.config),
+        )
+    causal_lm.config._attn_implementation = attention
     logit_rule = find_logit_rule(causal_lm, name=config.name)
     if config.lora is not None:
         from trivet.trainer.model.lora import add_adapter
 
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=torch_dtype(config.optimization_dtype))
-    compute_dtype = torch_dtype(config.compute_dtype)
-    has_kernels = world.device.type == "cpu" and config.compile is None
-    masters = speed_up_on_cpu(causal_lm, dtype=compute_dtype) if has_kernels else None
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
-    has_bias = getattr(causal_lm.get_output_embeddings(), "bias", None) is not None
-    is_whole = world.size == 1 and config.lora is None and masters is not None and not has_bias
+    is_whole = world.size == 1 and world.device.type == "cpu" and config.lora is None and config.compile is None
+    # The masks that a checkpoint draws again would be other ones if lanes shared the random state.
+    has_lanes = is_whole and packs_rows(attention) and not (keeps_dropout and random_rates)
     model = PolicyModel(
         causal_lm,
         chunk_size=config.fused_lm_head_chunk_size,
         logit_rule=logit_rule,
-        masters=masters if is_whole else None,
-        # The masks that a checkpoint draws again would be other ones if lanes shared the random state.
-        lanes=Lanes.of(seq_len=config.seq_len)
-        if is_whole and packs_rows(attention) and not (keeps_dropout and random_rates)
-        else None,
+        lanes=Lanes.of(seq_len=config.seq_len) if has_lanes else None,
         shares_prefixes=config.share_prefixes,
         seq_len=config.seq_len,
         reduces_each_row=config.reduce_each_row and world.size > 1,
@@ -204,11 +212,11 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     model.train()
     if config.compile is not None:
         model.compile_head()
-    if masters is not None:
-        masters.sums_gradients = is_whole and dtype == torch.float32  # sums in narrower dtypes would lose small gradients
     if not is_whole:
         shard(model, config, world)
     fill(model, causal_lm, config, world)
+    if is_whole:
+        model.cast_masters(compute_dtype)
     if model.packs:
         _check_packing(model, config, own_attention=own_attention, world=world)
     logger.info(
@@ -221,30 +229,6 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     return model
 
 
-def _own_attention(causal_lm: PreTrainedModel) -> str:
-    """Return the attention by which transformers computes a sample alone."""
-    # For Gemma 2, transformers before 5.21 takes scaled_dot_product_attention, which leaves out the cap of scores.
-    return "eager" if _has_softcap(causal_lm) else causal_lm.config._attn_implementation or "eager"
-
-
-def _has_softcap(causal_lm: PreTrainedModel) -> bool:
-    return getattr(causal_lm.config, "attn_logit_softcapping", None) is not None
-
-
-def _choose_attention(causal_lm: PreTrainedModel, config: TrainerModelConfig, own_attention: str, world: World) -> str:
-    """Return the name of an attention over packed rows; `own_attention` for a model whose rows hold one sample each."""
-    if reason := why_unpacked(causal_lm, seq_len=config.seq_len):
-        logger.warning(_ONE_SAMPLE, reason)
-        return own_attention
-    return register_attention(
-        config.attn,
-        device=world.device,
-        dtype=torch_dtype(config.compute_dtype),
-        has_special_scores=_has_softcap(causal_lm) or any(name.endswith(".sinks") for name, _ in causal_lm.named_parameters()),
-        heads=HeadDims.of(causal_lm.config),
-    )
-
-
 def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attention: str, world: World) -> None:
     """Have rows hold one sample each if those of a small row do not score as they do alone, by transformers. Collective.
 
@@ -254,7 +238,7 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
     window = getattr(hf_config, "sliding_window", None) or 0
     size = _CHECK_TOKENS + (window if window < config.seq_len else 0)
     prompt_len = _CHECK_TOKENS // 2
-    (row,) = fake_groups(
+    (row,) = fake_rows(
         0,
         seed=0,
         seq_len=3 * size,

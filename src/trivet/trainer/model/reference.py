@@ -47,13 +47,14 @@ class Reference:
     @contextmanager
     def _lent_to(self, model: PolicyModel) -> Iterator[None]:
         trained_shards = _host_copies(model)
-        trained_devices = [parameter.device for parameter in model.trained_parameters]
+        are_off_loaded = any(parameter.device.type == "cpu" for parameter in model.trained_parameters)
         self._put(self._shards, model)
         try:
             yield
         finally:
             free_gathered(model)  # the gathered parameters are the reference's
-            if _must_wait(trained_devices, has_cuda=torch.cuda.is_available()):
+            # A GPU may still read a shard in main memory. A copy to a shard on the GPU waits there for earlier reads.
+            if are_off_loaded and torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
             self._put(trained_shards, model)
 
@@ -116,11 +117,3 @@ def _host_copies(model: PolicyModel) -> list[torch.Tensor]:
     The CPU must not read the result. Only copies on the same stream may use it.
     """
     return [copy_to_host(local_part(parameter.detach())) for parameter in model.trained_parameters]
-
-
-def _must_wait(devices: Sequence[torch.device], *, has_cuda: bool) -> bool:
-    """Return whether the host must wait for the GPU before it replaces shards on these devices.
-
-    The GPU may still read a shard that was off-loaded to main memory. A copy to a shard on the GPU waits there for earlier reads.
-    """
-    return has_cuda and any(device.type == "cpu" for device in devices)

@@ -1,24 +1,31 @@
-"""Decides which models can be trained, which on rows of several samples, and how a model's head product becomes logits.
+"""Decides which models can be trained, which on rows of several samples, how a model's head product becomes logits, and what is
+drawn at random.
 
 Called by `trainer.model.policy_model` before weights are read. A model that is not known to come out right is refused, because it
 would silently train wrong.
 """
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from trivet.config.schema.model import LoRAConfig
 from trivet.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 """Kinds of layers that carry nothing from one token to the next except through attention over a row or a window."""
 _ROPES_BY_LENGTH = ("dynamic", "longrope")
 _PROBE = (-40.0, -3.0, -0.5, 0.0, 0.25, 2.0, 40.0)
 """Products of the head on which a model's own logits are compared: small and large enough to show a scale and a softcap."""
+_OTHER_HEADS = ("classifier", "summary", "qa", "seq_classif")
+"""Starts of the names of rates that belong to heads other than that of a language model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,3 +150,34 @@ def decoder_of(causal_lm: PreTrainedModel) -> torch.nn.Module:
     """Return what comes before the head. Llama 4 does not have it under the name that its class says."""
     base = causal_lm.base_model
     return causal_lm.get_submodule("model") if base is causal_lm else base
+
+
+def find_random_rates(hf_config: PreTrainedConfig) -> dict[str, float]:
+    """Return the rates above 0 of dropout, layer drop and router noise in a model's own configuration, by their keys."""
+    return {
+        key: float(value)
+        for key, value in hf_config.get_text_config().to_dict().items()
+        if ("drop" in key or "jitter" in key) and not key.startswith(_OTHER_HEADS)
+        if isinstance(value, float | int) and not isinstance(value, bool) and value > 0
+    }
+
+
+def report_random_rates(rates: Mapping[str, float], lora: LoRAConfig | None, *, keeps_dropout: bool) -> None:
+    """Log which of `rates`, and whether the dropout of the adapter, is drawn.
+
+    Args:
+        keeps_dropout: see `trainer.model.policy_model.load_policy`.
+    """
+    if rates:
+        drawn = "drawn in training steps" if keeps_dropout else "not drawn, as servers do not draw them"
+        logger.info(
+            "random rates of the model's config.json are %s: %s",
+            drawn,
+            " ".join(f"{key}={rate:g}" for key, rate in rates.items()),
+        )
+    if lora is not None and lora.dropout and not keeps_dropout:
+        logger.warning(
+            "model.lora.dropout = %g is drawn in training steps, and servers do not draw it: mismatch_kl is above 0 even for the "
+            "policy that was sampled from; 0 turns it off",
+            lora.dropout,
+        )

@@ -1,12 +1,13 @@
 """Keeps an optimizer's state in main memory and moves it to the GPU for the update, some parameters at a time.
 
 Called by `trainer.open_session` for model.optim_cpu_offload. Works with any optimizer that skips parameters without a gradient.
+Torch's CPUOffloadPolicy (model.fsdp_cpu_offload) is no substitute: it moves the parameters too, and updates them on the CPU.
 What is for a GPU here has not run on one yet.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,24 +23,20 @@ State = dict[str, Any]
 """The optimizer's state of one parameter, by name."""
 
 
-class StateMover(Protocol):
-    """Moves the state of parts between main memory and the device. A part is named by its index."""
+class StateMover:
+    """Moves the state of parts between main memory and the device. A part is named by its index. This one moves nothing."""
 
     def fetch(self, part: int, states: Sequence[State]) -> None:
         """Begin to move `states` to the device."""
-        ...
 
     def await_fetched(self, part: int) -> None:
         """Have the update that is computed next wait for what `fetch` began."""
-        ...
 
     def give_back(self, part: int, states: Sequence[State]) -> None:
         """Begin to move `states` to main memory, once the update that was begun before has been computed."""
-        ...
 
     def await_given_back(self, part: int) -> None:
         """Return once `states` are in main memory."""
-        ...
 
 
 def keep_state_on_host(
@@ -59,7 +56,7 @@ def keep_state_on_host(
     """
     if device.type != "cuda":
         logger.info("model.optim_cpu_offload does nothing here: the optimizer's state is in main memory already")
-    own_mover = mover or (CudaStateMover(device) if device.type == "cuda" else _NoMover())
+    own_mover = mover or (CudaStateMover(device) if device.type == "cuda" else StateMover())
     update, load = optimizer.step, optimizer.load_state_dict
 
     def step(closure: None = None) -> None:
@@ -116,7 +113,7 @@ def _set_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
                 optimizer.state[parameter][name] = copy_to_host(value) if value.device.type == "cuda" else value
 
 
-class CudaStateMover:
+class CudaStateMover(StateMover):
     """Moves state on a stream of its own, beside the update."""
 
     def __init__(self, device: torch.device) -> None:
@@ -127,7 +124,7 @@ class CudaStateMover:
         self._given_back: dict[int, torch.cuda.Event] = {}
 
     def fetch(self, part: int, states: Sequence[State]) -> None:
-        """Implement `StateMover`."""
+        """See `StateMover`."""
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             for state in states:
@@ -139,11 +136,11 @@ class CudaStateMover:
             self._fetched[part].record(self._stream)
 
     def await_fetched(self, part: int) -> None:
-        """Implement `StateMover`."""
+        """See `StateMover`."""
         torch.cuda.current_stream(self._device).wait_event(self._fetched.pop(part))
 
     def give_back(self, part: int, states: Sequence[State]) -> None:
-        """Implement `StateMover`."""
+        """See `StateMover`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for state in states:
@@ -156,17 +153,8 @@ class CudaStateMover:
             self._given_back[part].record(self._stream)
 
     def await_given_back(self, part: int) -> None:
-        """Implement `StateMover`."""
+        """See `StateMover`."""
         self._given_back.pop(part).synchronize()
-
-
-class _NoMover:
-    """Leaves all state where it is."""
-
-    def fetch(self, part: int, states: Sequence[State]) -> None: ...
-    def await_fetched(self, part: int) -> None: ...
-    def give_back(self, part: int, states: Sequence[State]) -> None: ...
-    def await_given_back(self, part: int) -> None: ...
 
 
 Pair = tuple[torch.nn.Parameter, Any]

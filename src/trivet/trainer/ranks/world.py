@@ -98,7 +98,10 @@ def open_world(
     if "RANK" in os.environ and RENDEZVOUS_FILE not in os.environ and place is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = _open_store(size) if place is None else _meet(place, is_main=rank == 0, timeout=timeout)
+        if place is not None:
+            store = _meet(place, is_main=rank == 0, timeout=timeout)
+        else:  # ranks of one machine find each other's addresses without a port
+            store = HashStore() if size == 1 else FileStore(os.environ[RENDEZVOUS_FILE], size)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     has_peers_waiting = size > 1
     try:
@@ -173,13 +176,6 @@ def _gather_fixed(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     return [part.numpy().tobytes() for part in parts]
 
 
-def _open_store(num_ranks: int) -> Store:
-    """Return the store in which the ranks of this machine find each other's addresses. It opens no port."""
-    if num_ranks == 1:
-        return HashStore()
-    return FileStore(os.environ[RENDEZVOUS_FILE], num_ranks)
-
-
 def _meet(place: RankPlace, *, is_main: bool, timeout: timedelta) -> Store:
     """Return the store in which ranks of several nodes find each other's addresses. Rank 0 listens, at one address alone."""
     listener = listen(place.host, place.port).detach() if is_main else None
@@ -208,16 +204,17 @@ def broadcast_bytes(world: World, data: bytes | None) -> bytes:
     return bytes(buffer)
 
 
-def gather_bytes(world: World, data: bytes) -> list[bytes]:
-    """Return on every rank what each rank passes as `data`, by rank. Collective."""
+def gather_bytes(world: World, data: bytes, *, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Return on every rank what each rank passes as `data`, by rank. Collective over `group`, by default `world.control`."""
     if world.size == 1:
         return [data]
+    group = group or world.control
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=world.control)
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
     longest = max(int(size) for size in sizes)
     padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8)
     parts = [torch.empty_like(padded) for _ in range(world.size)]
-    dist.all_gather(parts, padded, group=world.control)
+    dist.all_gather(parts, padded, group=group)
     return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 

@@ -3,18 +3,17 @@
 A batch depends on configuration, data and step alone: every rank makes the same batch, and so does a resumed run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from trivet.algorithms.packing import PackItem, pack, stack
 from trivet.checkpoints.data_record import DataRecord
-from trivet.config.schema.sft import ConversationsConfig, FakeDataConfig, LossMaskConfig, SftConfig, SftDataConfig
+from trivet.config.schema.sft import FakeDataConfig, LossMaskConfig, SftConfig, SftDataConfig
 from trivet.conversations.mixture import Mixture, open_data, step_indices
 from trivet.errors import BatchError
-from trivet.trainer.measurement.fake_data import fake_item
+from trivet.trainer.measurement.fake import fake_item
 from trivet.trainer.sft.data import to_sample
 from trivet.wire.batches import MicroBatch
 
@@ -29,27 +28,6 @@ class SftBatch:
     """Sequences longer than model.seq_len; their beginning is trained on."""
     num_empty: int
     """Sequences left out: they have no trained token within model.seq_len."""
-
-
-class Batches(Protocol):
-    """A source of sequences."""
-
-    @property
-    def num_steps(self) -> int | None:
-        """Steps of one epoch; None: there is no end."""
-        ...
-
-    def items(self, step: int) -> list[PackItem]:
-        """Return the sequences of step `step`, counted from 1."""
-        ...
-
-    def epoch(self, step: int) -> int:
-        """Return the epoch, from 0, of the last sequence of step `step`."""
-        ...
-
-    def record(self) -> DataRecord:
-        """Return what the data are, to find on a resume that they are others."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +75,7 @@ class FakeBatches:
 
     @property
     def num_steps(self) -> int | None:
-        """There is no end, so this is None."""
+        """Return None: there is no end."""
         return None
 
     def items(self, step: int) -> list[PackItem]:
@@ -124,6 +102,9 @@ class FakeBatches:
         return DataRecord(num_records=0, digest="")
 
 
+Batches = ConversationBatches | FakeBatches
+
+
 def open_batches(config: SftConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> Batches:
     """Open the data that `config.data` names.
 
@@ -138,7 +119,7 @@ def open_batches(config: SftConfig, tokenizer: PreTrainedTokenizerBase, *, vocab
 
 
 def to_items(
-    data: Mixture, indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, loss_mask: LossMaskConfig
+    data: Mixture, indices: Iterable[int], tokenizer: PreTrainedTokenizerBase, *, loss_mask: LossMaskConfig
 ) -> list[PackItem]:
     """Turn the conversations at `indices` into samples without advantage."""
     samples = (to_sample(data.conversation(index), tokenizer, loss_mask=loss_mask) for index in indices)
@@ -167,13 +148,3 @@ def make_batch(items: Sequence[PackItem], config: SftConfig) -> SftBatch:
         num_truncated=sum(item.sample.num_tokens > seq_len for item in items),
         num_empty=len(items) - sum(len(row.sequence_lengths_S) for row in rows),
     )
-
-
-def held_out_items(config: ConversationsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> list[PackItem]:
-    """Return all sequences of `val.data`.
-
-    Raises:
-        ConfigError: the data cannot be read or reached, or its rows hold no conversations.
-    """
-    data = open_data(config, seed=seed, key="val.data")
-    return to_items(data, range(len(data)), tokenizer, loss_mask=config.loss_mask)

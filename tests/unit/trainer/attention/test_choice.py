@@ -91,15 +91,3 @@ def test_an_attention_whose_package_is_missing_is_refused() -> None:
             heads=HEADS,
             is_installed=set[str]().__contains__,
         )
-
-
-def test_attention_by_groups_is_refused_on_cuda() -> None:
-    with pytest.raises(ConfigError, match=r'"grouped" is for the CPU'):
-        choose_attention(
-            "grouped",
-            device_type="cuda",
-            capability=(9, 0),
-            has_special_scores=False,
-            heads=HEADS,
-            is_installed=set[str]().__contains__,
-        )

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.device
 
 FLASH = ("flash_varlen", *PACKAGES)
 CASES = [
-    *(pytest.param("cpu", attn, dtype) for attn in ("sdpa", "grouped") for dtype in (torch.float32, torch.bfloat16)),
+    *(pytest.param("cpu", "sdpa", dtype) for dtype in (torch.float32, torch.bfloat16)),
     *(pytest.param("cuda", "sdpa", dtype, marks=pytest.mark.gpu) for dtype in (torch.float32, torch.bfloat16)),
     *(pytest.param("cuda", attn, torch.bfloat16, marks=pytest.mark.gpu) for attn in FLASH),
 ]

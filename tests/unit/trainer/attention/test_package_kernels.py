@@ -10,9 +10,8 @@ import torch
 from torch.nn import attention
 
 from trivet.errors import ConfigError
-from trivet.trainer.attention import package_kernels, packed
-from trivet.trainer.attention.choice import HeadDims
-from trivet.trainer.attention.package_kernels import PROBE_LENGTHS, PROBE_PATHS, replace_kernels
+from trivet.trainer.attention import packed
+from trivet.trainer.attention.choice import PROBE_LENGTHS, PROBE_PATHS, HeadDims, replace_kernels
 
 CPU = torch.device("cpu")
 HEADS = HeadDims(query=16, value=16)
@@ -96,8 +95,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU of compute capability 9.0 with every package; the kernels are compared on the CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(packed, "_is_installed", lambda module: True)
-    compare = package_kernels.replace_kernels
-    monkeypatch.setattr(packed, "replace_kernels", lambda *args, device, **more: compare(*args, device=CPU, **more))
+    monkeypatch.setattr(packed, "replace_kernels", lambda *args, device, **more: replace_kernels(*args, device=CPU, **more))
     return torch.device("cuda")
 
 

@@ -1,6 +1,5 @@
 import sys
 import types
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from trivet.trainer.attention.choice import HeadDims
 from trivet.trainer.attention.packed import (
     Segments,
     flash_varlen_packed,
-    grouped_packed,
     package_packed,
     register_attention,
     sdpa_packed,
@@ -66,10 +64,6 @@ def test_a_token_changes_nothing_outside_its_sample(tiny_model: Path, make_learn
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[2], after[2])
     assert not torch.equal(before[1], after[1])
-
-
-def test_auto_groups_samples_on_the_cpu() -> None:
-    assert register_attention("auto", device=CPU, dtype=torch.float32, heads=HEADS).endswith("by_group")
 
 
 @pytest.mark.parametrize("paths", [[[], []], [[], [0]]], ids=["samples alone", "a shared prefix"])
@@ -123,16 +117,15 @@ def test_flash_attention_2_gets_the_samples_of_a_row_one_behind_the_other(monkey
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("function", [sdpa_packed, grouped_packed])
 @pytest.mark.parametrize("paths", [[[], [], []], [[], [0], [0]]], ids=["samples alone", "a shared prefix"])
-def test_a_token_sees_no_further_than_its_window(function: Callable[..., Any], paths: list[list[int]]) -> None:
+def test_a_token_sees_no_further_than_its_window(paths: list[list[int]]) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 19, 8, generator=generator) for heads in (4, 2, 2))
     segments = Segments.behind([7, 9, 3], paths, device=CPU)
-    found = function(torch.nn.Identity(), query, key, value, None, segments=segments, sliding_window=5)[0]
+    found = sdpa_packed(torch.nn.Identity(), query, key, value, None, segments=segments, sliding_window=5)[0]
     own = list(torch.arange(19).split([7, 9, 3]))
     for tokens, path in zip(own, paths, strict=True):
-        seen = torch.cat([*(own[each] for each in path), tokens])
+        seen = torch.cat([*(own[segment] for segment in path), tokens])
         for number, token in enumerate(tokens.tolist()):
             end = len(seen) - len(tokens) + number + 1
             window = seen[max(0, end - 5) : end]
@@ -153,17 +146,6 @@ def test_a_sink_takes_its_share_of_the_weights() -> None:
     scores = 0.3 * query[0, :, 5] @ key[0, :, 4:6].transpose(1, 2)
     weights = torch.cat([scores.diagonal().T, sinks[:, None]], dim=-1).softmax(dim=-1)[:, :2]
     torch.testing.assert_close(found[0, 5], torch.einsum("hk,hkd->hd", weights, value[0, :, 4:6]))
-
-
-def test_values_may_have_fewer_features_than_keys() -> None:
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, heads, 9, dim, generator=generator) for heads, dim in ((4, 8), (2, 8), (2, 6))]
-    segments = Segments.of([4, 1, 4], device=CPU)
-    found, expected = (
-        function(torch.nn.Identity(), *tensors, None, segments=segments, scaling=0.3)[0]
-        for function in (grouped_packed, sdpa_packed)
-    )
-    torch.testing.assert_close(found, expected)
 
 
 def test_flash_attention_gets_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

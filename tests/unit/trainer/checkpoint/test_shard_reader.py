@@ -9,9 +9,10 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from support.shards import write_state
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, read_metadata
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.step import Learner
 
 
@@ -34,7 +35,7 @@ def learner(tiny_model: Path, make_learner) -> Learner:
 def part(learner: Learner, tmp_path: Path) -> Path:
     directory = tmp_path / "trainer"
     directory.mkdir()
-    write_state(directory, state_of(learner, TrainerProgress(step=3)), learner.world.control)
+    write_state(directory, state_of(learner, TrainerProgress(step=3)), learner.world)
     return directory
 
 

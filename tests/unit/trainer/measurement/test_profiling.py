@@ -6,7 +6,7 @@ import torch
 
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
-from trivet.trainer.kernels.lanes import Lanes
+from trivet.trainer.cpu import Lanes
 from trivet.trainer.measurement.profiling import Profiler
 
 

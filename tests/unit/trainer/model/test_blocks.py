@@ -96,22 +96,6 @@ def test_a_target_that_no_block_has_is_refused_with_those_there_are(tiny_model: 
         load(tiny_model, world, ac=config)
 
 
-@pytest.mark.parametrize(
-    ("name", "target", "is_meant"),
-    [
-        ("input_layernorm", "norm", True),
-        ("self_attn.q_norm", "norm", True),
-        ("post_attention_layernorm", "attn", False),
-        ("self_attn", "attn", True),
-        ("mlp", "mlp", True),
-        ("mlp.down_proj", "down_proj", True),
-        ("mlp.down_proj", "mlp", False),
-    ],
-)
-def test_targets_mean_modules_by_kind_or_by_name(name: str, target: str, is_meant: bool) -> None:
-    assert blocks._is_meant(name, target) is is_meant
-
-
 def test_blocks_are_found_before_and_after_sharding(tiny_model: Path, world: World) -> None:
     model = load(tiny_model, world)
     assert blocks_of(model.causal_lm) == list(model.causal_lm.model.layers)

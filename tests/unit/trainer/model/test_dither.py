@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trivet.trainer.model.dither import dither
+from trivet.trainer.model.initial_weights import dither
 
 
 def draw_weights(*shape: int) -> torch.Tensor:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trivet.trainer.model.logit_arithmetic import LogitArithmetic
-from trivet.trainer.model.logprobs import score_tokens
+from trivet.trainer.model.logprobs import LogitArithmetic, score_tokens
 
 H, V = 16, 40
 

@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trivet.trainer.model import logprobs
-from trivet.trainer.model.logit_arithmetic import LogitArithmetic
-from trivet.trainer.model.logprobs import TokenScores, choose_product_dtype, score_tokens
+from trivet.trainer.model.logprobs import LogitArithmetic, TokenScores, choose_product_dtype, score_tokens
 
 N, H, V = 23, 16, 40
 

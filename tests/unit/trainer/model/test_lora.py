@@ -8,18 +8,19 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from support.shards import write_state
 from trivet.config.layout import RunLayout
 from trivet.config.model_files import LinearModules, choose_targets
 from trivet.config.schema.model import LoRAConfig
 from trivet.config.schema.trainer import DefaultLossConfig, GrpoLossConfig, TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
-from trivet.trainer.disk_budget import measure_sizes
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.export import Exporter, load_tokenizer
 from trivet.trainer.model.lora import add_adapter
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.model.reference import open_reference
+from trivet.trainer.open_session import measure_sizes
 from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import Learner, train_step
@@ -157,7 +158,7 @@ def test_what_is_written_is_the_adapter_alone_and_names_its_base(
 
 def test_a_run_that_is_saved_and_loaded_continues_exactly(any_model: Path, make_learner, oracle, tmp_path: Path) -> None:
     unbroken = trained(make_learner, any_model, oracle)
-    write_state(tmp_path, state_of(unbroken, TrainerProgress(step=2)), unbroken.world.control)
+    write_state(tmp_path, state_of(unbroken, TrainerProgress(step=2)), unbroken.world)
     expected = train_step(unbroken, rows_of(oracle, 3), step=3).loss
     torch.manual_seed(123)
     resumed = make_learner(any_model, lora=LORA, loss=LOSS, lr=1e-2)

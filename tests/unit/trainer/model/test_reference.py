@@ -9,7 +9,7 @@ from trivet.config.schema.trainer import GrpoLossConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.model import reference as reference_module
 from trivet.trainer.model.policy_model import load_policy
-from trivet.trainer.model.reference import Reference, _must_wait, open_reference
+from trivet.trainer.model.reference import Reference, open_reference
 from trivet.trainer.ranks.world import gather_tensor, open_world
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
@@ -69,14 +69,6 @@ def test_the_pull_is_zero_at_the_reference_and_grows_away_from_it(tiny_model: Pa
     assert abs(first.values["ref_kl"]).max() == 0.0
     assert second.values["ref_kl"].mean() > 0.0
     assert second.values["ref_kl"].min() >= 0.0
-
-
-@pytest.mark.parametrize(
-    ("devices", "has_cuda", "expected"),
-    [(["cuda", "cuda"], True, False), (["cuda", "cpu"], True, True), (["cpu"], True, True), (["cpu"], False, False)],
-)
-def test_the_host_waits_only_before_it_replaces_shards_that_a_gpu_may_still_read(devices, has_cuda, expected):
-    assert _must_wait([torch.device(device) for device in devices], has_cuda=has_cuda) is expected
 
 
 def test_copies_of_a_gpus_shards_are_asked_for_in_page_locked_memory(

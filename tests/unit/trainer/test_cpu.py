@@ -1,13 +1,16 @@
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trivet.config.schema.model import TrainerModelConfig
 from trivet.config.schema.trainer import DefaultLossConfig
-from trivet.trainer.kernels.lanes import Lanes
+from trivet.trainer.cpu import Lanes, MasterCasts
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.ranks.world import World, gather_tensor
 from trivet.trainer.step import train_step
@@ -104,3 +107,47 @@ def test_blocks_that_are_computed_again_are_so_in_their_own_lane(tiny_model: Pat
         train_step(learner, rows, step=1)
         for ours, parameter in zip(expected, learner.model.parameters(), strict=True):
             assert (parameter.grad - ours).norm() <= 1e-5 * ours.norm() + 1e-9
+
+
+def test_modules_compute_with_casts_and_parameters_get_their_gradients() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    config = LlamaConfig(vocab_size=50, pad_token_id=3, tie_word_embeddings=True, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.model.norm.weight.requires_grad_(False)
+    casts = MasterCasts(list(model.parameters()), torch.bfloat16)
+    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    expected = {name: torch.zeros_like(value) for name, value in masters.items()}
+    for seed in (1, 2):
+        ids_1T = torch.randint(0, 9, (1, 40), generator=torch.Generator().manual_seed(seed))
+        with casts:
+            logits = model(input_ids=ids_1T, use_cache=False).logits
+        logits.float().square().mean().backward()
+        leaves = {name: value.bfloat16().requires_grad_() for name, value in masters.items()}
+        alone = functional_call(model, leaves, kwargs={"input_ids": ids_1T, "use_cache": False}).logits
+        assert torch.equal(logits, alone)
+        alone.float().square().mean().backward()
+        for name, leaf in leaves.items():
+            expected[name] += leaf.grad
+    for name, parameter in model.named_parameters():
+        if name == "model.norm.weight":
+            assert parameter.grad is None, "it is frozen"
+        else:
+            assert torch.equal(parameter.grad, expected[name]), name
+
+
+def test_threads_that_add_at_once_lose_nothing_and_an_update_is_cast() -> None:
+    weight = torch.nn.Parameter(torch.zeros(700, 500))
+    casts = MasterCasts([weight], torch.bfloat16)
+
+    def compute(_: int) -> None:
+        with casts:
+            total = (weight * 1.0).sum()
+        total.backward()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(compute, range(80)))
+    assert torch.equal(weight.grad, torch.full((700, 500), 80.0))  # type: ignore[reportArgumentType]
+    with torch.no_grad():
+        weight += 1.0
+    with casts:
+        assert torch.equal(weight * 1.0, torch.ones(700, 500, dtype=torch.bfloat16))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trivet.trainer.model.host_copies import CopiesInFlight, HostCopies
+from trivet.trainer.device_copies import CopiesInFlight, HostCopies
 
 
 class FakeEvent:

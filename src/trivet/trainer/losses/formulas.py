@@ -1,0 +1,252 @@
+"""Defines the losses of policies: masked importance sampling (the default), PPO's clipped objective, clipped importance weights,
+and masks by the change in probability.
+
+PPO's objective is clipped per token (GRPO, DAPO, Dr. GRPO) or per sample (GSPO). CISPO and AIPO clip detached importance weights
+instead, and never mask a token. DPPO and IPO mask tokens whose probability, p = exp(logprob), has moved too far.
+"""
+
+import torch
+
+from trivet.config.schema.trainer import (
+    AipoLossConfig,
+    CispoLossConfig,
+    DefaultLossConfig,
+    DppoLossConfig,
+    GrpoLossConfig,
+    GspoLossConfig,
+    IpoLossConfig,
+)
+from trivet.trainer.losses.terms import (
+    LossUnit,
+    Ratios,
+    RowLoss,
+    common_values,
+    make_ratios,
+    max_by_sample,
+    min_by_sample,
+    sum_by_sample,
+)
+from trivet.trainer.model.logprobs import TokenScores
+from trivet.trainer.rows import RowTensors
+
+_MAX_LOG_RATIO = 20.0
+"""d is cut here before the exponential. Beyond it a clip or a mask decides, or the gradient would overflow."""
+_MAX_SEQUENCE_LOG_RATIO = 10.0
+"""Sequence log-ratios of the default loss are cut here before the exponential, as in the source."""
+
+
+def _make_loss(
+    scores: TokenScores,
+    row: RowTensors,
+    ratios: Ratios,
+    loss_N: torch.Tensor,
+    *,
+    unit: LossUnit = LossUnit.TOKEN,
+    low_N: torch.Tensor,
+    high_N: torch.Tensor,
+    masked_N: torch.Tensor | None = None,
+    **values: torch.Tensor,
+) -> RowLoss:
+    """Sum the loss over its tokens and add the common metrics. Tokens at a bound are masked unless `masked_N` says otherwise."""
+    masked_N = low_N | high_N if masked_N is None else masked_N
+    detached_N = loss_N.detach()
+    return RowLoss(
+        {unit: loss_N.sum()},
+        {
+            "loss": detached_N if unit is LossUnit.TOKEN else sum_by_sample(detached_N, row),
+            **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=masked_N),
+            **values,
+        },
+    )
+
+
+def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossConfig) -> RowLoss:
+    """Compute - sum over kept tokens of sg(rho * (adv_tau * A + teacher_tau * (teacher - logprob) - kl_tau * d)) * logprob.
+
+    With ratio_type `token`, rho = r and the step divides by its loss tokens, masked ones included. With `sequence`, rho is
+    the clipped product over the sample, each sample's sum is divided by its own number of loss tokens, and the step divides
+    by its samples: every sample weighs the same however long it is, and however samples share rows.
+
+    Bias: on policy (r = 1) the gradient is that of the expected advantage. Off policy, `token` leaves out the ratios of the
+    tokens before (first order in d); `sequence` is unbiased for samples of one length as long as nothing is clipped or
+    masked. Every mask and clip biases towards the sampling policy and bounds the variance.
+
+    The teacher's term is a reward of its own for each token. On policy it gives the gradient of the mean over the sampled
+    prefixes of KL(policy || teacher) of the next token; what a token does to later ones is left out. Temperature: the teacher's
+    log-probabilities are its own, at temperature 1, whatever the policy is sampled with.
+
+    Source: prime-rl's default loss of December 2025 to March 2026.
+    """
+    logprobs_N = scores.logprobs_N
+    ratios = make_ratios(scores, row)
+    d_N, ratio_N = ratios.d_N, ratios.ratio_N
+    geo_S = (ratios.sums_S / ratios.lengths_S).exp()
+    low_N, high_N = ratio_N < config.token_mask_low, ratio_N > config.token_mask_high
+    geo_low_S, geo_high_S = geo_S < config.geo_mask_low, geo_S > config.geo_mask_high
+    sequence_low_S = min_by_sample(ratio_N, row) < config.sequence_mask_low
+    sequence_high_S = max_by_sample(ratio_N, row) > config.sequence_mask_high
+    masked_S = geo_low_S | geo_high_S | sequence_low_S | sequence_high_S
+    masked_N = low_N | high_N | masked_S[row.samples_N]
+    if config.ratio_type == "token":
+        rho_N, weight_N, unit = ratio_N, torch.ones_like(d_N), LossUnit.TOKEN
+    else:
+        rho_S = ratios.sums_S.clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp().clamp(max=config.sequence_clip_high)
+        rho_N, weight_N, unit = rho_S[row.samples_N], (1.0 / ratios.lengths_S)[row.samples_N], LossUnit.SAMPLE
+    pull_N = config.adv_tau * row.advantages_N - config.kl_tau * d_N
+    teacher_values: dict[str, torch.Tensor] = {}
+    if row.teacher_logprobs_N is not None:
+        teacher_values["teacher_kl"] = logprobs_N.detach() - row.teacher_logprobs_N
+        pull_N = pull_N - config.teacher_tau * teacher_values["teacher_kl"]
+    # A ratio that overflowed is masked; multiplied by zero it would still be NaN.
+    loss_N = -torch.where(masked_N, 0.0, rho_N * pull_N) * weight_N * logprobs_N
+    return _make_loss(
+        scores,
+        row,
+        ratios,
+        loss_N,
+        unit=unit,
+        low_N=low_N,
+        high_N=high_N,
+        masked_N=masked_N,
+        sequence_masked_low=sequence_low_S,
+        sequence_masked_high=sequence_high_S,
+        geo_masked_low=geo_low_S,
+        geo_masked_high=geo_high_S,
+        geo_seq_ratio=geo_S,
+        **teacher_values,
+    )
+
+
+def grpo_loss(scores: TokenScores, row: RowTensors, *, config: GrpoLossConfig) -> RowLoss:
+    """Compute - sum of min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), with gradient through r where the minimum has one.
+
+    `normalization` says what the sum is divided by. `sample` makes the tokens of long samples weigh less than those of short
+    ones, a bias that Dr. GRPO removes with a constant length.
+
+    Bias: unbiased on policy up to that weighting. Off policy, the ratios of earlier tokens are left out and clipped tokens
+    have no gradient.
+
+    Source: GRPO, arXiv 2402.03300, equation 3; token normalization and a higher upper clip: DAPO, arXiv 2503.14476, equation 8;
+    constant normalization: Dr. GRPO, arXiv 2503.20783, section 3.2.
+    """
+    ratios = make_ratios(scores, row)
+    ratio_N = (scores.logprobs_N - row.sampler_logprobs_N).clamp(max=_MAX_LOG_RATIO).exp()
+    objective_N, low_N, high_N = _clipped(ratio_N, row.advantages_N, low=1.0 - config.clip_low, high=1.0 + config.clip_high)
+    match config.normalization:
+        case "token":
+            loss_N, unit = -objective_N, LossUnit.TOKEN
+        case "sample":
+            loss_N, unit = -objective_N / ratios.lengths_S[row.samples_N], LossUnit.SAMPLE
+        case "constant":
+            loss_N, unit = -objective_N / config.normalization_length, LossUnit.SAMPLE
+    return _make_loss(scores, row, ratios, loss_N, unit=unit, low_N=low_N, high_N=high_N)
+
+
+def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig) -> RowLoss:
+    """Compute - sum over samples of min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean of d over the sample).
+
+    Each sample weighs the same; the step divides by its samples.
+
+    Bias: on policy the gradient is that of the expected advantage over each sample's length, so long samples weigh less. Off
+    policy, s is the length's root of the exact ratio: less variance, and biased.
+
+    Source: GSPO, arXiv 2507.18071, equations 5 and 7.
+    """
+    ratios = make_ratios(scores, row)
+    d_N = scores.logprobs_N - row.sampler_logprobs_N
+    ratio_S = (sum_by_sample(d_N, row) / ratios.lengths_S).clamp(max=_MAX_LOG_RATIO).exp()
+    advantage_S = sum_by_sample(row.advantages_N, row) / ratios.lengths_S
+    objective_S, low_S, high_S = _clipped(ratio_S, advantage_S, low=1.0 - config.clip_low, high=1.0 + config.clip_high)
+    low_N, high_N = low_S[row.samples_N], high_S[row.samples_N]
+    values = {
+        "loss": -objective_S.detach(),
+        **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=low_N | high_N),
+        "geo_seq_ratio": ratio_S.detach(),
+    }
+    return RowLoss({LossUnit.SAMPLE: -objective_S.sum()}, values)
+
+
+def _clipped(
+    ratio: torch.Tensor, advantage: torch.Tensor, *, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the objective, and where it is cut off below and above; there it has no gradient."""
+    objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    is_low = (ratio.detach() < low) & (advantage < 0)
+    is_high = (ratio.detach() > high) & (advantage > 0)
+    return objective, is_low, is_high
+
+
+def cispo_loss(scores: TokenScores, row: RowTensors, *, config: CispoLossConfig) -> RowLoss:
+    """Compute - sum of sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logprob, over the step's loss tokens.
+
+    Bias: unbiased on policy. Off policy it is biased by the ratios of earlier tokens, which are left out, and by the clip;
+    unlike with PPO every token keeps a gradient.
+
+    Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
+    """
+    return _weighted(scores, row, low=1.0 - config.clip_low, high=1.0 + config.clip_high)
+
+
+def aipo_loss(scores: TokenScores, row: RowTensors, *, config: AipoLossConfig) -> RowLoss:
+    """Compute - sum of sg(min(r, clip_ratio)) * A * logprob, over the step's loss tokens.
+
+    Bias: as `cispo_loss` without a lower bound; the truncation from above is that of V-trace and bounds the variance.
+
+    Source: AIPO, LlamaRL, arXiv 2505.24034, section 6.
+    """
+    return _weighted(scores, row, low=0.0, high=config.clip_ratio)
+
+
+def _weighted(scores: TokenScores, row: RowTensors, *, low: float, high: float) -> RowLoss:
+    ratios = make_ratios(scores, row)
+    weight_N = ratios.ratio_N.clamp(min=low, max=high)
+    loss_N = -weight_N * row.advantages_N * scores.logprobs_N
+    none_N = torch.zeros_like(ratios.ratio_N, dtype=torch.bool)
+    at_low_N, at_high_N = ratios.ratio_N < low, ratios.ratio_N > high
+    return _make_loss(scores, row, ratios, loss_N, low_N=at_low_N, high_N=at_high_N, masked_N=none_N)
+
+
+def dppo_loss(scores: TokenScores, row: RowTensors, *, config: DppoLossConfig) -> RowLoss:
+    """Compute the sum of -keep * adv_tau * A * r + kl_tau * d^2 over the step's loss tokens, with gradient through r and d.
+
+    keep is false where p_trainer - p_sampler > dppo_mask_high and A > 0, or < -dppo_mask_low and A <= 0: the token has
+    already gone far in the direction in which its advantage pushes. The penalty acts on masked tokens too.
+
+    Bias: unbiased on policy (where d = 0 the penalty has no gradient). Off policy, ratios of earlier tokens are left out,
+    and the mask and the penalty bias towards the sampling policy.
+
+    Source: prime-rl's default loss since 2026; DPPO, arXiv 2602.04879.
+    """
+    moved_N = _probability_change(scores, row)
+    is_up_N = row.advantages_N > 0
+    high_N = is_up_N & (moved_N > config.dppo_mask_high)
+    low_N = ~is_up_N & (moved_N < -config.dppo_mask_low)
+    return _masked(scores, row, low_N=low_N, high_N=high_N, adv_tau=config.adv_tau, kl_tau=config.kl_tau)
+
+
+def ipo_loss(scores: TokenScores, row: RowTensors, *, config: IpoLossConfig) -> RowLoss:
+    """Compute the sum of -keep * adv_tau * A * r + kl_tau * d^2 over the step's loss tokens, with gradient through r and d.
+
+    keep = |p_trainer - p_sampler| <= ipo_threshold, whatever the sign of A: in asynchronous training each batch is used once,
+    and the sign does not predict where the policy has moved since.
+
+    Bias: as `dppo_loss`.
+
+    Source: prime-rl, March 2026.
+    """
+    moved_N = _probability_change(scores, row)
+    high_N, low_N = moved_N > config.ipo_threshold, moved_N < -config.ipo_threshold
+    return _masked(scores, row, low_N=low_N, high_N=high_N, adv_tau=config.adv_tau, kl_tau=config.kl_tau)
+
+
+def _probability_change(scores: TokenScores, row: RowTensors) -> torch.Tensor:
+    return scores.logprobs_N.detach().exp() - row.sampler_logprobs_N.exp()
+
+
+def _masked(
+    scores: TokenScores, row: RowTensors, *, low_N: torch.Tensor, high_N: torch.Tensor, adv_tau: float, kl_tau: float
+) -> RowLoss:
+    d_N = scores.logprobs_N - row.sampler_logprobs_N
+    gain_N = torch.where(low_N | high_N, 0.0, adv_tau * row.advantages_N) * d_N.clamp(max=_MAX_LOG_RATIO).exp()
+    loss_N = -gain_N + kl_tau * d_N.square()
+    return _make_loss(scores, row, make_ratios(scores, row), loss_N, low_N=low_N, high_N=high_N)
