@@ -45,7 +45,6 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, TransportConfig
 from trivet.environments.apis.turns import Turn, request_arguments, to_samples
 from trivet.environments.apis.v0.play import V0Host
-from trivet.environments.port import LocalPool
 from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.checkpoint import RunTotals
@@ -247,7 +246,8 @@ def rate_through_verifiers(num_rollouts: int, num_tokens: int, directory: Path) 
     servers = ServerAccess(base_urls=[instant_server.ROOT], key_variables=["OPENAI_API_KEY"])
     settings = HostSettings(env_id="toy", name="toy", args={}, model_name="m", servers=servers)
     host = V0Host(make_environment(), settings, make_client=lambda _: instant_client(num_tokens))
-    run_group = group_runner(LocalPool({"toy": host}), RUNNER_CONFIG)
+    pool: Any = host  # which runs groups as a pool does
+    run_group = group_runner(pool, RUNNER_CONFIG)
     _, watched = run_loop(
         nullcontext(run_group), directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 10, examples=EXAMPLES
     )

@@ -14,7 +14,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.nodes.node_pools import open_node_pools
-from trivet.environments.port import EnvironmentPool, LocalPool
+from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.limits import memory_limit
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
@@ -40,7 +40,8 @@ async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[Enviro
         WaitTimeout: another node took too long.
     """
     if config.replay is not None:
-        yield LocalPool({})
+        async with open_worker_pool([], log_of=RunLayout(config.output_dir).env_worker_log, limits=PoolLimits()) as pool:
+            yield pool
         return
     nodes = config.env_nodes
     async with AsyncExitStack() as opened:

@@ -18,10 +18,6 @@ def test_a_hash_does_not_depend_on_columns_that_are_not_named():
     assert example_hashes(other, ["prompt", "absent"]) == example_hashes(ROWS, ["prompt"])
 
 
-def test_without_a_column_that_is_named_there_are_no_hashes():
-    assert example_hashes(ROWS, ["absent"]) == []
-
-
 def test_an_environment_without_examples_or_without_named_columns_cannot_be_trained_on():
     problem = training_problem("toy", EnvironmentInfo(num_examples=0), hash_keys=["prompt"])
     assert problem is not None

@@ -1,6 +1,5 @@
 """Every kind of verifiers environment runs unchanged: tools, stateful tools, several turns, groups of environments, judges."""
 
-import asyncio
 import json
 
 import httpx
@@ -11,9 +10,6 @@ from openai import AsyncOpenAI
 
 from support.scripted_model import ScriptedModel, call_of
 from support.v0_host import ToyHost
-from trivet.environments.port import LocalPool
-from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.rollouts import GroupId
 
 ROWS = [{"question": "2+3", "answer": "5"}, {"question": "4+5", "answer": "9"}]
 
@@ -33,24 +29,9 @@ def is_right(completion, answer, **kwargs) -> float:
 
 
 def run(env: vf.Environment, answer, *, num_rollouts: int = 2, example_id: int = 0):
-    """Run a group of `env` through a pool. The model answers with `answer`."""
+    """Run a group of `env`. The model answers with `answer`."""
 
-    async def go():
-        pool = LocalPool({"toy": ToyHost(env=env).open(ScriptedModel(answer))})
-        try:
-            request = GroupRequest(
-                group_id=GroupId(1),
-                env="toy",
-                example_id=example_id,
-                num_rollouts=num_rollouts,
-                base_url="http://server",
-                sampling=SamplingArguments(temperature=1.0),
-            )
-            return await pool.run_group(request)
-        finally:
-            await pool.aclose()
-
-    return asyncio.run(go())
+    return ToyHost(env=env).run(ScriptedModel(answer), num_rollouts=num_rollouts, example_id=example_id)
 
 
 def use_the_tool_then_say_what_it_said(prompt) -> str:

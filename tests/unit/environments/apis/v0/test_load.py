@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ClientConfig
@@ -74,10 +73,3 @@ def test_a_function_of_a_file_is_an_environment(tmp_path: Path, monkeypatch: pyt
         load_environment(settings(f"{file}:forget", name="words", args={"n": 3}))
     with pytest.raises(EnvironmentLoadError, match=r"there is no file .*gone\.py"):
         load_environment(settings(f"{tmp_path}/gone.py:make", name="gone", args={}))
-
-
-def test_the_environment_of_a_function_is_named_after_its_file() -> None:
-    assert EnvConfig(id="/somewhere/words.py:make").label == "words"
-    assert EnvConfig(id="/somewhere/words.py:make", name="w").label == "w"
-    with pytest.raises(ValidationError, match="names a directory of results"):
-        EnvConfig(id="/somewhere/words")
