@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,43 +171,29 @@ class WorkerPool:
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run a group on the worker with the fewest pending ones; see `EnvironmentPool.run_group`."""
-        environment = self._environments[request.env]
-        key = (request.env, request.split, request.group_id)
-        if self._losses[key] < MAX_LOSSES - 1:
-            return await self._run(environment, request, key)
-        async with environment.suspects:
-            return await self._run(environment, request, key)
-
-    async def _run(self, environment: _Environment, request: GroupRequest, key: tuple[str, Split, int]) -> list[Rollout]:
-        slot, worker = await self._choose(environment)
-        timeout_s = slot.settings.rollout_timeout_s
-        what = f"group {request.group_id} (example {request.example_id} of environment {request.env!r})"
-        try:
-            # The worker limits the time itself, unless its environment swallows the cancellation or blocks the event loop.
-            async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
-                rollouts = await worker.run_group(request)
-        except WorkerLost as exc:
-            self._losses[key] += 1
-            if self._losses[key] < MAX_LOSSES:
-                raise
-            failure = RolloutFailed(
-                f"{what} was lost with its worker {MAX_LOSSES} times, the last time because {exc}", kind="WorkerLost"
-            )
-            failure.__cause__ = exc
-        except TimeoutError as exc:
-            failure = RolloutFailed(
-                f"{what} did not end when its time was over (rollout_timeout_s, {timeout_s:g} s): its code must let "
-                "asyncio.CancelledError pass",
-                kind="TimeoutError",
-            )
-            failure.__cause__ = exc
-        except RolloutFailed as exc:
-            slot.budget.num_consecutive = 0
-            failure = exc
-        else:
-            slot.budget.num_consecutive = 0
-            del self._losses[key]
-            return rollouts
+        environment, key = self._environments[request.env], (request.env, request.split, request.group_id)
+        is_suspect = self._losses[key] == MAX_LOSSES - 1
+        async with environment.suspects if is_suspect else nullcontext():
+            slot, worker = await self._choose(environment)
+            try:
+                rollouts = await _run_in_time(worker, request, timeout_s=slot.settings.rollout_timeout_s)
+            except WorkerLost as exc:
+                self._losses[key] += 1
+                if self._losses[key] < MAX_LOSSES:
+                    raise
+                failure = RolloutFailed(
+                    f"group {request.group_id} (example {request.example_id} of environment {request.env!r}) was lost with its "
+                    f"worker {MAX_LOSSES} times, the last time because {exc}",
+                    kind="WorkerLost",
+                )
+                failure.__cause__ = exc
+            except RolloutFailed as exc:
+                slot.budget.num_consecutive = 0
+                failure = exc
+            else:
+                slot.budget.num_consecutive = 0
+                del self._losses[key]
+                return rollouts
         del self._losses[key]
         self._failures[request.env, failure.kind] += 1
         raise failure
@@ -376,6 +362,19 @@ class WorkerPool:
                 worker.num_pending,
             )
         slot.is_warned = blocked_s > _WARN_BLOCKED_S
+
+
+async def _run_in_time(worker: WorkerClient, request: GroupRequest, *, timeout_s: float | None) -> list[Rollout]:
+    """Limit the time of a group whose worker does not: its environment swallows the cancellation, or blocks the event loop."""
+    try:
+        async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
+            return await worker.run_group(request)
+    except TimeoutError as exc:
+        raise RolloutFailed(
+            f"group {request.group_id} (example {request.example_id} of environment {request.env!r}) did not end when its "
+            f"time was over (rollout_timeout_s, {timeout_s:g} s): its code must let asyncio.CancelledError pass",
+            kind="TimeoutError",
+        ) from exc
 
 
 @asynccontextmanager

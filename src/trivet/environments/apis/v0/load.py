@@ -38,11 +38,7 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
 
 
 def load_environment(settings: HostSettings) -> vf.Environment:
-    """Call the `load_environment` of the environment's package with its arguments.
-
-    Raises:
-        EnvironmentLoadError: the package is not installed, or its load_environment raised.
-    """
+    """Call the `load_environment` of the environment's package with its arguments."""
     env_id = settings.env_id
     require_installed(env_id)
     try:

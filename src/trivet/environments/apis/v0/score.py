@@ -39,9 +39,6 @@ async def score_group(env: vf.Environment, states: Sequence[Any], *, name: str, 
 
     Args:
         drops_errors: a reward function that raises or returns no reward fails the group; otherwise verifiers counts 0.
-
-    Raises:
-        RolloutFailed: the rubric raised, or a reward function did.
     """
     started = time.monotonic()
     with collect_reward_errors(name, num_rollouts=len(states)) as errors:
@@ -59,11 +56,7 @@ async def score_group(env: vf.Environment, states: Sequence[Any], *, name: str, 
 
 
 def read_scores(state: Mapping[str, Any], *, name: str) -> tuple[float, dict[str, float]]:
-    """Return the reward of a scored state, and the value of each reward function and metric by its name.
-
-    Raises:
-        RolloutFailed: the reward is no number that can be trained on.
-    """
+    """Return the reward of a scored state, and the value of each reward function and metric by its name."""
     metrics: dict[str, Any] = state.get("metrics") or {}
     return require_reward(state.get("reward"), env=name, values=metrics), measured(metrics)
 
@@ -82,9 +75,6 @@ async def rescore(
     Args:
         client: what a rollout's state holds as its client; it is not asked.
         name: the environment's, for errors.
-
-    Raises:
-        RolloutFailed: the prompt of the example has changed, or a reward function raised.
     """
     states = [await _make_state(env, example, conversation, client=client, model_name=model_name) for conversation in recorded]
     scoring_s = await score_group(env, states, name=name, drops_errors=True)

@@ -38,9 +38,6 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
 
     Args:
         environ: says where the worker's temporary files are. verifiers takes the key of a server from the process's own.
-
-    Raises:
-        EnvironmentLoadError: the package is not installed, its configuration refuses the args, or its own code raised.
     """
     use_trivet_clients()
     _tie_programs()
@@ -112,9 +109,6 @@ def make_config(data: Mapping[str, Any], *, name: str) -> EnvConfig:
     """Return the configuration, with every agent in a process of this machine unless its author or the user chose another place.
 
     verifiers' own default is a sandbox that has to be paid for.
-
-    Raises:
-        EnvironmentLoadError: an agent's harness runs what the model writes, and nothing says where.
     """
     config = resolve_env_config(dict(data))
     harnesses = config.agent_harnesses()

@@ -141,11 +141,7 @@ class Serving:
         self._closing = asyncio.Event()
 
     async def start(self) -> None:
-        """Return when everything is served. May be called again; a start that failed is tried again.
-
-        Raises:
-            RolloutFailed: something could not be served.
-        """
+        """Return when everything is served. May be called again; a start that failed is tried again."""
         if self._started is None or (self._started.done() and self._started.exception() is not None):
             self._started = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._serve(self._started), name="serving")
@@ -250,11 +246,7 @@ class TrivetClient(EvalClient):
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """Complete one turn.
-
-        Raises:
-            ProviderError: the server refused, cannot be reached, or answered without tokens.
-        """
+        """Complete one turn."""
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"the harness speaks the {type(dialect).__name__.removesuffix('Dialect')} API; only chat completions can be "

@@ -38,9 +38,6 @@ def to_rollout(episode: Episode, index: int, *, settings: HostSettings, find_tur
     """Return the episode as rollout `index` of its group.
 
     With several agents, the reward is the mean over the agents that are trained; each agent's own is a score.
-
-    Raises:
-        RolloutFailed: its reward is no number that can be trained on.
     """
     is_plain, strategy = settings.is_plain, settings.trajectory_strategy
     trained = [trace for trace in episode.traces if trace.agent.trainable]
@@ -154,9 +151,6 @@ async def rescore(env: Any, task: Any, recorded: Sequence[RecordedConversation],
 
     Args:
         name: the environment's, for errors.
-
-    Raises:
-        RolloutFailed: the prompt has changed, the rollouts cannot be scored outside their episode, or a reward function raised.
     """
     kinds: Any = vf
     if not isinstance(env, kinds.SingleAgentEnv):
