@@ -101,8 +101,8 @@ def run_translated(
             print_error(exc)
             return exc.exit_code
         except OSError as exc:
-            if not is_full_disk(exc):
-                raise
+            if not is_full_disk(exc) or arguments.help_section is not None:
+                raise  # help writes to the output alone
             print_error(describe_full_disk(exc))
             return DiskFull.exit_code
 

@@ -124,7 +124,7 @@ class Observer:
         self._log = log
         self._clock = clock
         self._began = clock.now()
-        self._silent: dict[RecoveryUnit, list[str]] = {unit: list(urls) for unit, urls in attempts.server_urls().items()}
+        self._unanswered: dict[RecoveryUnit, list[str]] = {unit: list(urls) for unit, urls in attempts.server_urls().items()}
         """Addresses of each unit's servers that have not answered since its last start."""
         self._watched_s = 0.0
         """Seconds for which this launcher has watched: its clock without the time in which it was stopped itself."""
@@ -141,8 +141,8 @@ class Observer:
 
     def restart(self, unit: RecoveryUnit, *, names: Iterable[str]) -> None:
         """Note that `unit` is started again with the roles `names`: its servers have to answer anew."""
-        if unit in self._silent:
-            self._silent[unit] = list(self._attempts.server_urls()[unit])
+        if unit in self._unanswered:
+            self._unanswered[unit] = list(self._attempts.server_urls()[unit])
         # An attempt may have fewer nodes.
         gone = {name for name, role in self.roles.items() if role.seen.unit == unit}.difference(names)
         for name in gone:
@@ -170,7 +170,7 @@ class Observer:
     def _ask_servers(self, now: float) -> None:
         # A server that was lost with its node would have the supervisor wait, each time, for an answer that cannot come.
         ended = {role.seen.unit for role in self.roles.values() if not role.is_running}
-        for unit, urls in self._silent.items():
+        for unit, urls in self._unanswered.items():
             for url in list(urls) if unit not in ended else ():
                 if answers(url):
                     urls.remove(url)
@@ -222,7 +222,7 @@ class Observer:
         """Warn when nothing that the roles report has changed for a time, and again after twice the time."""
         running = [role for role in self.roles.values() if role.is_running]
         reports = [report for role in running for report in role.reports.readable]
-        if (situation := [_what_moves(report) for report in reports]) != self._situation:
+        if (situation := [_progress_of(report) for report in reports]) != self._situation:
             self._situation, self._unchanged_since = situation, self._watched_s
             self._stall_due_s = self._config.stall_warn_s
         if (still_s := self._watched_s - self._unchanged_since) < self._stall_due_s:
@@ -239,11 +239,11 @@ class Observer:
 
     def is_answering(self, unit: RecoveryUnit) -> bool:
         """Return whether `unit` has servers, all of which have answered since its last start."""
-        return unit in self._silent and not self._silent[unit]
+        return unit in self._unanswered and not self._unanswered[unit]
 
     def has_progressed(self, unit: RecoveryUnit) -> bool:
         """Return whether every server of `unit` has answered, its workers run groups, or the trainer has finished a step."""
-        if unit in self._silent:
+        if unit in self._unanswered:
             return self.is_answering(unit)
         if unit == TRAINING:
             return self.last_step() > (self._attempts.from_step or 0)
@@ -295,7 +295,7 @@ def answers(base_url: str) -> bool:
         connection.close()
 
 
-def _what_moves(report: ProcessReport) -> tuple[object, ...]:
+def _progress_of(report: ProcessReport) -> tuple[object, ...]:
     """Return what changes when a run moves: anything that a process says but the time."""
     workers = [(each.env, each.pid, each.num_pending, each.num_generating, each.num_scoring) for each in report.workers]
     return (
