@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 
 from trivet.history.check import CheckReport
-from trivet.history.outline import Outline
+from trivet.history.record import Outline
 from trivet.history.replay import Replay
 from trivet.telemetry.events import seal
 from trivet.wire.events import (

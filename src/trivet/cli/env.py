@@ -147,11 +147,7 @@ def package_files(name: str, *, api: str = "v0") -> Mapping[str, str]:
         "class_name": "".join(part.capitalize() for part in name.split("-")),
         "verifiers": _RELEASES[api],
     }
-    templates = {
-        "pyproject.toml": "environment_pyproject.toml",
-        f"{module}.py": _MODULES[api],
-        "README.md": _READMES[api],
-    }
+    templates = {"pyproject.toml": "environment_pyproject.toml", f"{module}.py": _MODULES[api], "README.md": _READMES[api]}
     return {file: Template((_TEMPLATES / template).read_text()).substitute(words) for file, template in templates.items()}
 
 

@@ -84,9 +84,7 @@ def configure_quickstart(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this tool."""
     parser.add_argument("--seed", type=int, default=0, help="seed of the start model, the data and the training (default: 0)")
     parser.add_argument(
-        "--output-dir",
-        type=Path,
-        help=f"a new directory (default: {DEFAULT_OUTPUT}, then {DEFAULT_OUTPUT}-2, …)",
+        "--output-dir", type=Path, help=f"a new directory (default: {DEFAULT_OUTPUT}, then {DEFAULT_OUTPUT}-2, …)"
     )
 
 

@@ -117,8 +117,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         ConfigError: the directory holds no run.
         HistoryError: its events.jsonl cannot be read.
     """
-    from trivet.history.check import check_run
-    from trivet.history.describe_report import describe_report
+    from trivet.history.check import check_run, describe_report
 
     layout = RunLayout(arguments.output_dir)
     report = check_run(layout)

@@ -38,12 +38,7 @@ PLAIN_DIGEST = "unknown"
 """The digest recorded for the weights of a server that does not report one."""
 
 
-async def connect(
-    config: ClientConfig,
-    *,
-    environ: Mapping[str, str],
-    weights_dir: Path | None,
-) -> "EvalServers":
+async def connect(config: ClientConfig, *, environ: Mapping[str, str], weights_dir: Path | None) -> "EvalServers":
     """Reach the servers of `config`, all of which must answer.
 
     Args:
@@ -261,12 +256,7 @@ def require_free_servers(client: ClientConfig, origin: PolicyOrigin, weights_dir
             )
 
 
-async def _is_trivet_server(
-    client: InferenceClient,
-    config: ClientConfig,
-    *,
-    deadline: float,
-) -> bool:
+async def _is_trivet_server(client: InferenceClient, config: ClientConfig, *, deadline: float) -> bool:
     """Wait until the server answers; return whether it is a trivet server."""
     reported_at = float("-inf")
     while True:

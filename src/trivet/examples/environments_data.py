@@ -140,10 +140,7 @@ def as_message(message: Any) -> dict[str, Any]:
 
 def as_tool(tool: vf.Tool) -> dict[str, Any]:
     """Return a tool in the OpenAI form, as chat templates read it."""
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
-    }
+    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
 
 
 def main() -> None:

@@ -1,8 +1,6 @@
-"""Compares the files of a run with its history: checkpoints, published policies, the rollouts of each step, the run's identity."""
+"""Compares the files of a run with its history: the run's identity, the history's length, and checkpoints."""
 
 import tomllib
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,18 +9,16 @@ import msgspec
 from trivet.checkpoints.commit import committed_steps, read_record, removable_steps, verify_checkpoint
 from trivet.checkpoints.orchestrator_part import read_owed_groups
 from trivet.checkpoints.parts import DONE, ORCHESTRATOR, PARTS, TRAINER, read_listing
-from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
-from trivet.errors import CheckpointError, WeightsError
-from trivet.history import rollouts
+from trivet.config.layout import COMMITTED, ROLLOUTS_FILE, RunLayout
+from trivet.errors import CheckpointError
 from trivet.history.breaches import Invariant
-from trivet.history.outline import Extent, read_lines
+from trivet.history.published import compare_rollouts, compare_weights, require_published
+from trivet.history.record import Extent
 from trivet.history.replay import Replay
 from trivet.process.lock import holder_of
 from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS, list_files
 from trivet.weights.catalog import published_versions
-from trivet.weights.manifest import verify
-from trivet.wire.events import Retire
 from trivet.wire.status import RunState, RunStatus
 from trivet.wire.versions import Step
 
@@ -90,9 +86,11 @@ class Files:
         self._compare_length(replay, extent)
         self._compare_commits(replay)
         self._require_kept_commits(replay)
-        self._compare_weights(replay)
-        self._require_published(replay, extent)
-        self._compare_rollouts(replay)
+        compare_weights(replay, self.layout, self.weights)
+        require_published(replay, self.layout, extent, is_live=self.is_live)
+        size = self.config(ORCHESTRATOR).get("rollouts_per_example")
+        group_size = size if isinstance(size, int) else None
+        compare_rollouts(replay, self.layout, self.rollouts, group_size=group_size, is_live=self.is_live)
         for problem in self.problems:
             ledger.require(False, _RECORD, problem)
 
@@ -144,7 +142,12 @@ class Files:
     def _compare_commits(self, replay: Replay) -> None:
         recorded = replay.steps.commits
         newest = max(recorded, default=None)
-        self._require_newest(replay, newest)
+        if newest is not None:
+            replay.ledger.require(
+                newest in self.commits or any(step > newest for step in self.commits),
+                _COMMIT,
+                f"step {newest} is the last commit of the history, and {self.layout.checkpoint_step(newest)} is not there",
+            )
         for step in self.commits:
             replay.ledger.require(
                 step in recorded or replay.steps.may_have_committed(step),
@@ -164,16 +167,8 @@ class Files:
                 if ORCHESTRATOR in record.parts:
                     self._compare_owed(replay, step)
             except CheckpointError as exc:
-                if self._has_commit(step):
+                if (self.layout.checkpoint_step(step) / COMMITTED).exists():
                     replay.ledger.require(False, _COMMIT, str(exc))
-
-    def _require_newest(self, replay: Replay, newest: int | None) -> None:
-        if newest is not None:
-            replay.ledger.require(
-                newest in self.commits or any(step > newest for step in self.commits),
-                _COMMIT,
-                f"step {newest} is the last commit of the history, and {self.layout.checkpoint_step(newest)} is not there",
-            )
 
     def _compare_record(self, replay: Replay, step: Step) -> None:
         """Require that COMMITTED is the record of this run that the history's commit names."""
@@ -254,108 +249,6 @@ class Files:
             _ONCE,
             f"the group after batch {step} is {expected.next_group_id} in the history and {found.next_group_id} in the checkpoint",
         )
-
-    def _compare_weights(self, replay: Replay) -> None:
-        policies, ledger = replay.policies, replay.ledger
-        for version in self.weights:
-            directory = self.layout.weights_step(version)
-            try:
-                manifest = verify(directory)
-            except WeightsError as exc:
-                if (directory / STABLE).exists():
-                    ledger.require(False, _READERS, str(exc))
-                continue
-            if version in policies.retired:
-                ledger.require(
-                    not (directory / STABLE).exists(), _READERS, f"policy {version} was removed, and {directory} is there"
-                )
-                continue
-            published = policies.published.get(version)
-            if published is None and version <= replay.first_step:
-                continue  # of the run that this one was forked from
-            ledger.require(
-                published == manifest.digest,
-                _VERSIONS,
-                f"{directory} has digest {manifest.digest[:12]}; published under {version} is {(published or 'nothing')[:12]}",
-            )
-            ledger.require(
-                manifest.run_id == replay.run_id,
-                _RECORD,
-                f"{directory / MANIFEST} is of run {manifest.run_id!r}, the history of {replay.run_id!r}",
-            )
-            added = sorted(set(list_files(directory)) - {MANIFEST, STABLE, *manifest.files})
-            ledger.require(not added, _READERS, f"{directory} holds {added[:3]}, which nobody published")
-
-    def _require_published(self, replay: Replay, extent: Extent) -> None:
-        """Every policy that was published and not removed is there."""
-        published = replay.policies.published
-        missing = [version for version in sorted(published) if version not in published_versions(self.layout)]
-        if missing and self.is_live:
-            later = {line.event.version for line in self._lines_since(extent) if isinstance(line.event, Retire)}
-            missing = [version for version in missing if version not in later]
-        # A removal comes before its event: of each attempt that was cut short it may have happened to one policy older than
-        # the step that the next attempt went back to, which then removed what was left of it. A publication's event comes
-        # before its directory.
-        cuts = sorted(replay.roles.starts_after_cut.get(replay.trainer_role, []))
-        newest = max(published, default=0)
-        is_cut_short = replay.roles.is_cut_short(replay.trainer_role)
-        if is_cut_short:
-            cuts.append(newest)
-            missing = [version for version in missing if version != newest]
-        for version in reversed(missing):
-            directory = self.layout.weights_step(version)
-            if cuts and version < cuts[-1] and (is_cut_short or not directory.exists()):
-                cuts.pop()
-                continue
-            replay.ledger.require(
-                False, _READERS, f"policy {version} was published and not removed; {directory} is not there, or not complete"
-            )
-        replay.ledger.checks += len(published)
-
-    def _lines_since(self, extent: Extent) -> Iterator[Any]:
-        yield from read_lines(self.layout.events, first=extent.num_bytes)
-
-    def _compare_rollouts(self, replay: Replay) -> None:
-        ledger, groups = replay.ledger, replay.groups
-        size = self.config(ORCHESTRATOR).get("rollouts_per_example")
-        for step in self.rollouts:
-            formed = groups.formed.get(step)
-            if formed is None:
-                # The files of steps that are taken again go away just after the start.
-                is_left_over = self.is_live or not groups.num_since_start
-                ledger.require(
-                    is_left_over or step <= replay.first_step,
-                    _ONCE,
-                    f"{self.layout.rollouts_step(step)} holds rollouts, and the history forms no batch {step}",
-                )
-                continue
-            with self._passing_over_what_is_gone():
-                rollouts.compare_step(
-                    ledger,
-                    self.layout,
-                    step,
-                    groups=formed,
-                    written=groups.rollouts.get(step),
-                    group_size=size if isinstance(size, int) else None,
-                    is_replay=groups.is_replay,
-                )
-        for step in sorted(groups.rollouts.keys() - set(self.rollouts)):
-            ledger.require(
-                self.is_live, _ONCE, f"the rollouts of step {step} were written, and {self.layout.rollouts_step(step)} has none"
-            )
-        if num_unsaid := len(set(self.rollouts) - groups.rollouts.keys()):
-            ledger.not_examined.append(f"texts and scores in the rollouts of {num_unsaid:,} steps: the history has no digest")
-
-    @contextmanager
-    def _passing_over_what_is_gone(self) -> Generator[None, None, None]:
-        try:
-            yield
-        except FileNotFoundError:
-            if not self.is_live:
-                raise
-
-    def _has_commit(self, step: Step) -> bool:
-        return (self.layout.checkpoint_step(step) / COMMITTED).exists()
 
 
 def _read_status(layout: RunLayout) -> RunStatus | None:

@@ -88,12 +88,7 @@ class GroupHistory:
     """Holds the state of every group that has not ended."""
 
     def __init__(
-        self,
-        ledger: Ledger,
-        *,
-        max_off_policy_steps: int,
-        remembered: Collection[int],
-        with_rollouts: Collection[int] = (),
+        self, ledger: Ledger, *, max_off_policy_steps: int, remembered: Collection[int], with_rollouts: Collection[int] = ()
     ) -> None:
         """Start with no groups.
 
@@ -101,7 +96,7 @@ class GroupHistory:
             remembered: steps whose state will be asked for: by a start from them, or by `owed_after`.
             with_rollouts: steps whose groups will be asked for, by `formed`.
         """
-        self._ledger = ledger
+        self._require = ledger.require
         self._max_off_policy_steps = max_off_policy_steps
         self._remembered = frozenset(remembered)
         self._state = _State()
@@ -169,7 +164,7 @@ class GroupHistory:
         dispatched = self._state.counts.dispatched
         state = self._states.get(from_step)
         if state is None:
-            self._ledger.require(
+            self._require(
                 from_step == 0, _ONCE, f"starts from step {from_step}, but the history has no batch {from_step} to go back to"
             )
             state = _State(step=from_step)
@@ -191,7 +186,7 @@ class GroupHistory:
     def dispatch(self, event: Dispatch) -> None:
         """Check a group's first dispatch, or another after a lost try or a resume."""
         self.num_since_start += 1
-        self._ledger.require(
+        self._require(
             event.version >= self._newest_dispatch or self.is_replay,
             _VERSIONS,
             "a group is dispatched at an older policy than the one before it",
@@ -203,8 +198,8 @@ class GroupHistory:
             state.counts.dispatched += 1
         elif group is None:
             is_new = event.group_id >= state.next_group_id
-            self._ledger.require(is_new, _ONCE, f"group {event.group_id} is dispatched again after its end")
-            self._ledger.require(
+            self._require(is_new, _ONCE, f"group {event.group_id} is dispatched again after its end")
+            self._require(
                 not is_new or event.group_id == state.next_group_id,
                 _ONCE,
                 f"group {event.group_id} is dispatched, but {state.next_group_id} is the next: ids were left out",
@@ -212,9 +207,9 @@ class GroupHistory:
             state.next_group_id = max(state.next_group_id, event.group_id + 1)
             state.counts.dispatched += 1
         else:
-            self._ledger.require(not group.is_finished, _ONCE, f"group {event.group_id} is dispatched again after it finished")
+            self._require(not group.is_finished, _ONCE, f"group {event.group_id} is dispatched again after it finished")
             known, repeated = (group.env, group.example_id), (event.env, event.example_id)
-            self._ledger.require(
+            self._require(
                 known == repeated or group.is_owed,  # a data set may have changed before a resume: rows move
                 _ONCE,
                 f"group {event.group_id} is dispatched as example {repeated} and was example {known}",
@@ -229,10 +224,10 @@ class GroupHistory:
         if group is None:
             return
         self.num_since_start += 1
-        self._ledger.require(not group.is_finished, _ONCE, f"{name} finishes twice")
-        self._ledger.require(not group.is_owed, _ONCE, f"{name} finishes without being dispatched again after the resume")
+        self._require(not group.is_finished, _ONCE, f"{name} finishes twice")
+        self._require(not group.is_owed, _ONCE, f"{name} finishes without being dispatched again after the resume")
         if event.newest_version != _NO_TOKENS:
-            self._ledger.require(
+            self._require(
                 group.version <= event.oldest_version <= event.newest_version
                 and (event.newest_version <= newest_published or self.is_replay),
                 _VERSIONS,
@@ -254,8 +249,8 @@ class GroupHistory:
         group = self._find(event.group_id, "is filtered")
         if group is None:
             return
-        self._ledger.require(group.is_finished, _ONCE, f"group {event.group_id} is filtered before it finished")
-        self._ledger.require(bool(event.reason), _ONCE, f"group {event.group_id} is filtered without a reason")
+        self._require(group.is_finished, _ONCE, f"group {event.group_id} is filtered before it finished")
+        self._require(bool(event.reason), _ONCE, f"group {event.group_id} is filtered without a reason")
         self._state.counts.filtered[event.reason] += 1
         self._end(event.group_id)
 
@@ -263,14 +258,14 @@ class GroupHistory:
         """End a group that failed or is stale."""
         if self._find(event.group_id, "is dropped") is None:
             return
-        self._ledger.require(bool(event.reason), _ONCE, f"group {event.group_id} is dropped without a reason")
+        self._require(bool(event.reason), _ONCE, f"group {event.group_id} is dropped without a reason")
         self._state.counts.dropped[event.reason.partition(":")[0]] += 1
         self._end(event.group_id)
 
     def batch(self, event: BatchFormed) -> None:
         """End the batch's groups, and remember those that live on."""
         state, name = self._state, f"batch {event.step}"
-        self._ledger.require(event.step == state.step + 1, _ONCE, f"{name} is formed, but {state.step + 1} is the next")
+        self._require(event.step == state.step + 1, _ONCE, f"{name} is formed, but {state.step + 1} is the next")
         self.num_since_start += 1
         found: dict[int, LiveGroup] = {
             group_id: group for group_id in event.group_ids if (group := self._leave_for_batch(group_id, event.step))
@@ -279,7 +274,7 @@ class GroupHistory:
         if event.step in self._with_rollouts:
             self.formed[event.step] = found
         self._check_versions(event, groups)
-        self._ledger.require(bool(event.group_ids), _ONCE, f"{name} is empty")
+        self._require(bool(event.group_ids), _ONCE, f"{name} is empty")
         state.step = event.step
         state.counts.batched += len(groups)
         self._formed[event.step] = list(event.group_ids)
@@ -290,7 +285,7 @@ class GroupHistory:
     def rollouts_written(self, event: RolloutsWritten) -> None:
         """Keep the digest of a step's files, written once and right after its batch."""
         step = self._state.step
-        self._ledger.require(
+        self._require(
             event.step == step and event.step not in self.rollouts,
             _ONCE,
             f"the rollouts of step {event.step} are written after batch {step} was formed"
@@ -303,13 +298,13 @@ class GroupHistory:
         if group is None and self._state.ended is not None and group_id not in self._state.ended:
             group = self._state.live[group_id] = _READY_ELSEWHERE
         before = "it ended before" if group_id < self._state.next_group_id else "it was never dispatched"
-        self._ledger.require(group is not None, _ONCE, f"group {group_id} {happens}, but {before}")
+        self._require(group is not None, _ONCE, f"group {group_id} {happens}, but {before}")
         return group
 
     def _leave_for_batch(self, group_id: int, step: Step) -> LiveGroup | None:
         group = self._find(group_id, f"enters batch {step}")
         if group is not None:
-            self._ledger.require(group.is_finished, _ONCE, f"group {group_id} enters batch {step} before it finished")
+            self._require(group.is_finished, _ONCE, f"group {group_id} enters batch {step} before it finished")
             self._end(group_id)
         return group
 
@@ -320,7 +315,7 @@ class GroupHistory:
 
     def _check_versions(self, event: BatchFormed, groups: Sequence[LiveGroup]) -> None:
         allowed = max(event.step - 1 - self._max_off_policy_steps, 0)
-        self._ledger.require(
+        self._require(
             self.is_replay or allowed <= event.oldest_version <= event.newest_version <= event.step - 1,
             _VERSIONS,
             f"batch {event.step} holds tokens of policies {event.oldest_version} to {event.newest_version}; "
@@ -329,7 +324,7 @@ class GroupHistory:
         if groups and all(group.env for group in groups):
             recorded = (event.oldest_version, event.newest_version)
             known = (min(group.oldest for group in groups), max(group.newest for group in groups))
-            self._ledger.require(
+            self._require(
                 recorded == known, _VERSIONS, f"batch {event.step} says policies {recorded}, its groups finished with {known}"
             )
 
@@ -343,7 +338,7 @@ class GroupHistory:
         for group_id, group in self._state.live.items():
             if not group.is_owed and group.env:
                 oldest = group.oldest if group.is_finished else group.version
-                self._ledger.require(
+                self._require(
                     not is_stale(step=Step(step - 1), oldest=oldest, max_off_policy_steps=self._max_off_policy_steps),
                     _ONCE,
                     f"group {group_id}, begun at policy {oldest}, was neither trained nor filtered nor dropped when "

@@ -20,7 +20,7 @@ class PolicyHistory:
         Args:
             first_step: what the run itself began from: policies up to there are another run's, whose publications it copied.
         """
-        self._ledger = ledger
+        self._require = ledger.require
         self._first_step = first_step
         self._adopted: dict[int, str] = {}
         """Digest by version of another run's policies, as they were loaded first."""
@@ -65,16 +65,14 @@ class PolicyHistory:
     def publish(self, event: Publish, *, last_step: int) -> None:
         """Check that a version is published once, after its step."""
         known = self.published.get(event.version)
-        self._ledger.require(
-            event.version == last_step, _VERSIONS, f"policy {event.version} is published after step {last_step}"
-        )
-        self._ledger.require(
+        self._require(event.version == last_step, _VERSIONS, f"policy {event.version} is published after step {last_step}")
+        self._require(
             known in (None, event.digest),
             _VERSIONS,
             f"policy {event.version} is published again with digest {_short(event.digest)}; tokens labelled "
             f"{event.version} were sampled from {_short(known)}",
         )
-        self._ledger.require(
+        self._require(
             known is None or (event.version == self._from_step and not self._has_published),
             _VERSIONS,
             f"policy {event.version} is published twice",
@@ -95,16 +93,16 @@ class PolicyHistory:
         if event.version == START_VERSION:
             self._start_digest = self._start_digest or event.digest
             self._check_digest(name, event.digest, self._start_digest)
-        elif self._ledger.require(event.version not in self.retired, _READERS, f"{name}, which was removed before"):
+        elif self._require(event.version not in self.retired, _READERS, f"{name}, which was removed before"):
             expected = self.published.get(event.version)
             if expected is None and event.version <= self._first_step:
                 expected = self._adopted.setdefault(event.version, event.digest)
-            if self._ledger.require(expected is not None, _VERSIONS, f"{name}, which nobody published"):
+            if self._require(expected is not None, _VERSIONS, f"{name}, which nobody published"):
                 self._check_digest(name, event.digest, expected)
         if event.version in self._probed:
             self._check_probe(name, event.probe_mismatch, event.probe_limit)
         before = self._highest.get(event.server, START_VERSION)
-        self._ledger.require(event.version >= before, _VERSIONS, f"{name} after policy {before}: versions only grow")
+        self._require(event.version >= before, _VERSIONS, f"{name} after policy {before}: versions only grow")
         self._highest[event.server] = event.version
         self._held[event.server] = (event.version, event.digest)
 
@@ -114,7 +112,7 @@ class PolicyHistory:
 
     def _check_probe(self, name: str, mismatch: float | None, limit: float | None) -> None:
         held = mismatch is not None and limit is not None and mismatch <= limit
-        self._ledger.require(
+        self._require(
             held,
             _VERSIONS,
             f"{name} and is {mismatch} nats from the trainer's log-probabilities of its probe; allowed are {limit}",
@@ -124,15 +122,15 @@ class PolicyHistory:
 
     def server_down(self, event: ServerDown) -> None:
         """Forget what the server held."""
-        self._ledger.require(event.server in self._up, _VERSIONS, f"{event.server} goes down, which was not up")
+        self._require(event.server in self._up, _VERSIONS, f"{event.server} goes down, which was not up")
         self._up.discard(event.server)
         self._held.pop(event.server, None)
 
     def server_up(self, event: ServerUp) -> None:
         """Check that the server serves what it loaded last."""
         held = self._held.get(event.server)
-        self._ledger.require(event.server not in self._up, _VERSIONS, f"{event.server} is up, and comes up again")
-        self._ledger.require(
+        self._require(event.server not in self._up, _VERSIONS, f"{event.server} is up, and comes up again")
+        self._require(
             held == (event.version, event.digest),
             _VERSIONS,
             f"{event.server} takes rollouts with policy {event.version} ({_short(event.digest)}); what it loaded last is "
@@ -143,28 +141,26 @@ class PolicyHistory:
     def dispatch(self, event: Dispatch) -> None:
         """Check that a server which is up holds the group's version."""
         newest = max((version for version, _ in self._held.values()), default=None)
-        self._ledger.require(
+        self._require(
             newest is not None and event.version <= newest,
             _VERSIONS,
             f"group {event.group_id} is dispatched at policy {event.version}; the newest that a server holds is {newest}",
         )
         if event.server:
-            self._ledger.require(
+            self._require(
                 event.server in self._up, _VERSIONS, f"group {event.group_id} goes to {event.server}, which is not up"
             )
 
     def retire(self, event: Retire) -> None:
         """Check that no server may still read the removed policy."""
         readers = sorted(server for server, (version, _) in self._held.items() if version <= event.version)
-        self._ledger.require(
-            not readers, _READERS, f"policy {event.version} is removed, and {', '.join(readers)} may still need it"
-        )
-        self._ledger.require(
+        self._require(not readers, _READERS, f"policy {event.version} is removed, and {', '.join(readers)} may still need it")
+        self._require(
             event.version in self.published or event.version <= self._first_step,
             _READERS,
             f"policy {event.version} is removed, which was not there",
         )
-        self._ledger.require(event.version < self._newest, _READERS, f"policy {event.version} is removed, which is the newest")
+        self._require(event.version < self._newest, _READERS, f"policy {event.version} is removed, which is the newest")
         self.retired[event.version] = self.published.pop(event.version, "")
 
     def evaluate(self, event: Evaluate) -> None:
@@ -176,7 +172,7 @@ class PolicyHistory:
             self._check_digest(f"the evaluation of {event.env} measures policy {event.version}", event.digest, known)
 
     def _check_digest(self, name: str, found: str, expected: str | None) -> None:
-        self._ledger.require(
+        self._require(
             found == expected,
             _VERSIONS,
             f"{name} with digest {_short(found)}; what was published under it has {_short(expected)}",

@@ -1,15 +1,17 @@
-"""Reads events one after the other and hands each to the parts of the checker that it concerns. No files, no clock."""
+"""Reads events one after the other and hands each to the part of the checker that it concerns. No files, no clock.
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+The trainer's side of invariants 1 and 3 is here: steps are trained once, on the batch formed for them; commits and starts.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from trivet.checkpoints.orchestrator_part import OwedGroups
 from trivet.history.breaches import Invariant, Ledger
 from trivet.history.groups import GroupHistory
 from trivet.history.policies import PolicyHistory
+from trivet.history.record import Outline
 from trivet.history.roles import RoleHistory
-from trivet.history.steps import StepHistory
 from trivet.wire.events import (
     AnyEvent,
     BatchFormed,
@@ -30,22 +32,85 @@ from trivet.wire.events import (
     Stop,
     Train,
 )
+from trivet.wire.versions import Step
 
 ORCHESTRATOR, TRAINER, SFT = "orchestrator", "trainer", "sft"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
-    """Facts about a history that must be known before it is read."""
+_ONCE, _COMMIT = Invariant.EXACTLY_ONCE, Invariant.ONE_COMMIT
 
-    start_steps: frozenset[int]
-    """Every step that an attempt started from."""
-    has_orchestrator: bool
-    """False for supervised fine-tuning and for batches that are fed again from disk."""
-    first_step: int = 0
-    """The step that the first attempt started from; above 0 for a fork of another run."""
-    does_count_attempts: bool = False
-    """A launcher started the roles: each start of a role is a later attempt."""
+
+class StepHistory:
+    """Holds the trainer's last step and its commits."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._require = ledger.require
+        self.last_step = Step(0)
+        self.from_step = Step(0)
+        self.commits: dict[int, str] = {}
+        """Digest of its record by step, empty where the history has none."""
+        self.recent: set[int] = set()
+        """Steps committed since the trainer started, and the one that it started from."""
+        self.has_started = False
+        self.has_stopped = True
+        """False while an attempt runs, and for ever when it was killed: then it may have committed without saying so."""
+        self.voided = 0
+        """Steps that resumes took back."""
+
+    def start(self, event: Start) -> None:
+        """Check that an attempt starts from a committed step."""
+        if self.has_started and event.from_step:
+            self._require(
+                event.from_step in self.commits or self.may_have_committed(event.from_step),
+                _COMMIT,
+                f"starts from step {event.from_step}, which was not committed; commits: {sorted(self.commits) or 'none'}",
+            )
+        elif self.has_started:
+            self._require(not self.commits, _COMMIT, f"starts anew, although step {max(self.commits, default=0)} is committed")
+        self.voided += max(self.last_step - event.from_step, 0)
+        self.commits = {step: digest for step, digest in self.commits.items() if step <= event.from_step}
+        self.recent = {event.from_step} if event.from_step else set()
+        if event.from_step:
+            self.commits.setdefault(event.from_step, "")
+        self.last_step = self.from_step = event.from_step
+        self.has_started, self.has_stopped = True, False
+
+    def may_have_committed(self, step: int) -> bool:
+        """Return whether a commit of `step` may be real without an event: it is written just before the event is."""
+        return not self.has_stopped and self.from_step < step <= self.last_step
+
+    def train(self, event: Train, *, formed: Sequence[int] | None) -> None:
+        """Check that the step is the next, and trains what its batch was formed of."""
+        self._require(
+            event.step == self.last_step + 1, _ONCE, f"step {event.step} is trained, but {self.last_step + 1} is the next"
+        )
+        if self._require(formed is not None, _ONCE, f"step {event.step} is trained before its batch was formed"):
+            self._require(
+                formed == event.group_ids,
+                _ONCE,
+                f"step {event.step} trained groups {_few(event.group_ids)}; its batch was formed of {_few(formed or ())}",
+            )
+        self.last_step = event.step
+
+    def reach(self, step: int) -> None:
+        """Supervised fine-tuning says which step it has reached by publishing it."""
+        self.last_step = Step(max(self.last_step, step))
+
+    def commit(self, event: Commit) -> None:
+        """Check that a trained step is committed once."""
+        self._require(event.step not in self.commits, _COMMIT, f"step {event.step} is committed twice")
+        self._require(
+            event.step <= self.last_step,
+            _COMMIT,
+            f"step {event.step} is committed; the last that was trained is {self.last_step}",
+        )
+        self.commits[event.step] = event.digest
+        self.recent.add(event.step)
+
+
+def _few(group_ids: Sequence[int]) -> str:
+    shown = ", ".join(str(group_id) for group_id in group_ids[:8])
+    return f"[{shown}{', …' if len(group_ids) > 8 else ''}]"
 
 
 class Replay:
@@ -111,14 +176,17 @@ class Replay:
         if isinstance(event, Start):
             self._start(event)
         elif event.role == ORCHESTRATOR:
-            self._read_orchestrator(event)
+            if isinstance(event, Dispatch) and not self.groups.is_replay:
+                self.policies.dispatch(event)
+            if handle := self._orchestrator_handlers.get(type(event)):
+                handle(event)
         elif event.role in (TRAINER, SFT):
             self._read_trainer(event)
 
     def _start(self, event: Start) -> None:
         self.ledger.require(
             self.run_id in ("", event.run_id),
-            Invariant.EXACTLY_ONCE,
+            _ONCE,
             f"{event.role} of run {event.run_id!r} writes into the history of run {self.run_id!r}",
         )
         self.run_id = self.run_id or event.run_id
@@ -138,12 +206,6 @@ class Replay:
             self.steps.start(event)
             self.policies.start_trainer(event.from_step)
             self.last_stop = None
-
-    def _read_orchestrator(self, event: AnyEvent) -> None:
-        if isinstance(event, Dispatch) and not self.groups.is_replay:
-            self.policies.dispatch(event)
-        if handle := self._orchestrator_handlers.get(type(event)):
-            handle(event)
 
     def _read_trainer(self, event: AnyEvent) -> None:
         match event:
@@ -170,7 +232,7 @@ class Replay:
         starts = self._from_step.get(ORCHESTRATOR), self._from_step.get(event.role)
         self.ledger.require(
             not self._outline.has_orchestrator or starts[0] == starts[1],
-            Invariant.ONE_COMMIT,
+            _COMMIT,
             f"the trainer went back to step {starts[1]} and the orchestrator to step {starts[0]}",
         )
         self.steps.train(event, formed=formed)

@@ -31,7 +31,7 @@ class RoleHistory:
         Args:
             does_count_attempts: a launcher started the roles, and counted; roles started by hand may all say attempt 1.
         """
-        self._ledger = ledger
+        self._ledger, self._require = ledger, ledger.require
         self._does_count_attempts = does_count_attempts
         self._lives: dict[str, _Life] = {}
         self.starts_after_cut: dict[str, list[int]] = {}
@@ -51,7 +51,7 @@ class RoleHistory:
             self._begin(event, life)
             return
         if life is None:
-            self._ledger.require(False, _RECORD, f"the {event.role} writes before its start: the start was removed or moved")
+            self._require(False, _RECORD, f"the {event.role} writes before its start: the start was removed or moved")
             self._lives[event.role] = _Life(attempt=event.attempt, last=event)
             return
         self._ledger.checks += 3
@@ -90,10 +90,8 @@ class RoleHistory:
     def _begin(self, event: AnyEvent, life: _Life | None) -> None:
         if life is not None:
             is_later = event.attempt > life.attempt or (not self._does_count_attempts and event.attempt == life.attempt)
-            self._ledger.require(
-                is_later, _RECORD, f"the {event.role} starts as attempt {event.attempt} after attempt {life.attempt}"
-            )
-            self._ledger.require(event != life.last, _RECORD, f"the start of the {event.role} is there twice")
+            self._require(is_later, _RECORD, f"the {event.role} starts as attempt {event.attempt} after attempt {life.attempt}")
+            self._require(event != life.last, _RECORD, f"the start of the {event.role} is there twice")
             if isinstance(event, Start) and self.is_cut_short(event.role):
                 self.starts_after_cut.setdefault(event.role, []).append(event.from_step)
         self._lives[event.role] = _Life(attempt=event.attempt, last=event)

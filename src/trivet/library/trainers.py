@@ -223,12 +223,7 @@ class SFTTrainer(_Trainer):
         """
         config = plan_sft(model, data, args or SFTArguments())
         require_files(config)
-        super().__init__(
-            config,
-            module="trivet.launcher.commands.sft",
-            callbacks=callbacks,
-            progress=progress,
-        )
+        super().__init__(config, module="trivet.launcher.commands.sft", callbacks=callbacks, progress=progress)
 
 
 class ProgressBar:

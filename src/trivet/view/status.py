@@ -45,12 +45,7 @@ def read_status(layout: RunLayout) -> RunStatus:
             f"{str(layout.root)!r} holds no run: neither status.json nor reports of roles; give a run's output_dir"
         )
     roles = [
-        RoleStatus(
-            name=name,
-            state=RoleState.RUNNING,
-            pid=reports_of_role[0].pid,
-            reports=reports_of_role,
-        )
+        RoleStatus(name=name, state=RoleState.RUNNING, pid=reports_of_role[0].pid, reports=reports_of_role)
         for name in sorted({report.role for report in reports})
         if (reports_of_role := [report for report in reports if report.role == name])
     ]

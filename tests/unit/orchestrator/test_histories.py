@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from support.simulated_run import Plan, SimulatedRun, publish_policies
 from support.virtual_time import run_virtually
-from trivet.history.replay import Outline, Replay
+from trivet.history.record import Outline
+from trivet.history.replay import Replay
 from trivet.wire.events import BatchFormed, ServerDown
 
 LIMIT_S = 20_000.0

@@ -13,7 +13,8 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError, CheckpointError
-from trivet.history.replay import Outline, Replay
+from trivet.history.record import Outline
+from trivet.history.replay import Replay
 from trivet.orchestrator.assembly import make_replay_loop
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part

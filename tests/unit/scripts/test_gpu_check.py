@@ -124,17 +124,3 @@ def test_the_run_whose_server_sleeps_is_a_valid_configuration_for_one_gpu(tmp_pa
     assert str(tmp_path / "sleep") in commands[2]
     on_cpu = {each.name: each.missing for each in parts_script.make_parts(MACHINE, scratch=tmp_path, traces=tmp_path)}
     assert on_cpu["sleep"] == "a server on the CPU has no GPU memory to free"
-
-
-def test_results_of_tests_are_their_counts_and_the_names_of_those_that_failed() -> None:
-    output = (
-        "..F\nSKIPPED [1] tests/a.py:3: no flash_attn\nFAILED tests/a.py::test_b - x\n1 failed, 2 passed, 1 skipped in 3.1s\n"
-    )
-    assert parts_script.pytest_counts(output) == {
-        "summary": "1 failed, 2 passed, 1 skipped in 3.1s",
-        "failed": ["FAILED tests/a.py::test_b - x"],
-        "skipped": ["SKIPPED [1] tests/a.py:3: no flash_attn"],
-    }
-    assert parts_script.pytest_counts("Traceback\n") is None
-    assert parts_script.last_json('{"a": 1}\n{broken\nend') == {"a": 1}
-    assert parts_script.whole_json("not JSON") is None

@@ -77,41 +77,6 @@ def test_with_a_gpu_the_cuda_build_is_installed(machine):
     assert links == ""
 
 
-_DRIVER_PROBLEM = "torch needs a driver for CUDA 13, this one runs up to CUDA 12: update the NVIDIA driver"
-
-
-def install_with_driver(machine: Machine, *, problem: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Install with a Python that gives `problem` as the doctor's answer about the driver."""
-    python = f"#!/bin/bash\n[[ $* != *find_driver_problem* ]] || echo '{problem}'\n"
-    machine.add_command("uv", f"mkdir -p .venv/bin\ncat >.venv/bin/python <<'END'\n{python}END\nchmod +x .venv/bin/python")
-    done = machine.try_install(**environment)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def test_a_driver_that_is_too_old_for_torch_is_warned_of_after_the_installation(machine):
-    machine.add_command("nvidia-smi", "echo 'GPU 0: some GPU'")
-    done = install_with_driver(machine, problem=_DRIVER_PROBLEM)
-    assert f"install: warning: no run can use the GPU yet: {_DRIVER_PROBLEM}\n" in done.stderr
-
-
-def test_a_driver_that_fits_is_not_mentioned(machine):
-    machine.add_command("nvidia-smi", "echo 'GPU 0: some GPU'")
-    assert "warning" not in install_with_driver(machine, problem="").stderr
-
-
-def test_the_driver_of_a_machine_that_only_builds_an_image_does_not_matter(machine):
-    assert "warning" not in install_with_driver(machine, problem=_DRIVER_PROBLEM, INSTALL_EXTRA="cuda").stderr
-
-
-def test_an_image_is_told_which_build_it_gets(machine):
-    machine.install(INSTALL_EXTRA="cuda")
-    assert "--extra cuda" in machine.uv_calls()[0][1]
-    done = machine.try_install(INSTALL_EXTRA="rocm")
-    assert done.returncode == 1
-    assert "INSTALL_EXTRA must be cpu or cuda, not 'rocm'" in done.stderr
-
-
 def test_the_cuda_build_gets_no_wheels_that_pip_is_told_about(machine, tmp_path):
     """Among them may be a CPU torch."""
     machine.add_command("nvidia-smi", "echo 'GPU 0: some GPU'")
@@ -120,12 +85,6 @@ def test_the_cuda_build_gets_no_wheels_that_pip_is_told_about(machine, tmp_path)
     [(links, arguments)] = machine.uv_calls()
     assert "--extra cuda" in arguments
     assert links == ""
-
-
-def test_a_driver_without_a_gpu_counts_as_no_gpu(machine):
-    machine.add_command("nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
-    machine.install()
-    assert "--extra cpu" in machine.uv_calls()[0][1]
 
 
 def test_a_directory_with_the_cpu_torch_is_passed_on(machine, tmp_path):
@@ -137,11 +96,6 @@ def test_a_directory_with_the_cpu_torch_is_passed_on(machine, tmp_path):
     assert "UV_FIND_LINKS" not in said
 
 
-def test_a_directory_without_it_is_passed_on_too_and_said_to_lack_it(machine, tmp_path):
-    assert "set UV_FIND_LINKS" in machine.install(PIP_FIND_LINKS=str(tmp_path))
-    assert machine.uv_calls()[0][0] == str(tmp_path)
-
-
 def test_a_second_run_installs_nothing_until_the_dependencies_change(machine):
     machine.install()
     assert "everything is there" in machine.install()
@@ -151,45 +105,12 @@ def test_a_second_run_installs_nothing_until_the_dependencies_change(machine):
     assert len(machine.uv_calls()) == 2
 
 
-def test_without_a_terminal_uv_speaks_but_not_of_each_package_and_a_line_now_and_then_says_that_it_runs(machine):
-    machine.add_command(
-        "uv",
-        'echo "Resolved 2 packages in 1s" >&2\nsleep 1\necho " + a-package==1.0" >&2\nmkdir -p .venv/bin\n'
-        "ln -sf /bin/true .venv/bin/python",
-    )
-    done = machine.try_install(INSTALL_PROGRESS_S="0.3")
-    assert done.returncode == 0
-    assert "install: uv: Resolved 2 packages in 1s\n" in done.stderr
-    assert "a-package" not in done.stderr
-    assert "install: uv sync still runs after " in done.stdout
-
-
-def test_a_uv_that_pip_put_beside_the_path_is_found_and_its_directory_is_said(machine, tmp_path):
-    """As under pyenv, which knows new programs only after `pyenv rehash`."""
-    scripts = tmp_path / "scripts_of_python"
-    scripts.mkdir()
-    (machine.bin / "uv").rename(scripts / "uv")
-    (machine.bin / "python3").unlink()
-    answers = f'*sysconfig*) echo {scripts} ;; *sys.executable*) echo "$0" ;; *pip*) ;;'
-    machine.add_command("python3", f'case "$*" in {answers} *) exec {sys.executable} "$@" ;; esac')
-    said = machine.install(HOME=str(tmp_path))
-    assert f"install: to type uv yourself, add the directory where pip put it to PATH: {scripts}\n" in said
-    assert len(machine.uv_calls()) == 1
-
-
 def test_a_failure_of_uv_ends_the_script_with_its_message(machine):
     machine.add_command("uv", 'echo "error: no such wheel" >&2; exit 2')
     done = machine.try_install()
     assert done.returncode == 1
     assert done.stderr.index("install: uv: error: no such wheel") < done.stderr.index("install: uv sync failed")
     assert not (machine.checkout / ".venv" / ".installed").exists()
-
-
-def test_uv_is_given_the_interpreter_and_not_a_shim_of_it(machine):
-    (machine.bin / "python3").unlink()
-    machine.add_command("python3", f'exec {sys.executable} "$@"')
-    machine.install()
-    assert f"--python {sys.executable}" in machine.uv_calls()[0][1]
 
 
 def test_a_python_that_is_too_old_is_passed_over(machine):

@@ -49,14 +49,6 @@ def test_a_cluster_whose_namespaces_are_refused_fails_at_once_and_can_be_ended(t
     assert not state.exists()
 
 
-def test_a_directory_whose_path_is_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
-    state = tmp_path / ("s" * 68)
-    done = run_script("up", "1", state=state, programs=write_programs(tmp_path / "programs"))
-    assert done.returncode == 1
-    assert "is too long for the sockets of SLURM; set SLURM_CLUSTER_DIR to a path of at most 67 characters" in done.stderr
-    assert not state.exists()
-
-
 @contextmanager
 def started(*command: str) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a command in a session of its own."""

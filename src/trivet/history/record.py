@@ -1,6 +1,8 @@
-"""Reads events.jsonl line by line, and first for where attempts started and how far the file reaches.
+"""Reads events.jsonl line by line, and checks that it holds every line as it was written (`telemetry.events`).
 
-A run may go on while it is checked.
+Each role's lines are a chain: a line that was changed, removed, repeated or moved breaks it at the next one. Each line says how
+long the file was when it was written: a line that stands earlier has lost something before it, whoever wrote that. Lines that are
+missing at the end of the file are not found here; other files tell of those. A run may go on while it is checked.
 """
 
 from collections.abc import Iterator
@@ -10,11 +12,26 @@ from pathlib import Path
 import msgspec
 
 from trivet.errors import HistoryError
-from trivet.history.replay import Outline
-from trivet.telemetry.events import decode_event
+from trivet.history.breaches import Invariant, Ledger
+from trivet.telemetry.events import chain_value, decode_event, take_apart
 from trivet.wire.events import AnyEvent, Start
 
 _START, _ORCHESTRATOR = b'"start"', b'"role":"orchestrator"'
+_RECORD = Invariant.INTACT_RECORD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """Facts about a history that must be known before it is read."""
+
+    start_steps: frozenset[int]
+    """Every step that an attempt started from."""
+    has_orchestrator: bool
+    """False for supervised fine-tuning and for batches that are fed again from disk."""
+    first_step: int = 0
+    """The step that the first attempt started from; above 0 for a fork of another run."""
+    does_count_attempts: bool = False
+    """A launcher started the roles: each start of a role is a later attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +74,9 @@ def outline(path: Path, *, does_count_attempts: bool) -> Extent:
         has_orchestrator = has_orchestrator or _ORCHESTRATOR in text
         if _START in text and isinstance(event := _decode(text, path, line), Start):
             starts.append(event)
+    with path.open("rb") as file:
+        file.seek(num_bytes)
+        rest = file.read()
     return Extent(
         outline=Outline(
             start_steps=frozenset(int(event.from_step) for event in starts),
@@ -65,15 +85,8 @@ def outline(path: Path, *, does_count_attempts: bool) -> Extent:
             does_count_attempts=does_count_attempts,
         ),
         num_bytes=num_bytes,
-        num_torn=_num_torn(path, num_bytes),
+        num_torn=0 if b"\n" in rest else len(rest),  # else lines that came since
     )
-
-
-def _num_torn(path: Path, num_bytes: int) -> int:
-    with path.open("rb") as file:
-        file.seek(num_bytes)
-        rest = file.read()
-    return 0 if b"\n" in rest else len(rest)  # else lines that came since
 
 
 def read_lines(path: Path, *, first: int = 0, num_bytes: int | None = None) -> Iterator[Line]:
@@ -115,3 +128,47 @@ def _decode(text: bytes, path: Path, line: int) -> AnyEvent:
             f"{path}:{line} is no event of this version ({exc}): {shown}; check it with the version that "
             "wrote it, or mend the line"
         ) from exc
+
+
+class ChainHistory:
+    """Follows the chain of each role's lines."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._last: dict[str, bytes] = {}
+        self.num_unsealed = 0
+        """Lines that carry no chain: of versions that wrote none."""
+
+    def read(self, line: Line) -> None:
+        """Check one line against the last line of its role."""
+        role, place = line.event.role, line.place
+        parts, last = take_apart(line.text), self._last.get(role)
+        ledger = self._ledger
+        ledger.checks += 1
+        if parts is None:
+            if last is not None:
+                ledger.breach(_RECORD, f"the line carries no chain, and earlier lines of the {role} do")
+            self.num_unsealed += 1
+            return
+        last = last or b""
+        ledger.checks += 1
+        if parts.chain != chain_value(parts.content, last):
+            ledger.breach(
+                _RECORD, f"the chain of the {role} breaks: this line, or one before it, was changed, removed or moved"
+            )
+        if place + parts.start < parts.offset:
+            ledger.breach(
+                _RECORD,
+                f"the line was written at byte {parts.offset} or later and stands at byte {place + parts.start}: "
+                "something before it was removed or moved",
+            )
+        self._last[role] = parts.chain
+
+    def report_not_examined(self) -> None:
+        """Put what was not looked at into the ledger."""
+        self._ledger.line = None
+        if self.num_unsealed:
+            self._ledger.not_examined.append(
+                f"the chain of {self.num_unsealed:,} lines: they carry none, as those of older versions"
+            )
+        self._ledger.not_examined.append("edits that recompute the chain")
