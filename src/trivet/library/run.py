@@ -115,7 +115,13 @@ class Policy:
         try:
             verify(self.directory)
             shutil.copytree(self.directory, staging, ignore=shutil.ignore_patterns(MANIFEST, STABLE))
-            _make_base_absolute(staging / "adapter_config.json")
+            adapter_config = staging / "adapter_config.json"
+            if adapter_config.exists():  # the base is found from any working directory then; a name on the hub stays
+                config = json.loads(adapter_config.read_bytes())
+                base = config.get("base_model_name_or_path")
+                if base and Path(base).is_dir():
+                    config["base_model_name_or_path"] = str(Path(base).absolute())
+                    adapter_config.write_text(json.dumps(config, indent=2))
             sync_tree(staging)
             staging.rename(target)
         finally:
@@ -123,16 +129,6 @@ class Policy:
             with suppress(FileNotFoundError):
                 shutil.rmtree(staging)
         return target
-
-
-def _make_base_absolute(adapter_config: Path) -> None:
-    """Name the base model of an adapter so that it is found from any working directory; a name on the hub stays."""
-    if not adapter_config.exists():
-        return
-    config = json.loads(adapter_config.read_bytes())
-    base = config.get("base_model_name_or_path")
-    if base and Path(base).is_dir():
-        adapter_config.write_text(json.dumps({**config, "base_model_name_or_path": str(Path(base).absolute())}, indent=2))
 
 
 class Run:
@@ -208,17 +204,18 @@ class StepReader:
 
     def read_new(self) -> list[RunStep]:
         """Return the steps that were finished since the last call, each number once, in rising order."""
-        rows = [self._read(role) for role in self._roles()]
-        numbers = sorted(set.intersection(*(set(of_role) for of_role in rows)))
-        steps = [self._step(number, rows) for number in numbers if number > self._last]
-        self._last = max([self._last, *numbers])
+        is_sft = (self._layout.metrics / "sft.jsonl").exists()
+        rows = [self._read(role) for role in (("sft",) if is_sft else ("orchestrator", "trainer"))]
+        steps: list[RunStep] = []
+        for number in sorted(set.intersection(*(set(of_role) for of_role in rows))):
+            if number > self._last:
+                metrics = {name: value for of_role in rows for name, value in of_role[number].items() if name != "step"}
+                steps.append(RunStep(number, metrics, self._layout.rollouts_step(number)))
+                self._last = number
         for of_role in rows:
             for number in [number for number in of_role if number <= self._last]:
                 del of_role[number]
         return steps
-
-    def _roles(self) -> tuple[str, ...]:
-        return ("sft",) if (self._layout.metrics / "sft.jsonl").exists() else ("orchestrator", "trainer")
 
     def _read(self, role: str) -> dict[int, dict[str, float]]:
         """Return the rows of a role that belong to no step yet, by step."""
@@ -228,20 +225,10 @@ class StepReader:
         if self._files[role].was_replaced():  # a role that goes back removes the lines of later steps
             known.clear()
         for line in self._files[role].read_new():
-            row = _decode(line)
-            if row is not None and row.get("time", 0.0) >= self._since:
+            try:
+                row = msgspec.json.decode(line, type=dict[str, float])
+            except DECODE_ERRORS:  # `trivet check` reports damaged lines
+                continue
+            if "step" in row and row.get("time", 0.0) >= self._since:
                 known[int(row["step"])] = row
         return known
-
-    def _step(self, number: int, rows: list[dict[int, dict[str, float]]]) -> RunStep:
-        metrics = {name: value for of_role in rows for name, value in of_role[number].items() if name != "step"}
-        return RunStep(number, metrics, self._layout.rollouts_step(number))
-
-
-def _decode(line: bytes) -> dict[str, float] | None:
-    """Return the row of a line; None for a damaged one, which `trivet check` reports."""
-    try:
-        row = msgspec.json.decode(line, type=dict[str, float])
-    except DECODE_ERRORS:
-        return None
-    return row if "step" in row else None

@@ -65,7 +65,10 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
     functions = FunctionFiles(output_dir)
     env_args = {**fixed, **env_args}
     if inspect.isfunction(env):
-        _require_arguments(env, env_args)
+        try:
+            inspect.signature(env).bind(**env_args)
+        except TypeError as exc:
+            raise ConfigError(f"env_args: {env.__name__!r} cannot be called with them: {exc}") from exc
     written = {key: value for key, value in written_values(args).items() if key in VfTrainerArgs.model_fields}
     if args.deterministic:
         written.setdefault("bf16", False)  # the dialect's default is the device's own dtype
@@ -76,7 +79,14 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
         "trainer": {"gpus": len(args.trainer_gpu_ids or [0]), "args": {**written, "output_dir": str(output_dir)}},
     }
     loaded = load_sources(VfRLConfig, [entries_of(dialect, origin=_ARGUMENTS)], Findings())
-    run_entries = [*_environment_entries(env, name, args, functions, env_args), *_run_entries(args, functions)]
+    run_entries = [
+        *_environment_entries(env, name, args, functions, env_args),
+        *entries_of({key: getattr(args, key) for key in RUN_KEYS if key in args.model_fields_set}, origin=_ARGUMENTS),
+        *entries_of(_chosen(args.loss, functions, argument="loss"), origin=_ARGUMENTS, path=("trainer", "loss")),
+        *entries_of(
+            _chosen(args.advantage, functions, argument="advantage"), origin=_ARGUMENTS, path=("orchestrator", "advantage")
+        ),
+    ]
     run = load_run(loaded, environ=os.environ, run_entries=run_entries)
     show_notices(run.notices)
     for configured in run.config.orchestrator.environments.values():
@@ -102,14 +112,6 @@ def plan_sft(model: str | Path | None, data: str | Path | None, args: SFTArgumen
     return loaded.config
 
 
-def _require_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Check that the function of an environment takes the arguments."""
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as exc:
-        raise ConfigError(f"env_args: {function.__name__!r} cannot be called with them: {exc}") from exc
-
-
 def name_of_environment(function: Callable[..., Any]) -> str:
     """Return the name that the environment of a function has in logs, metrics and paths."""
     name = getattr(function, "__name__", "environment")
@@ -133,16 +135,6 @@ def _environment_entries(
     table = {"id": path, "name": name.rpartition("/")[2], "args": dict(env_args)}
     places = [("orchestrator", "env"), *([("orchestrator", "eval", "env")] if args.eval_strategy == "steps" else [])]
     return [Entry(path=place, value=[table], origin="RLTrainer") for place in places]
-
-
-def _run_entries(args: RLArguments, functions: FunctionFiles) -> list[Entry]:
-    keys = {key: getattr(args, key) for key in RUN_KEYS if key in args.model_fields_set}
-    chosen = {
-        ("trainer", "loss"): _chosen(args.loss, functions, argument="loss"),
-        ("orchestrator", "advantage"): _chosen(args.advantage, functions, argument="advantage"),
-    }
-    tables = [entry for path, table in chosen.items() for entry in entries_of(table, origin=_ARGUMENTS, path=path)]
-    return [*entries_of(keys, origin=_ARGUMENTS), *tables]
 
 
 def _chosen(value: Any, functions: FunctionFiles, *, argument: str) -> dict[str, Any]:

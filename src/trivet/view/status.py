@@ -6,7 +6,7 @@ the time that has passed here since the file changed (`StatusClock`).
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
@@ -192,7 +192,13 @@ def describe_role(role: RoleStatus, *, now: float, gone: Collection[int] = ()) -
         )
         if now - report.time > _REPORT_IS_OLD_S:
             line += f"; it has not reported for {_seconds(now - report.time)}"
-        yield line + "".join(f"; {number}" for number in _numbers(report))
+        if report.policy_version is not None:
+            line += f"; policy {report.policy_version} served"
+        if report.num_ready is not None:
+            line += f"; {report.num_ready} groups ready"
+        if report.num_in_flight is not None:
+            line += f"; {report.num_in_flight} in flight"
+        yield line
 
 
 def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> str:
@@ -220,34 +226,24 @@ def _is_launcher_alive(status: RunStatus, is_alive: Callable[[int], bool]) -> bo
     return bool(status.pid) and not is_from_another_machine(status) and is_alive(status.pid)
 
 
-def _numbers(report: ProcessReport) -> Iterator[str]:
-    if report.policy_version is not None:
-        yield f"policy {report.policy_version} served"
-    if report.num_ready is not None:
-        yield f"{report.num_ready} groups ready"
-    if report.num_in_flight is not None:
-        yield f"{report.num_in_flight} in flight"
-
-
 def _workers(status: RunStatus, *, gone: Collection[int]) -> Iterator[str]:
     reports = [report for role in status.roles for report in role.reports if role.node or report.pid not in gone]
-    workers = [worker for report in reports for worker in report.workers]
-    for env in sorted({worker.env for worker in workers}):
-        yield f"env `{env}`: {', '.join(_describe_workers([worker for worker in workers if worker.env == env]))}"
-
-
-def _describe_workers(workers: Sequence[WorkerStatus]) -> Iterator[str]:
-    total = len(workers)
-    faults = (
-        ("stuck in scoring", [worker for worker in workers if worker.scoring_for_s > _STUCK_WORKER_S]),
-        ("blocked in synchronous code", [worker for worker in workers if worker.blocked_for_s > _STUCK_WORKER_S]),
-        ("dead", [worker for worker in workers if not worker.is_alive]),
-    )
-    found = [f"{len(those)} of {total} workers {what}" for what, those in faults if those]
-    yield from found or [f"{total} {'worker' if total == 1 else 'workers'} alive"]
-    yield f"{sum(worker.num_pending for worker in workers)} groups pending"
-    if restarts := sum(worker.num_restarts for worker in workers):
-        yield f"{restarts} restarts"
+    by_env: dict[str, list[WorkerStatus]] = {}
+    for worker in (worker for report in reports for worker in report.workers):
+        by_env.setdefault(worker.env, []).append(worker)
+    for env, workers in sorted(by_env.items()):
+        total = len(workers)
+        faults = {
+            "stuck in scoring": sum(worker.scoring_for_s > _STUCK_WORKER_S for worker in workers),
+            "blocked in synchronous code": sum(worker.blocked_for_s > _STUCK_WORKER_S for worker in workers),
+            "dead": sum(not worker.is_alive for worker in workers),
+        }
+        found = [f"{count} of {total} workers {what}" for what, count in faults.items() if count]
+        parts = found or [f"{total} {'worker' if total == 1 else 'workers'} alive"]
+        parts.append(f"{sum(worker.num_pending for worker in workers)} groups pending")
+        if restarts := sum(worker.num_restarts for worker in workers):
+            parts.append(f"{restarts} restarts")
+        yield f"env `{env}`: {', '.join(parts)}"
 
 
 def _seconds(seconds: float) -> str:
