@@ -8,7 +8,15 @@ from trivet.config.layout import RunLayout
 from trivet.errors import WeightsError
 from trivet.weights.catalog import published_versions
 from trivet.weights.publish import publish
-from trivet.weights.retention import LiveReaders, acknowledge, forget_reader, reader_versions, retirable, retire
+from trivet.weights.retention import (
+    LiveReaders,
+    acknowledge,
+    forget_reader,
+    needed_to_resume,
+    reader_versions,
+    retirable,
+    retire,
+)
 
 SERVER = "http://127.0.0.1:8000/v1"
 
@@ -26,8 +34,13 @@ def test_a_slow_reader_keeps_what_it_holds_and_all_it_may_load_next():
     assert retirable([1, 2, 3, 4, 5], latest=5, keep_recent=0, in_use=[5, 3], kept=[]) == [1, 2]
 
 
-def test_checkpointed_steps_stay():
+def test_checkpointed_steps_and_multiples_of_the_interval_stay():
     assert retirable([1, 2, 3, 4, 5], latest=5, keep_recent=0, in_use=[5], kept=[2, 4]) == [1, 3]
+    assert retirable([1, 2, 3, 4, 5], latest=5, keep_recent=0, in_use=[5], kept=[1], keep_interval=3) == [2, 4]
+
+
+def test_a_resume_needs_the_policies_of_its_first_batch_and_none_before_the_start_model():
+    assert needed_to_resume([1, 5], lag=2) == {0, 1, 3, 4, 5}
 
 
 def test_a_reader_that_still_serves_the_start_model_keeps_everything():
