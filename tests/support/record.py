@@ -25,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 class Recorder:
     def __init__(self, path: Path, *, root: Path) -> None:
         self._path, self._root = path, root
+        words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        self._revision = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
         self._seconds: Counter[str] = Counter()
         self._outcomes: dict[str, dict[str, str]] = {}
 
@@ -38,14 +40,10 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         entries = json.loads(self._path.read_bytes()) if self._path.exists() else {}
-        now = {"date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "revision": self._revision()}
+        now = {"date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "revision": self._revision}
         for file, outcomes in self._outcomes.items():
             counts = Counter(outcomes.values())
             passed = now if counts["passed"] and not counts["failed"] else entries.get(file, {}).get("passed")
             entries[file] = {"last": now | {"seconds": round(self._seconds[file]), **counts}, "passed": passed}
-        known = {file: entries[file] for file in sorted(entries) if (self._root / file).exists()}
-        self._path.write_text(json.dumps(known, indent=1) + "\n")
-
-    def _revision(self) -> str:
-        words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-        return subprocess.run(words, cwd=self._root, capture_output=True, text=True, check=False).stdout.strip()
+        lines = [f"{json.dumps(file)}: {json.dumps(entries[file])}" for file in sorted(entries) if (self._root / file).exists()]
+        self._path.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line for each file, as a review shows it
