@@ -8,7 +8,8 @@ import pytest
 
 from support.stand_in_docker import install
 from support.venvs import interpreter_with
-from trivet.environments.workers.containers import SCOPE, WorkerDirectory
+from trivet.environments.workers.containers import SCOPE
+from trivet.environments.workers.limits import WorkerDirectory
 
 ROOT = Path(__file__).parents[2]
 

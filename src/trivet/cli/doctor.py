@@ -26,7 +26,7 @@ from trivet.config.schema.inference import ServerConfig
 from trivet.config.schema.shared import DEFAULT_OUTPUT_DIR, TransportConfig
 from trivet.dependencies import RESTORE, Violation, find_violations
 from trivet.environments.packages.interpreters import find_venv_directory, find_venvs
-from trivet.environments.workers.containers import sweep_directories
+from trivet.environments.workers.limits import sweep_directories
 from trivet.errors import ConfigError
 from trivet.machine import Machine, ask_nvidia_smi, inspect_machine
 from trivet.process.proxies import OWN_DIRECT, find_proxies, find_unusable

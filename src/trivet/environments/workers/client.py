@@ -17,8 +17,8 @@ from typing import Any
 from trivet.environments.settings import interpreter_variables, worker_environment
 from trivet.environments.workers.calls import PendingCalls, find_fault
 from trivet.environments.workers.channel import Channel
-from trivet.environments.workers.containers import SCOPE, WorkerDirectory
-from trivet.environments.workers.limits import WorkerLog
+from trivet.environments.workers.containers import SCOPE
+from trivet.environments.workers.limits import WorkerDirectory, WorkerLog
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed, WaitTimeout, WorkerLost
 from trivet.exits import describe_exit
 from trivet.process.lifetime import end_session, module_command, tied_command

@@ -1,18 +1,12 @@
-"""Gives each worker a directory for its temporary files, which goes with it, and removes the containers that the worker left.
+"""Removes the containers that a worker started and left. No signal reaches them: an engine's daemon is their parent.
 
-No signal reaches a container: an engine's daemon is its parent. verifiers labels each container with the variable `SCOPE`. A worker
-that is about to start one notes the engine in its directory, whose name is the label. Whoever removes the directory removes the
-containers before. A later pool does so for workers whose pool was killed.
+verifiers labels each container with the variable `SCOPE`. A worker that is about to start one notes the engine in the directory of
+its temporary files, whose name is the label. Whoever removes that directory removes the containers before.
 """
 
 import logging
-import os
-import shutil
 import subprocess
-import tempfile
 from pathlib import Path
-
-from trivet.process.lock import lock_directory, remove_if_free
 
 logger = logging.getLogger(__name__)
 
@@ -21,36 +15,10 @@ SCOPE = "VF_RUN_ID"
 APPTAINER = "apptainer"
 """The engine that knows no labels: the names of its instances begin with that of the directory."""
 
-_PREFIX = "trivet-worker-"
 _LABEL = "verifiers.run"
 _NOTE = "container-engines"
 _TIMEOUT_S = 30.0
 """For one command of an engine. One that hangs must not hold up the end of a run."""
-
-
-class WorkerDirectory:
-    """A new directory of this user alone. It is locked as long as this process lives, so that no other pool removes it."""
-
-    def __init__(self) -> None:
-        """Make the directory; raises OSError when there is no place for temporary files."""
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._lock = lock_directory(self.path)
-
-    def remove(self) -> None:
-        """Remove the worker's containers and the directory, once nothing of the worker runs any more. May be called again."""
-        if self._lock >= 0:
-            remove_containers(self.path)
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
-
-
-def sweep_directories() -> int:
-    """Remove the directories of workers whose pool was killed, and their containers; return how many containers there were."""
-    removed: list[int] = []
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        remove_if_free(directory, before=lambda path: removed.append(remove_containers(path)))
-    return sum(removed)
 
 
 def note_engine(directory: Path, engine: str) -> None:

@@ -1,4 +1,4 @@
-"""Limits what workers take: memory, which is measured from outside, and the size of their log.
+"""Limits what workers take: memory, which is measured from outside, the size of their log, and a directory for temporary files.
 
 A worker that takes too much memory is named and ended by `workers.pool` before the machine runs out. Memory is measured on Linux
 only; elsewhere everything is 0.
@@ -8,10 +8,14 @@ import asyncio
 import logging
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
+from trivet.environments.workers.containers import remove_containers
 from trivet.process.lifetime import read_processes
+from trivet.process.lock import lock_directory, remove_if_free
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,8 @@ _KEPT_BYTES = MAX_LOG_BYTES // 2
 """Bytes of the start that stay when the log is cut."""
 _TAIL_BYTES = 8_192
 _TAIL_LINES = 20
+_PREFIX = "trivet-worker-"
+"""Begins the names of workers' directories."""
 
 
 async def measure_sessions(leaders: Collection[int], *, look: int) -> dict[int, int]:
@@ -114,3 +120,28 @@ class WorkerLog:
             lines = file.read().decode(errors="replace").splitlines()
         shown = lines[-_TAIL_LINES:]
         return "\n  ".join([f" Last lines of {self.path}:", *shown]) if shown else ""
+
+
+class WorkerDirectory:
+    """A new directory of this user alone. It is locked as long as this process lives, so that no other pool removes it."""
+
+    def __init__(self) -> None:
+        """Make the directory; raises OSError when there is no place for temporary files."""
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = lock_directory(self.path)
+
+    def remove(self) -> None:
+        """Remove the worker's containers and the directory, once nothing of the worker runs any more. May be called again."""
+        if self._lock >= 0:
+            remove_containers(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep_directories() -> int:
+    """Remove the directories of workers whose pool was killed, and their containers; return how many containers there were."""
+    removed: list[int] = []
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        remove_if_free(directory, before=lambda path: removed.append(remove_containers(path)))
+    return sum(removed)

@@ -22,8 +22,7 @@ import msgspec
 from trivet.backoff import backoff_s
 from trivet.environments.examples import other_data
 from trivet.environments.workers.client import WorkerClient
-from trivet.environments.workers.containers import sweep_directories
-from trivet.environments.workers.limits import WorkerLog, measure_sessions
+from trivet.environments.workers.limits import WorkerLog, measure_sessions, sweep_directories
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost, first_error
 from trivet.process.loop_lag import lag_metrics
 from trivet.wire.events import EnvLoad, EnvRestart, Event

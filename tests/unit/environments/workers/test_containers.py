@@ -9,7 +9,8 @@ import pytest
 
 from support.stand_in_docker import install
 from trivet.cli.doctor import diagnose, machine_facts
-from trivet.environments.workers.containers import WorkerDirectory, note_engine, remove_containers, sweep_directories
+from trivet.environments.workers.containers import note_engine, remove_containers
+from trivet.environments.workers.limits import WorkerDirectory, sweep_directories
 
 
 @pytest.fixture(autouse=True)
