@@ -75,7 +75,7 @@ def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     progress = TrainerProgress()
     if skip_optimizer:  # asking a fresh optimizer for its state makes one, which would count a step that was never taken
         model_state = _own(learner.model, get_model_state_dict(learner.model))
-        state = {"model": model_state} | _progress_state(learner, progress)
+        state: State = {"model": model_state} | _progress_state(learner, progress)
     else:
         state = state_of(learner, progress)
     try:
