@@ -1,6 +1,6 @@
 """Writes and reads events.jsonl. Every role appends to the same file; a line is one write, so lines never interleave.
 
-Each line ends in two values that let a reader find whatever happened to the file afterwards (`history.chain`):
+Each line ends in two values that let a reader find whatever happened to the file afterwards (`history.record`):
 
 - `offset`: how long the file was when the line was written. The line starts there or later, whatever other processes append.
 - `chain`: XXH3 over the chain value of the same role's line before, and everything of this line up to here.
