@@ -57,18 +57,20 @@ def _number_repeated(kind: type[Section], flags: Sequence[Entry]) -> list[Entry]
     """Number repeated flags of a list of sections: the first flag, when it comes again, begins the next entry."""
     firsts: dict[tuple[str, ...], tuple[str, ...]] = {}
     """First flag of each list, by the list's path."""
-    indices: dict[tuple[str, ...], int] = {}
+    last_index: dict[tuple[str, ...], int] = {}
     """Entry that the last flag of each list is about."""
-    numbered: list[Entry] = []
+    placed: list[tuple[Entry, tuple[str, ...] | None, int]] = []
     for flag in flags:
-        inside = _list_of(kind, flag.path)
+        inside, index = _list_of(kind, flag.path), 0
         if inside is not None:
-            is_next = flag.path == firsts.setdefault(inside, flag.path) and inside in indices
-            indices[inside] = indices.get(inside, 0) + is_next
-            if indices[inside]:
-                flag = replace(flag, path=(*inside, str(indices[inside]), *flag.path[len(inside) :]))
-        numbered.append(flag)
-    return numbered
+            begins_next = inside in firsts and flag.path == firsts[inside]
+            firsts.setdefault(inside, flag.path)
+            index = last_index[inside] = last_index.get(inside, 0) + begins_next
+        placed.append((flag, inside, index))
+    return [
+        replace(flag, path=(*inside, str(index), *flag.path[len(inside) :])) if inside and last_index[inside] else flag
+        for flag, inside, index in placed
+    ]
 
 
 def _list_of(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -165,13 +165,18 @@ class Values:
 
     def is_derived(self, path: KeyPath) -> bool:
         """Return whether a value is a copy of another key's. What is wrong with it is said once, at that key."""
-        return dotted(path) in self._derived
+        parts = list(path)
+        while parts and isinstance(parts[-1], int):  # an element of a list that was copied
+            parts.pop()
+        return dotted(tuple(parts)) in self._derived
 
     def origin(self, path: KeyPath) -> str:
         """Return the origin of a value; of a table that of its first value."""
-        around = (self._origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self._origins)
+        if path in self._origins and not isinstance(self.find(dotted(path)), dict):
+            return self._origins[path]
         within = (origin for inner, origin in self._origins.items() if inner[: len(path)] == path)
-        return next(around, None) or next(within, "default")
+        around = (self._origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self._origins)
+        return next(within, None) or next(around, "default")
 
     def origins(self) -> dict[str, str]:
         """Return the origin of every value, by dotted key."""

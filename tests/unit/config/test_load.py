@@ -157,7 +157,10 @@ def test_a_key_of_one_of_several_environments_needs_an_index(tmp_path: Path) -> 
     assert "the next index is 2" in refusal(EvalConfig, "@", file, "--env.3.id", "x")
 
 
-def test_the_first_flag_of_a_list_when_it_comes_again_begins_the_next_entry() -> None:
+def test_the_first_flag_of_a_list_when_it_comes_again_begins_the_next_entry(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", '[[env]]\nid = "a"\nname = "first"\n[[env]]\nid = "b"\n')
+    envs = load_config(EvalConfig, ["@", file, "--env.id", "x", "--env.id", "y"], environ={}).config.env
+    assert [(env.id, env.name) for env in envs] == [("x", "first"), ("y", None)]
     words = ["--env.id", "a", "--env.name", "one", "--env.args.x", "1", "--env.id", "b", "--env.args.x", "2", "--env.id", "c"]
     envs = load_config(EvalConfig, words, environ={}).config.env
     assert [(env.id, env.name, env.args) for env in envs] == [("a", "one", {"x": 1}), ("b", None, {"x": 2}), ("c", None, {})]
