@@ -64,6 +64,8 @@ class StandInAttempts:
     def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
         return {RecoveryUnit("inference"): ()}
 
+    def plan_again(self, servers: Collection[RecoveryUnit]) -> None: ...
+
     def name_servers(self, *, without: Collection[RecoveryUnit] = ()) -> None: ...
 
     def begin_next(self, log: RunLog) -> None:
