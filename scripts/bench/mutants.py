@@ -39,8 +39,8 @@ def faults(node: ast.AST) -> Iterator[ast.AST]:
             yield node.operand
         case ast.Constant(value=bool()):
             yield ast.Constant(not node.value)
-        case ast.Constant(value=int() | float()):
-            yield ast.Constant(node.value + 1)
+        case ast.Constant(value=int() | float() as number):
+            yield ast.Constant(number + 1)
         case ast.If() | ast.While():
             changed = copy.copy(node)
             changed.test = ast.UnaryOp(ast.Not(), node.test)

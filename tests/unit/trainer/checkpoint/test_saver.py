@@ -127,6 +127,7 @@ def test_a_checkpoint_has_the_state_of_its_own_step_whatever_the_learner_does_me
         assert step not in committed_steps(saver.layout)
         may_write.set()
         saver.wait()
+    resumed = learner
     for step, parameters in expected.items():
         resumed = make_learner(tiny_model, lr=1e-2)
         assert load_part(saver.layout.checkpoint_step(step) / TRAINER, resumed).step == step
