@@ -50,8 +50,7 @@ from trivet.wire.events import (
     Stop,
     Train,
 )
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.versions import GroupId, PolicyVersion, Step
 
 GROUPS_PER_BATCH = 64
 _SERVER = "http://127.0.0.1:8000"

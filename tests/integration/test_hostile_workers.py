@@ -14,7 +14,8 @@ from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.errors import EnvironmentLoadError, RolloutFailed, WorkerLost
 from trivet.wire.events import EnvRestart, Event
 from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import GroupId
 from trivet.wire.workers import PROTOCOL, HostSettings
 
 PROGRAM = Path(__file__).parents[1] / "support" / "hostile_worker.py"

@@ -23,8 +23,8 @@ from support.tiny_chats import CALL, TEMPLATES, THOUGHT, WORDS, make_model_token
 from support.v0_host import ToyHost
 from trivet.environments.apis.v0.play import ModelClient
 from trivet.wire.groups import SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
-from trivet.wire.versions import PolicyVersion, VersionRun
+from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import GroupId, PolicyVersion, VersionRun
 
 pytestmark = pytest.mark.vllm
 

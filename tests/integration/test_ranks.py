@@ -42,8 +42,7 @@ from trivet.trainer.ranks.world import World, barrier, open_group, open_world, s
 from trivet.trainer.step import Learner, train_step
 from trivet.weights.catalog import published_versions
 from trivet.wire.batches import Batch, BatchPurpose
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import Step
+from trivet.wire.versions import GroupId, Step
 
 FAILED, LOST = 5, 7
 """Exit codes of ranks that fail, and of one that is lost."""

@@ -15,8 +15,7 @@ from trivet.launcher.plan import rank_command, rank_environment
 from trivet.transport.recording import record_batch
 from trivet.weights.catalog import published_versions
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import Step
+from trivet.wire.versions import GroupId, Step
 
 TIMEOUT_S = 300.0
 

@@ -25,9 +25,9 @@ from support.v1_program import Order
 from support.venvs import interpreter_with
 from trivet.wire.codec import decode
 from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.rollouts import Group, GroupId, Rollout
+from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.servers import ServerAccess
-from trivet.wire.versions import PolicyVersion, VersionRun
+from trivet.wire.versions import GroupId, PolicyVersion, VersionRun
 from trivet.wire.workers import HostSettings
 
 pytestmark = pytest.mark.vllm

@@ -16,8 +16,8 @@ from support.processes import assert_all_gone, descendants_of, wait_until
 from support.v1_program import Order
 from support.venvs import interpreter_with
 from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.rollouts import GroupId
 from trivet.wire.servers import ServerAccess
+from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
 ROOT = Path(__file__).parents[2]

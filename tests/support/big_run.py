@@ -10,9 +10,9 @@ import numpy as np
 
 from trivet.config.layout import RunLayout
 from trivet.transport.recorded_groups import GROUPS_FILE, pack_groups
-from trivet.wire.rollouts import Group, GroupId, Rollout, Sample
+from trivet.wire.rollouts import Group, Rollout, Sample
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus
-from trivet.wire.versions import PolicyVersion, Step, VersionRun
+from trivet.wire.versions import GroupId, PolicyVersion, Step, VersionRun
 
 START = 1_780_000_000.0
 STEP_S = 12.0

@@ -6,8 +6,8 @@ import numpy as np
 
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.rollouts import Group, GroupId, Rollout, Sample
-from trivet.wire.versions import PolicyVersion, Step, VersionRun
+from trivet.wire.rollouts import Group, Rollout, Sample
+from trivet.wire.versions import GroupId, PolicyVersion, Step, VersionRun
 
 
 def make_examples(**sizes: int) -> dict[str, list[str]]:

@@ -6,8 +6,7 @@ from pathlib import Path
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.trainer.loop import run
 from trivet.wire.batches import Batch, BatchPurpose
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import Step
+from trivet.wire.versions import GroupId, Step
 
 
 class PreparedBatches:

@@ -12,8 +12,9 @@ from support.character_server import CharacterServer
 from trivet.environments.apis.load import load_host
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
 from trivet.wire.servers import ServerAccess
+from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
 CALL = '<tool_call>add {"a": 2, "b": 3}'

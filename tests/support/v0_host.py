@@ -8,8 +8,9 @@ import verifiers as vf
 
 from trivet.environments.apis.v0.play import V0Host
 from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
 from trivet.wire.servers import ServerAccess
+from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
 

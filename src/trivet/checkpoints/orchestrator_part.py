@@ -11,8 +11,7 @@ from trivet.checkpoints.parts import ORCHESTRATOR
 from trivet.config.layout import RunLayout
 from trivet.errors import CheckpointError, MessageRefused
 from trivet.wire.codec import decode
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import Step
+from trivet.wire.versions import GroupId, Step
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 

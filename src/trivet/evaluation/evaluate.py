@@ -23,8 +23,8 @@ from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.results import EarlierResults, ResultRecord, ResultsFile, TaskRecord, read_summary
 from trivet.evaluation.scores import Summary, mean_over_examples, pass_at
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments, Split
-from trivet.wire.rollouts import GroupId, Rollout
-from trivet.wire.versions import PolicyVersion
+from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import GroupId, PolicyVersion
 
 logger = logging.getLogger(__name__)
 

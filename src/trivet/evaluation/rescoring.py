@@ -28,7 +28,7 @@ from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.telemetry.console import conversation_text
 from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments, Split
-from trivet.wire.rollouts import GroupId
+from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
 REWARD = "reward"

@@ -27,8 +27,7 @@ from trivet.process.loop_lag import LoopLag, lag_metrics
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.messages import BatchSender
 from trivet.wire.events import Drop
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import PolicyVersion
+from trivet.wire.versions import GroupId, PolicyVersion
 
 
 def make_loop(

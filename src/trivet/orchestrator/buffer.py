@@ -37,8 +37,8 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.orchestrator.prompt_lengths import MAX_NAMED, PromptLimits
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
-from trivet.wire.rollouts import Group, GroupId
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.rollouts import Group
+from trivet.wire.versions import GroupId, PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 

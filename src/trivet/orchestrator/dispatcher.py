@@ -39,8 +39,8 @@ from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.group_runner import RunDrawnGroup, make_group
 from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.wire.rollouts import GroupId, Rollout
-from trivet.wire.versions import START_VERSION, PolicyVersion, Step
+from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import START_VERSION, GroupId, PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 

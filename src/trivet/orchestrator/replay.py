@@ -24,8 +24,8 @@ from trivet.orchestrator.dispatcher import ChangeEvent
 from trivet.orchestrator.group_runner import make_group
 from trivet.orchestrator.sampler import Draw, SamplerState
 from trivet.transport.recorded_groups import read_groups, recorded_files
-from trivet.wire.rollouts import Group, GroupId, Sample
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.rollouts import Group, Sample
+from trivet.wire.versions import GroupId, PolicyVersion, Step
 
 UNLIMITED_STEPS = 1 << 62
 """Limit on staleness of replayed groups, whose versions are not comparable with this run's steps: none."""

@@ -20,8 +20,8 @@ from trivet.algorithms.difficulty import Difficulty, FairTurns, difficulty_of
 from trivet.algorithms.rounding import round_down
 from trivet.algorithms.seeds import derive_seed
 from trivet.config.schema.orchestrator import BufferConfig
-from trivet.wire.rollouts import Group, GroupId
-from trivet.wire.versions import Step
+from trivet.wire.rollouts import Group
+from trivet.wire.versions import GroupId, Step
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import Step
+from trivet.wire.versions import GroupId, Step
 
 MAGIC = "trivet"
 

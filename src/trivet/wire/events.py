@@ -22,8 +22,7 @@ after N, and the orchestrator's events behind its batch N. Those steps happen ag
 
 import msgspec
 
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.versions import GroupId, PolicyVersion, Step
 
 
 class Event(msgspec.Struct, kw_only=True, tag_field="event", tag=str.lower):

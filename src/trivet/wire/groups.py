@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from trivet.wire.rollouts import GroupId
+from trivet.wire.versions import GroupId
 
 
 class Split(StrEnum):

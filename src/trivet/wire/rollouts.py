@@ -5,15 +5,12 @@ None of them is ever part of a cycle, so the garbage collector need not look at 
 """
 
 from collections.abc import Iterator
-from typing import Any, NewType
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from trivet.wire.versions import PolicyVersion, VersionRun
-
-GroupId = NewType("GroupId", int)
-"""Handed out by the sampler in order, never twice in a run. It survives a resume: a group dispatched again keeps its id."""
+from trivet.wire.versions import GroupId, PolicyVersion, VersionRun
 
 MAX_REWARD = 1e12
 """Greatest size of a reward. An advantage is as large as the rewards and a gradient some powers of ten larger. The norm of the

@@ -1,4 +1,4 @@
-"""Defines policy versions and steps, and encodes the versions of tokens by run length.
+"""Defines policy versions, steps and ids of groups, and encodes the versions of tokens by run length.
 
 Policy version N is the weights after optimizer step N; version 0 is the start model. Batch n is trained in step n (from 1).
 """
@@ -10,6 +10,8 @@ import msgspec
 
 PolicyVersion = NewType("PolicyVersion", int)
 Step = NewType("Step", int)
+GroupId = NewType("GroupId", int)
+"""Handed out by the sampler in order, never twice in a run. It survives a resume: a group dispatched again keeps its id."""
 
 START_VERSION = PolicyVersion(0)
 

@@ -4,8 +4,8 @@ from support.groups import make_sample
 from trivet.orchestrator.assembly import usable_groups
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.sampler import Draw
-from trivet.wire.rollouts import Group, GroupId, Rollout
-from trivet.wire.versions import Step
+from trivet.wire.rollouts import Group, Rollout
+from trivet.wire.versions import GroupId, Step
 
 
 def group(group_id: int, *, is_taught: bool = False) -> Group:

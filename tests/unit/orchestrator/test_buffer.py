@@ -6,8 +6,8 @@ from trivet.config.schema.orchestrator import FiltersConfig, OrchestratorConfig,
 from trivet.orchestrator.buffer import GroupBuffer, rollout_filters
 from trivet.orchestrator.prompt_lengths import PromptLimits
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
-from trivet.wire.rollouts import Group, GroupId, Rollout
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.rollouts import Group, Rollout
+from trivet.wire.versions import GroupId, PolicyVersion, Step
 
 
 @pytest.fixture

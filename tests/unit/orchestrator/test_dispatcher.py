@@ -16,8 +16,8 @@ from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.wire.events import Dispatch, Drop, Event, Finish
-from trivet.wire.rollouts import GroupId, Rollout
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import GroupId, PolicyVersion, Step
 
 EXAMPLES = {"toy": [f"hash-{index}" for index in range(7)]}
 

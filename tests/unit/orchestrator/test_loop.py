@@ -31,8 +31,8 @@ from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import BatchFormed, Dispatch, Finish
-from trivet.wire.rollouts import GroupId, Rollout
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import GroupId, PolicyVersion, Step
 
 DATA = {"toy": DataRecord(num_records=11, digest="d")}
 EXAMPLES = {"toy": [f"hash-{index}" for index in range(11)]}

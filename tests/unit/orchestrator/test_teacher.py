@@ -16,8 +16,8 @@ from trivet.config.schema.orchestrator import TeacherModelConfig, TeacherNameCon
 from trivet.errors import ConfigError, InferenceError, RolloutFailed
 from trivet.orchestrator.sampler import Draw
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
-from trivet.wire.rollouts import Group, GroupId, Rollout, Sample
-from trivet.wire.versions import PolicyVersion, Step, VersionRun
+from trivet.wire.rollouts import Group, Rollout, Sample
+from trivet.wire.versions import GroupId, PolicyVersion, Step, VersionRun
 
 
 @dataclass

@@ -73,7 +73,7 @@ def ask(url: str, *, is_direct: bool = True) -> None:
 
 def worker_client(url: str, environ: dict[str, str]) -> AsyncOpenAI:
     settings = host_settings(EnvConfig(id="any"), model_name="m", client=ClientConfig(base_url=[url]))
-    return v0._client_maker(settings, environ)(url).client
+    return v0.make_client(settings, environ, url).client
 
 
 def test_the_roles_ask_the_servers_of_the_run_directly(proxied: list[str]) -> None:

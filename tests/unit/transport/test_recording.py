@@ -17,8 +17,7 @@ from trivet.transport.recording import (
 )
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import Step
+from trivet.wire.versions import GroupId, Step
 
 
 def make_batch(step: int, *, purpose: BatchPurpose = BatchPurpose.TRAIN) -> Batch:

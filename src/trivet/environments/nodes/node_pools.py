@@ -26,8 +26,9 @@ from trivet.secret import RunSecret
 from trivet.wire.codec import decode, encode
 from trivet.wire.events import EnvLoad, EnvRestart, Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
+from trivet.wire.versions import GroupId
 from trivet.wire.worker_nodes import FromNode, ToNode
 
 logger = logging.getLogger(__name__)

@@ -18,23 +18,23 @@ from trivet.wire.workers import HostSettings
 
 def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard) -> V0Host:
     """Load the environment that `settings` name; raises as `load_environment`."""
-    servers = settings.servers
-
-    def make_client(base_url: str) -> ModelClient:
-        """Return a client of one server."""
-        client = AsyncOpenAI(
-            base_url=f"{server_root(base_url)}/v1",
-            api_key=servers.api_key(base_url, environ) or "EMPTY",
-            timeout=servers.timeout_s,
-            default_headers=servers.headers,
-            max_retries=0,
-            http_client=DefaultAsyncHttpxClient(timeout=servers.timeout_s, trust_env=not is_direct(base_url, environ)),
-        )
-        return ModelClient(client, keeps_tokens=settings.trajectory_strategy == "interleaved" and not settings.is_plain)
-
     env = load_environment(settings)
     guard_rewards(env)
-    return V0Host(env, settings, make_client=make_client, stages=stages)
+    return V0Host(env, settings, make_client=lambda url: make_client(settings, environ, url), stages=stages)
+
+
+def make_client(settings: HostSettings, environ: Mapping[str, str], base_url: str) -> ModelClient:
+    """Return a client of one server. Proxies of `environ` apply to servers of others alone."""
+    servers = settings.servers
+    client = AsyncOpenAI(
+        base_url=f"{server_root(base_url)}/v1",
+        api_key=servers.api_key(base_url, environ) or "EMPTY",
+        timeout=servers.timeout_s,
+        default_headers=servers.headers,
+        max_retries=0,
+        http_client=DefaultAsyncHttpxClient(timeout=servers.timeout_s, trust_env=not is_direct(base_url, environ)),
+    )
+    return ModelClient(client, keeps_tokens=settings.trajectory_strategy == "interleaved" and not settings.is_plain)
 
 
 def load_environment(settings: HostSettings) -> vf.Environment:

@@ -18,7 +18,8 @@ from support.template_server import SENTENCE_END, TemplateServer
 from support.v0_host import ToyHost
 from trivet.environments.apis.v0.play import ModelClient
 from trivet.wire.groups import SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import GroupId
 
 STRATEGIES = ["interleaved", "branching"]
 MakeEnv = Callable[..., vf.Environment]

@@ -14,8 +14,9 @@ import pytest
 from trivet.environments.apis.load import FIRST_OF_V1, EnvironmentHost, load_host, require_release
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.wire.groups import GroupRequest, SamplingArguments, Split
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
 from trivet.wire.servers import ServerAccess
+from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
 if require_release("talks") < FIRST_OF_V1:

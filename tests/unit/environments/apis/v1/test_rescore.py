@@ -11,8 +11,9 @@ from trivet.environments.apis.load import FIRST_OF_V1, load_host, require_releas
 from trivet.environments.apis.messages import EXAMPLE_GONE, PROMPT_DIFFERS
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.rollouts import Rollout
 from trivet.wire.servers import ServerAccess
+from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
 if require_release("talks") < FIRST_OF_V1:
