@@ -8,7 +8,7 @@ uv run --no-sync python scripts/install_browser.py || echo "test: the tests of t
 marks="not slow and not gpu"
 if [[ ${1:-} == --slow ]]; then
   marks="slow and not gpu"
-  set -- --record docs/slow_tests.json "${@:2}"
+  set -- --record=docs/slow_tests.json "${@:2}" # with "=": pytest takes a separate word for a path until it knows the option
 fi
 if has_nvidia_gpu; then
   # The CUDA build of vLLM serves on a GPU alone, and each of several servers at a time would ask for nine tenths of it.

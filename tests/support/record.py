@@ -1,4 +1,4 @@
-"""Records when each test file last passed, how long it took and at which revision: `pytest --record docs/slow_tests.json`.
+"""Records when each test file last passed, how long it took and at which revision: `pytest --record=docs/slow_tests.json`.
 
 A file keeps its entry until it runs again, so one record tells of many sessions. tests/conftest.py registers the plugin.
 """
