@@ -132,8 +132,8 @@ async def _begin_sampling(
         step = Step(part.progress.step)
         # Its acknowledgement says that the trainer has cleared away what an earlier attempt left.
         batch = Batch(step=step, purpose=BatchPurpose.PROBE)
-        has_probe = step > 0 and read_manifest(loop.layout.weights_step(step)).probe is not None
-        if config.weights.probe_tokens and loop.watcher.version == step and not has_probe:
+        wants_probe = config.weights.probe_tokens and loop.watcher.version == step  # in strict mode it may be an older policy
+        if wants_probe and (step == 0 or read_manifest(loop.layout.weights_step(step)).probe is None):
             batch = await make_probe(
                 await read_prompts(loop.sampler.preview(NUM_PROMPTS)),
                 clients=clients,
