@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trivet.checkpoints.commit import committed_steps
-from trivet.config.layout import RunLayout
+from trivet.config.layout import STABLE, RunLayout
 from trivet.evaluation.targets import complete_steps
 from trivet.launcher.nodes.join import read_control
 from trivet.launcher.nodes.lease import read_lease
-from trivet.orchestrator.policy import _published_at
+from trivet.storage.durable import is_listed
 from trivet.weights.catalog import latest_version
 from trivet.weights.retention import reader_versions
 
@@ -26,7 +26,7 @@ def main(output_dir: Path, seconds: float) -> int:
     layout = RunLayout(output_dir)
     signs: dict[str, Callable[[], object]] = {
         "policy": lambda: latest_version(layout),
-        "resumed policy": lambda: _published_at(layout.weights_step(1)),
+        "resumed policy": lambda: is_listed(layout.weights_step(1)) and (layout.weights_step(1) / STABLE).exists(),
         "evaluated policy": lambda: complete_steps(layout.weights),
         "commit": lambda: committed_steps(layout),
         "reader": lambda: reader_versions(layout),
