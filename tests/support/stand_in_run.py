@@ -21,6 +21,7 @@ from trivet.launcher.processes import LocalHost
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.supervisor import Supervisor
+from trivet.process.lifetime import adopt_orphans
 from trivet.telemetry.events import EventWriter
 from trivet.wire.events import Event
 from trivet.wire.versions import Step
@@ -81,6 +82,7 @@ class StandInAttempts:
 
 
 def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
+    adopt_orphans()
     layout = RunLayout(Path.cwd())
     limits = RecoveryConfig.model_validate_json(recovery)
     attempts = StandInAttempts(layout=layout, behaviours=behaviours, ports=ports)
