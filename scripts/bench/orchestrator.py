@@ -45,7 +45,8 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, TransportConfig
 from trivet.environments.apis.turns import Turn, request_arguments, to_samples
 from trivet.environments.apis.v0.play import V0Host
-from trivet.environments.workers.pool import PoolLimits, open_worker_pool
+from trivet.environments.workers.limits import PoolLimits
+from trivet.environments.workers.pool import open_worker_pool
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.checkpoint import RunTotals
 from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher

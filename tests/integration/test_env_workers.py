@@ -22,8 +22,8 @@ from trivet.config.schema.inference import ClientConfig
 from trivet.environments.packages.probe import ProbeTarget, require_loadable
 from trivet.environments.settings import host_settings
 from trivet.environments.workers.client import WorkerClient
-from trivet.environments.workers.limits import WorkerLog
-from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
+from trivet.environments.workers.limits import PoolLimits, WorkerLog
+from trivet.environments.workers.pool import WorkerPool, open_worker_pool
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.secret import SECRET_FILE
 from trivet.wire.events import EnvRestart, Event
@@ -199,7 +199,8 @@ _OWNER = """
 import asyncio, sys
 from pathlib import Path
 from test_env_workers import settings, request
-from trivet.environments.workers.pool import PoolLimits, open_worker_pool
+from trivet.environments.workers.limits import PoolLimits
+from trivet.environments.workers.pool import open_worker_pool
 
 async def main(directory, url):
     limits = PoolLimits(workers_per_env=2)

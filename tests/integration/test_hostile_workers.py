@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from trivet.config.schema.inference import ClientConfig
-from trivet.environments.workers.pool import PoolLimits, open_worker_pool
+from trivet.environments.workers.limits import PoolLimits
+from trivet.environments.workers.pool import open_worker_pool
 from trivet.errors import EnvironmentLoadError, RolloutFailed, WorkerLost
 from trivet.wire.events import EnvRestart, Event
 from trivet.wire.groups import GroupRequest, SamplingArguments

@@ -43,7 +43,7 @@ _LORA_FLAGS = {"enable_lora": "true", "max_loras": "2", "max_cpu_loras": "2", "m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What came of serving a family, by way of training."""
+    """The result of serving a family, by way of training."""
 
     full: str
     """`agrees`; or what failed, in the words of who refused it."""

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trivet.config.layout import RunLayout
-from trivet.environments.workers.pool import PoolLimits, open_worker_pool
+from trivet.environments.workers.limits import PoolLimits
+from trivet.environments.workers.pool import open_worker_pool
 from trivet.errors import ConfigError
 from trivet.evaluation.rescoring import (
     EnvironmentChange,

@@ -22,8 +22,8 @@ from trivet.config.layout import STABLE
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import host_settings
-from trivet.environments.workers.limits import memory_limit
-from trivet.environments.workers.pool import PoolLimits, open_worker_pool
+from trivet.environments.workers.limits import PoolLimits
+from trivet.environments.workers.pool import open_worker_pool
 from trivet.evaluation.endpoints import KEY_VARIABLE
 from trivet.evaluation.evaluate import Evaluator
 from trivet.evaluation.plan import EvalPlan, check_servers, make_plan, require_resumable
@@ -89,14 +89,7 @@ async def _run(plan: EvalPlan, console: Console) -> int:
             )
             for env in plan.envs
         ]
-        limits = PoolLimits(
-            workers_per_env=config.workers_per_env,
-            max_restarts=config.max_env_worker_restarts,
-            blocked_timeout_s=config.env_worker_timeout_s,
-            start_timeout_s=config.env_start_timeout_s,
-            max_memory_bytes=memory_limit(config.max_worker_memory),
-            strict_data=config.strict_data,
-        )
+        limits = PoolLimits.from_config(config)
         async with open_worker_pool(settings, log_of=plan.layout.eval_worker_log, limits=limits) as pool:
             require_resumable(plan, pool, base_digest=base_digest)
             with _wandb(plan) as write_scores:

@@ -27,7 +27,7 @@ TASK_FILE, SUMMARY_FILE = "task.json", "summary.json"
 
 
 class EarlierResults(StrEnum):
-    """What an evaluation does with results that its directory holds already."""
+    """Names the ways to treat results that an evaluation's directory holds already."""
 
     REPLACE = "replace"
     CONTINUE = "continue"

@@ -16,8 +16,8 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.nodes.node_pools import open_node_pools
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
-from trivet.environments.workers.limits import memory_limit
-from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
+from trivet.environments.workers.limits import PoolLimits
+from trivet.environments.workers.pool import WorkerPool, open_worker_pool
 from trivet.orchestrator.teacher import Teacher
 from trivet.process.proxies import direct_variables
 from trivet.secret import RunSecret, find_secret
@@ -67,14 +67,7 @@ def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "") -> Ab
     # Judges and tools in the workers have clients of their own, which read these variables.
     os.environ.update(direct_variables(os.environ, [*config.client.base_url, *teacher]))
     settings = list(run_settings(config).values())
-    limits = PoolLimits(
-        workers_per_env=config.workers_per_env,
-        max_restarts=config.max_env_worker_restarts,
-        blocked_timeout_s=config.env_worker_timeout_s,
-        start_timeout_s=config.env_start_timeout_s,
-        max_memory_bytes=memory_limit(config.max_worker_memory),
-        strict_data=config.strict_data,
-    )
+    limits = PoolLimits.from_config(config)
     layout = RunLayout(config.output_dir)
     return open_worker_pool(
         settings, log_of=lambda env: layout.env_worker_log(f"{env}{name_suffix}"), limits=limits, name_suffix=name_suffix

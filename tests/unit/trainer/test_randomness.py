@@ -146,7 +146,7 @@ def _threads(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_packed_attention_zeroes_weights_and_scales_the_others(softcap: float | None) -> None:
-    """With values that are unit vectors the outputs are the weights themselves."""
+    """Values that are unit vectors make the outputs the weights themselves."""
     name = register_attention(
         "sdpa",
         device=torch.device("cpu"),

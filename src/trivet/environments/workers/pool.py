@@ -22,7 +22,7 @@ import msgspec
 from trivet.backoff import backoff_s
 from trivet.environments.examples import other_data
 from trivet.environments.workers.client import WorkerClient
-from trivet.environments.workers.limits import WorkerLog, measure_sessions, sweep_directories
+from trivet.environments.workers.limits import PoolLimits, WorkerLog, measure_sessions, sweep_directories
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost, first_error
 from trivet.process.loop_lag import lag_metrics
 from trivet.wire.events import EnvLoad, EnvRestart, Event
@@ -48,21 +48,6 @@ _WARN_BLOCKED_S = 10.0
 _CLOSE_TIMEOUT_S = 5.0
 _TIMEOUT_GRACE_S = 30.0
 """How long a worker has, beyond a group's own time limit, to report itself that the group exceeded it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolLimits:
-    """The number of workers of a pool, and the times it waits for them."""
-
-    workers_per_env: int = 1
-    max_restarts: int = 5
-    """Consecutive restarts of one worker; -1: no limit."""
-    blocked_timeout_s: float = 600.0
-    start_timeout_s: float = 1800.0
-    max_memory_bytes: int | None = None
-    """Most memory of one worker with all that it started; None: no limit."""
-    strict_data: bool = False
-    """Refuse a worker whose data are not those of the first."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -48,7 +48,7 @@ class RoleObservation:
 
     @property
     def signature(self) -> str:
-        """What two failures have in common that count as the same."""
+        """Return the role and cause of the failure. Two failures with equal ones count as the same."""
         if self.exit_code is None:
             return f"{self.name} stuck"
         return f"{self.name} {self.exit_code} {'' if self.was_killed else self.last_log_line}"

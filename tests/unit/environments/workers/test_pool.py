@@ -9,7 +9,8 @@ from support.groups import make_request
 from support.virtual_time import run_virtually
 from trivet.config.schema.inference import ClientConfig
 from trivet.environments.workers.client import PulseMonitor
-from trivet.environments.workers.pool import PoolLimits, RestartBudget, WorkerPool
+from trivet.environments.workers.limits import PoolLimits
+from trivet.environments.workers.pool import RestartBudget, WorkerPool
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.wire.groups import EnvironmentInfo, GroupRequest
 from trivet.wire.rollouts import Rollout

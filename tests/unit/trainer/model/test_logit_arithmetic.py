@@ -58,7 +58,7 @@ def test_each_direction_is_one_graph_for_chunks_of_any_size_and_equals_the_eager
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_gradient_of_a_compiled_chunk_is_scattered(graphs: list[torch.fx.GraphModule]) -> None:
-    """On a GPU a scatter would be a kernel of its own, and all gradients would go through memory once more."""
+    """A scatter is a kernel of its own on a GPU: all gradients would go through memory once more."""
     run(LogitArithmetic.compiled(), num_tokens=12, uses_entropies=True)
     assert len(graphs) == 2
     assert not [node for graph in graphs for node in graph.graph.nodes if "scatter" in str(node.target)]

@@ -82,7 +82,7 @@ def test_only_a_conversation_with_a_picture_is_refused_by_a_model_without_its_ro
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(picture_model: Path, data: Path, world, tmp_path: Path) -> None:
-    """Where nothing was checked before, as for a name of the hub."""
+    """The names of the hub are such models: nothing checks them before."""
     config = picture_model / "tokenizer_config.json"
     config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "image_token"}))
     with pytest.raises(
