@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.made_run import make_run, write_weights
 from support.mutations import Outcome, judge_many, shares
-from trivet.checkpoints.commit import commit
-from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER, begin_part, finish_part
+from trivet.checkpoints.commit import ORCHESTRATOR, TRAINER, begin_part, commit, finish_part
 from trivet.config.layout import RunLayout
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals

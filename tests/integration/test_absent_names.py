@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from support.node_chaos import SLOW_DIRECTORY, can_mount
-from trivet.checkpoints.commit import commit
-from trivet.checkpoints.parts import PARTS, begin_part, finish_part
+from trivet.checkpoints.commit import PARTS, begin_part, commit, finish_part
 from trivet.config.layout import RunLayout
 from trivet.launcher.nodes.lease import Lease
 from trivet.launcher.nodes.messages import Control

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from support.processes import find_free_port
 from support.ranks import run_ranks
 from support.scripts import load_module
-from trivet.checkpoints.commit import committed_steps
-from trivet.checkpoints.parts import TRAINER, begin_part
+from trivet.checkpoints.commit import TRAINER, begin_part, committed_steps
 from trivet.config.layout import SECRET_FILE, RunLayout
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import AdamWConfig

@@ -7,8 +7,7 @@ from random import Random
 
 from support.groups import make_draw, make_sample
 from support.histories import MAX_OFF_POLICY_STEPS, RunMaker, replay_events, write_events
-from trivet.checkpoints.commit import commit
-from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER, begin_part, finish_part
+from trivet.checkpoints.commit import ORCHESTRATOR, TRAINER, begin_part, commit, finish_part
 from trivet.checkpoints.run_record import RunRecord
 from trivet.config.layout import RunLayout
 from trivet.orchestrator.buffer import BufferState

@@ -83,9 +83,6 @@ def mean_normalised(inputs: AdvantageInputs) -> np.ndarray:
 
     It is zero throughout when no rollout has a reward.
     Source: MaxRL, as prime-rl has it under `max_rl`.
-
-    Raises:
-        ValueError: a reward is negative, for which the division has no meaning.
     """
     rewards = inputs.rewards
     if rewards.min() < 0:

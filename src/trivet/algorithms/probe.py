@@ -60,11 +60,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def convert_dtype(name: str) -> ProbeDtype:
-    """Return a dtype of torch's by the name under which a probe has it.
-
-    Raises:
-        WeightsError: nothing is known of how far rounding in it reaches.
-    """
+    """Return a dtype of torch's by the name under which a probe has it."""
     for known in MAX_MEAN_DIFFERENCE:
         if name == known:
             return known
@@ -93,9 +89,6 @@ def compare(probe: Probe, found: Sequence[Sequence[float]], *, dtype: ProbeDtype
         found: log-probabilities, shaped as those of the samples.
         dtype: the dtype that the other process computes in.
         where: names the policy and the other process in the message.
-
-    Raises:
-        WeightsError: they differ by more than rounding explains; names the tokens that differ most.
     """
     expected_N = np.concatenate([sample.logprobs for sample in probe.samples])
     found_N = np.concatenate([np.asarray(values, dtype=np.float64) for values in found])

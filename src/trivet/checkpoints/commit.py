@@ -1,15 +1,17 @@
-"""Commits a checkpoint, lists those there are to go back to, and removes old ones and what a run that goes back makes again.
+"""Writes and reads checkpoints: a part of each role, made one checkpoint by a commit.
 
-Only the trainer commits. A checkpoint exists once COMMITTED does; whatever lacks it is ignored and removed on resume.
+The orchestrator writes its part of step N before it sends batch N, the trainer writes its own after step N. The parts lie side by
+side in checkpoints/.step_N.tmp, each marked DONE, until the trainer commits them: it writes COMMITTED and renames the directory. A
+checkpoint exists once COMMITTED does; whatever lacks it is ignored, and removed on resume.
 """
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
-from trivet.checkpoints.parts import PARTS, TRAINER, is_part_done, read_listing, staging_directory
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.dependencies import own_version
 from trivet.errors import CheckpointError, ResumeError
@@ -18,19 +20,36 @@ from trivet.key_names import key_name
 from trivet.step_directories import discard_after, discard_unfinished, list_steps
 from trivet.storage.durable import (
     DECODE_ERRORS,
+    FileRecord,
     digest_of,
     explain_difference,
+    hash_files,
+    list_files,
     remove_directory,
     sweep_removed,
     sync_directory,
+    sync_tree,
     write_json_atomically,
 )
 from trivet.wire.versions import Step
 
+TRAINER, ORCHESTRATOR = "trainer", "orchestrator"
+PARTS = (TRAINER, ORCHESTRATOR)
+DONE = "DONE"
+"""Listing and marker in one file, written last: a part that has it is whole."""
 CHECKPOINT_SCHEMA = 3
 """Raised whenever a part changes in a way that an older reader would misread."""
 _READABLE_SCHEMAS = (2, 3)
 """Schema 2 lists files by their SHA-256."""
+
+
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of DONE: the files of one part."""
+
+    files: dict[str, FileRecord]
+    """Records by path relative to the part."""
+    digest: str
+    """SHA-256 over the sorted names, sizes and digests of the files."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +73,55 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
 
+def staging_directory(layout: RunLayout, step: Step) -> Path:
+    """Return the directory in which the parts of `step` wait for their commit."""
+    return layout.checkpoints / f".{layout.checkpoint_step(step).name}.tmp"
+
+
+def begin_part(layout: RunLayout, step: Step, name: str) -> Path:
+    """Return an empty directory for the part `name` of step `step`; what an earlier attempt left there is gone."""
+    assert name in PARTS, f"a checkpoint has the parts {PARTS}, not {name!r}"
+    part = staging_directory(layout, step) / name
+    remove_directory(part, marker=DONE)
+    part.mkdir(parents=True)
+    return part
+
+
+def finish_part(layout: RunLayout, step: Step, name: str, *, known: Mapping[str, FileRecord] | None = None) -> Listing:
+    """Make the part durable and mark it done.
+
+    Args:
+        known: records of files that were taken while these were written, by path relative to the part. They are not read again.
+    """
+    part = staging_directory(layout, step) / name
+    if not part.is_dir() or not (names := list_files(part)):
+        raise CheckpointError(f"{part} holds no files: the {name}'s part of checkpoint {step} was not written")
+    known = known or {}
+    for file_name, record in known.items():  # files that other ranks wrote must have arrived here
+        path = part / file_name
+        found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
+        if found != f"{record.num_bytes} bytes":
+            raise CheckpointError(
+                f"{path} was written with {record.num_bytes} bytes and has {found} here: output_dir must be one directory, which "
+                "every rank of the trainer sees under the same path"
+            )
+    sync_tree(part)
+    files = {**known, **hash_files(part, [name for name in names if name not in known])}
+    listing = Listing(files=files, digest=digest_of(files))
+    write_json_atomically(part / DONE, listing)
+    return listing
+
+
+def read_listing(part: Path) -> Listing:
+    """Return the listing of a part that is done."""
+    try:
+        return msgspec.json.decode((part / DONE).read_bytes(), type=Listing)
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{part} has no {DONE}: it was not written completely") from exc
+    except DECODE_ERRORS as exc:
+        raise CheckpointError(f"{part / DONE} cannot be read: {exc}") from exc
+
+
 def commit(
     layout: RunLayout,
     step: Step,
@@ -62,19 +130,11 @@ def commit(
     run_id: str = "",
     clock: Callable[[], float] = lambda: time.time(),
 ) -> CommitRecord:
-    """Make one checkpoint of both parts of `step`.
-
-    Args:
-        parts: supervised fine-tuning has the trainer's alone.
-
-    Raises:
-        CheckpointError: a part is not done, or the step is committed already.
-    """
+    """Make one checkpoint of the parts of `step`; supervised fine-tuning has the trainer's alone."""
     staging, final = staging_directory(layout, step), layout.checkpoint_step(step)
     if (final / COMMITTED).exists():
         raise CheckpointError(f"{final} is committed already; resume from it, or remove it to write it again")
-    missing = [name for name in parts if not is_part_done(layout, step, name)]
-    if missing:
+    if missing := [name for name in parts if not (staging / name / DONE).exists()]:
         raise CheckpointError(
             f"checkpoint {step} cannot be committed: {staging} lacks the part of the {' and the '.join(missing)}"
         )
@@ -98,11 +158,7 @@ def committed_steps(layout: RunLayout) -> list[Step]:
 
 
 def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
-    """Return the committed step that `requested` means; -1 is the newest.
-
-    Raises:
-        ResumeError: there is none, or none of that step; lists those there are.
-    """
+    """Return the committed step that `requested` means; -1 is the newest."""
     steps = committed_steps(layout)
     if not steps:
         raise ResumeError(
@@ -112,19 +168,15 @@ def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
     if requested == -1:
         return steps[-1]
     if requested not in steps:
-        known = ", ".join(str(step) for step in steps)
         raise ResumeError(
             f"{key_name('ckpt.resume_step')} = {requested} is not a committed checkpoint in {layout.checkpoints}; "
-            f"there are {known}; take one of these, or -1 for the newest"
+            f"there are {', '.join(map(str, steps))}; take one of these, or -1 for the newest"
         )
     return Step(requested)
 
 
 def discard_checkpoints_after(layout: RunLayout, step: Step) -> None:
-    """Remove checkpoints of steps later than `step`, and what has their form but was never committed.
-
-    Called when a run starts from `step`: those steps happen again.
-    """
+    """Remove checkpoints of steps later than `step`, which happen again, and what has their form but was never committed."""
     discard_after(layout.checkpoints, step, marker=COMMITTED)
     sweep_removed(layout.checkpoints)
 
@@ -138,12 +190,7 @@ def discard_staging(layout: RunLayout) -> None:
 
 
 def read_record(layout: RunLayout, step: Step) -> CommitRecord:
-    """Return the record in COMMITTED, without reading the files.
-
-    Raises:
-        CheckpointError: the step is not committed, its record cannot be read, is of another step or of other parts than lie
-            there, or it has another schema.
-    """
+    """Return the record in COMMITTED, without reading the files of the parts that it names."""
     path = layout.checkpoint_step(step) / COMMITTED
     try:
         record = msgspec.json.decode(path.read_bytes(), type=CommitRecord)
@@ -172,30 +219,19 @@ def read_record(layout: RunLayout, step: Step) -> CommitRecord:
     return record
 
 
-def verify_checkpoint(layout: RunLayout, step: Step) -> CommitRecord:
-    """Read every file of a committed checkpoint and compare it with what was committed.
-
-    Raises:
-        CheckpointError: as `read_record`; or a file is missing, truncated or altered; names it.
-    """
+def verify_checkpoint(layout: RunLayout, step: Step, *, only: str | None = None) -> CommitRecord:
+    """Read every file of a committed checkpoint, or of the part `only`, and compare it with what was committed."""
     record = read_record(layout, step)
-    for name in record.parts:
-        verify_part(layout, record, name)
+    for name, digest in record.parts.items():
+        if only not in (None, name):
+            continue
+        part = layout.checkpoint_step(step) / name
+        listing = read_listing(part)
+        if digest != listing.digest or digest != digest_of(listing.files):
+            raise CheckpointError(f"{part} is not the part that was committed as step {step}: its listing was altered")
+        if difference := explain_difference(part, listing.files):
+            raise CheckpointError(f"checkpoint {step} cannot be resumed from: {difference}")
     return record
-
-
-def verify_part(layout: RunLayout, record: CommitRecord, name: str) -> None:
-    """Read every file of one part and compare it with what was committed.
-
-    Raises:
-        CheckpointError: a file of the part is missing, truncated or altered; names it.
-    """
-    part = layout.checkpoint_step(record.step) / name
-    listing = read_listing(part)
-    if record.parts.get(name) != listing.digest or listing.digest != digest_of(listing.files):
-        raise CheckpointError(f"{part} is not the part that was committed as step {record.step}: its listing was altered")
-    if difference := explain_difference(part, listing.files):
-        raise CheckpointError(f"checkpoint {record.step} cannot be resumed from: {difference}")
 
 
 def removable_steps(committed: Sequence[Step], *, keep_last: int | None, keep_interval: int | None) -> list[Step]:

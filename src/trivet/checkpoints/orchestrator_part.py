@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from trivet.checkpoints.parts import ORCHESTRATOR
+from trivet.checkpoints.commit import ORCHESTRATOR
 from trivet.config.layout import RunLayout
 from trivet.errors import CheckpointError, MessageRefused
 from trivet.wire.codec import decode
@@ -52,11 +52,7 @@ class _GroupsOnly(msgspec.Struct):
 
 
 def read_state(layout: RunLayout, step: Step, kind: type[StructT]) -> StructT:
-    """Read the state of a committed step as `kind`; fields that `kind` lacks are skipped.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable or of another schema.
-    """
+    """Read the state of a committed step as `kind`; fields that `kind` lacks are skipped."""
     path = layout.checkpoint_step(step) / ORCHESTRATOR / STATE_FILE
     try:
         data = path.read_bytes()
@@ -72,11 +68,7 @@ def read_state(layout: RunLayout, step: Step, kind: type[StructT]) -> StructT:
 
 
 def read_owed_groups(layout: RunLayout, step: Step) -> OwedGroups:
-    """Read which groups the checkpoint holds.
-
-    Raises:
-        CheckpointError: as `read_state`.
-    """
+    """Read which groups the checkpoint holds."""
     state = read_state(layout, step, _GroupsOnly)
     return OwedGroups(
         next_group_id=state.sampler.next_group_id,

@@ -1,11 +1,20 @@
-"""Checks what must hold before a run goes back to a checkpoint, before anything is started or removed."""
+"""Chooses the checkpoint from which a run resumes or a new run is forked, and checks it before anything is started or removed."""
 
 import logging
+import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, TypeVar, cast
 
-from trivet.checkpoints.commit import committed_steps, read_record, resolve_resume_step, verify_checkpoint, verify_part
-from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER
+from trivet.checkpoints.commit import (
+    ORCHESTRATOR,
+    TRAINER,
+    committed_steps,
+    read_record,
+    resolve_resume_step,
+    verify_checkpoint,
+)
 from trivet.checkpoints.settings import (
     CONFIG_FILE,
     describe,
@@ -16,50 +25,21 @@ from trivet.checkpoints.settings import (
     values_of,
 )
 from trivet.config.check_roles import steps_problem
-from trivet.config.layout import RunLayout
-from trivet.config.schema.base import Section
+from trivet.config.layout import COMMITTED, STABLE, RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
-from trivet.config.schema.shared import CkptConfig
+from trivet.config.schema.shared import SteppingRoleConfig
 from trivet.errors import CheckpointError, ConfigError, ResumeError
 from trivet.key_names import key_name
+from trivet.storage.durable import list_files, remove_directory, sync_directory, sync_tree
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
 
-SectionT = TypeVar("SectionT", bound=Section)
+ConfigT = TypeVar("ConfigT", bound=SteppingRoleConfig)
 
 
-@runtime_checkable
-class Resumable(Protocol):
-    """A role's configuration that may name a step to resume from."""
-
-    @property
-    def output_dir(self) -> Path:
-        """The run's directory."""
-        ...
-
-    @property
-    def max_steps(self) -> int | None:
-        """The last step of the run; None: it has no end."""
-        ...
-
-    @property
-    def ckpt(self) -> CkptConfig:
-        """Settings that say whether, and where from, the role resumes."""
-        ...
-
-
-def require_resumable(config: Resumable) -> None:
-    """Run `choose_start` as a command's check, before it starts anything."""
-    choose_start(config)
-
-
-def choose_start(config: Resumable, *, is_whole_verified: bool = False) -> Step:
-    """Return the step that a role starts from: `choose_resume_step`'s, or 0 for a fresh start.
-
-    Raises:
-        ConfigError: a fresh start over committed checkpoints.
-    """
+def choose_start(config: SteppingRoleConfig, *, is_whole_verified: bool = False) -> Step:
+    """Return the step that a role starts from: `choose_resume_step`'s, or 0 for a fresh start, which removes no checkpoint."""
     step = choose_resume_step(config, is_whole_verified=is_whole_verified)
     if step is not None:
         return step
@@ -72,21 +52,12 @@ def choose_start(config: Resumable, *, is_whole_verified: bool = False) -> Step:
     return Step(0)
 
 
-def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) -> Step | None:
-    """Return the step that `config` resumes from, checked. An orchestrator reads its own part alone, a trainer every file.
+def choose_resume_step(config: SteppingRoleConfig, *, is_whole_verified: bool = False) -> Step | None:
+    """Return the step that `config` resumes from, or None. An orchestrator verifies its own part, a trainer every file.
 
     Args:
-        config: a role's, with its own values of the keys.
         is_whole_verified: every file was read already; only the settings are compared.
-
-    Returns:
-        The step, None for a fresh start.
-
-    Raises:
-        ResumeError: the step is not there, or settings that may not change did.
-        CheckpointError: the checkpoint is of another version, or damaged.
     """
-    assert isinstance(config, Section)
     if config.ckpt.resume_from is not None:
         raise ResumeError(
             f"ckpt.resume_from = {str(config.ckpt.resume_from)!r} starts a new run with all its roles: give it to `rl`, or to "
@@ -97,21 +68,17 @@ def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) ->
     layout = RunLayout(config.output_dir)
     step = resolve_resume_step(layout, config.ckpt.resume_step)
     name = _part_name(config)
-    record = read_record(layout, step)
-    if name not in record.parts:
+    if name not in read_record(layout, step).parts:
         raise CheckpointError(f"{layout.checkpoint_step(step)} has no part of the {name}: it was written without one")
     if not is_whole_verified:
-        if name == ORCHESTRATOR:
-            verify_part(layout, record, name)
-        else:
-            verify_checkpoint(layout, step)
+        verify_checkpoint(layout, step, only=name if name == ORCHESTRATOR else None)
     require_same_settings(layout.checkpoint_step(step) / name, config, ckpt=config.ckpt, step=step)
     if problem := steps_problem(config.max_steps, resume_step=step):
         raise ResumeError(problem)
     return step
 
 
-def settle_schedules(config: SectionT, *, step: Step) -> SectionT:
+def settle_schedules(config: ConfigT, *, step: Step) -> ConfigT:
     """Return `config` with the step at which each schedule ends, to be kept in the checkpoints of the run.
 
     Logs a schedule that goes on as it was although max_steps is another, and evaluations that measure something else.
@@ -119,12 +86,11 @@ def settle_schedules(config: SectionT, *, step: Step) -> SectionT:
     Args:
         step: the step that the role starts from, checked by `choose_resume_step`; 0: every schedule begins.
     """
-    assert isinstance(config, Resumable)
     now, max_steps = values_of(config), config.max_steps
     part = RunLayout(config.output_dir).checkpoint_step(step) / _part_name(config)
     saved = read_settings(part / CONFIG_FILE) if step else None
     for key, length in unset_lengths(now, saved=saved).items():
-        config = _with_value(config, tuple(key.split(".")), length)
+        config = _with_value(config, key.split("."), length)
         if saved is not None and max_steps is not None and max_steps != length:
             logger.warning(
                 "%s = %s is kept from the checkpoint although max_steps is %s now: %s. To change it set it, and name it in %s",
@@ -140,17 +106,69 @@ def settle_schedules(config: SectionT, *, step: Step) -> SectionT:
     return config
 
 
-def _part_name(config: Resumable) -> str:
+def _part_name(config: SteppingRoleConfig) -> str:
     return ORCHESTRATOR if isinstance(config, OrchestratorConfig) else TRAINER
 
 
-def _with_value(value: Any, path: tuple[str, ...], new: object) -> Any:
+def _with_value(value: Any, path: list[str], new: object) -> Any:
     """Return a copy of a section, or of a list of sections, with another value at `path`."""
     if not path:
         return new
     name, *rest = path
     if isinstance(value, list):
         items = cast("list[Any]", value).copy()
-        items[int(name)] = _with_value(items[int(name)], tuple(rest), new)
+        items[int(name)] = _with_value(items[int(name)], rest, new)
         return items
-    return value.model_copy(update={name: _with_value(getattr(value, name), tuple(rest), new)})
+    return value.model_copy(update={name: _with_value(getattr(value, name), rest, new)})
+
+
+def choose_fork(layout: RunLayout, *, source: Path, resume_step: int | None) -> Step:
+    """Return the step of the other run that ckpt.resume_from and ckpt.resume_step mean, verified. Changes nothing."""
+    if source.resolve() == layout.root.resolve():
+        raise ResumeError(
+            f"ckpt.resume_from = {str(source)!r} is the run's own output_dir; to go on with it set "
+            f"{key_name('ckpt.resume_step')} alone, for a new run choose another output_dir"
+        )
+    other = RunLayout(source)
+    step = resolve_resume_step(other, -1 if resume_step is None else resume_step)
+    verify_checkpoint(other, step)
+    return step
+
+
+def adopt(source_dir: Path, step: Step, *, into: RunLayout, versions: Iterable[int] = ()) -> None:
+    """Make checkpoint `step` of the run in `source_dir`, which stays as it is, the first checkpoint of the run in `into`.
+
+    Args:
+        versions: published policies that come along, if they are still there; that of `step` itself is published anew.
+    """
+    assert not committed_steps(into), f"{into.root} has checkpoints of its own"
+    source = RunLayout(source_dir)
+    for version in versions:
+        if (source.weights_step(version) / STABLE).exists():
+            _share_directory(source.weights_step(version), into.weights_step(version), marker=STABLE)
+    _share_directory(source.checkpoint_step(step), into.checkpoint_step(step), marker=COMMITTED)
+    verify_checkpoint(into, step)
+
+
+def _share_directory(source: Path, final: Path, *, marker: str) -> None:
+    """Make `final` equal to `source`; its marker comes last, when all else is on disk."""
+    staging = final.with_name(f".{final.name}.tmp")
+    remove_directory(staging)
+    for name in list_files(source):
+        if name != marker:
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            _share(source / name, staging / name)
+    sync_tree(staging)
+    remove_directory(final)
+    staging.rename(final)
+    sync_directory(final.parent)
+    _share(source / marker, final / marker)
+    sync_directory(final)
+
+
+def _share(source: Path, target: Path) -> None:
+    """Link the file: files of a checkpoint are never written again, so two runs can share their bytes."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

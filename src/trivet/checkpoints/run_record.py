@@ -45,9 +45,6 @@ def require_newest_attempt(layout: RunLayout, run: RunIdentity) -> None:
     """Refuse what an attempt still writes after another has begun: its first node was cut off, and another took its place.
 
     Roles that were started by hand, without the launcher's name for the run, are not refused.
-
-    Raises:
-        CheckpointError: a later attempt of the same run has begun, or another run.
     """
     record = read_run(layout)
     if record is None or run.id == RunIdentity().id:
@@ -63,18 +60,13 @@ class AttemptGuard:
     """Checks again and again that no later attempt has begun: a machine may have stood still between two writes of a role."""
 
     def __init__(self, layout: RunLayout, run: RunIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Have the first check look at the record."""
         self._layout = layout
         self._run = run
         self._clock = clock
         self._due = clock()
 
     def check(self) -> None:
-        """Look at the record, unless the last look was less than half a second ago.
-
-        Raises:
-            CheckpointError: as `require_newest_attempt`.
-        """
+        """Look at the record, unless the last look was less than half a second ago."""
         if (now := self._clock()) >= self._due:
             require_newest_attempt(self._layout, self._run)
             self._due = now + _CHECK_INTERVAL_S

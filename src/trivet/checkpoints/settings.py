@@ -1,13 +1,16 @@
-"""The configuration that a part was written under, kept in it, and which keys of it a resumed run may change.
+"""Keeps in a part the configuration and a digest of the data that it was made with, and compares both when a run is resumed.
 
-A key that is not listed here may have a part in the results: the same run goes on only with the same value.
+A key that MAY_CHANGE does not list may have a part in the results: the same run goes on only with the same value.
 """
 
+import logging
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
+
+import msgspec
 
 from trivet.config.dump import literal, to_toml
 from trivet.config.keys import find_key
@@ -18,7 +21,10 @@ from trivet.errors import CheckpointError, ResumeError
 from trivet.key_names import key_name
 from trivet.wire.versions import Step
 
+logger = logging.getLogger(__name__)
+
 CONFIG_FILE = "config.toml"
+DATA_FILE = "data.json"
 Changes = Mapping[str, tuple[Any | None, Any | None]]
 """The value before and now, by dotted key."""
 Values = Mapping[str, Any]
@@ -76,15 +82,7 @@ def write_settings(part: Path, config: Section) -> None:
 
 
 def require_same_settings(part: Path, config: Section, *, ckpt: CkptConfig, step: Step) -> None:
-    """Compare `config` with the settings under which a committed part was made.
-
-    Args:
-        part: committed, of the role that `config` is of.
-
-    Raises:
-        ResumeError: a key that may not change did; names both values of each.
-        CheckpointError: the part carries no readable configuration.
-    """
+    """Refuse a `config` that differs from the settings under which the committed `part` of its role was made."""
     saved, now, defaults = read_settings(part / CONFIG_FILE), values_of(config), values_of(type(config)())
     continued = unset_lengths(now, saved=saved)
     saved = {
@@ -102,11 +100,7 @@ def require_same_settings(part: Path, config: Section, *, ckpt: CkptConfig, step
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the values, by dotted key, of a configuration that was written for a role or kept in a part, without secrets.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the values, by dotted key, of a configuration that was written for a role or kept in a part, without secrets."""
     try:
         return flatten(mask_table(tomllib.loads(path.read_text())))
     except (OSError, tomllib.TOMLDecodeError) as exc:
@@ -124,9 +118,9 @@ def changes(
     """Return the keys whose value differs from the saved one, with both values; None is unset.
 
     Args:
-        defaults: the value of a key that did not exist, or was null, when it was saved.
-        allowed: keys that are left out, with all below them; `env.*.venv` is that of every environment.
-        among: the only keys that are looked at, in the same way; None: all.
+        defaults: values of keys that did not exist, or were null, when `saved` was written.
+        allowed: keys that are left out, with all below them; `env.*.venv` is the key of every environment.
+        among: keys to which the comparison is limited, in the same way; None: all.
     """
     pairs = {key: (saved.get(key, defaults.get(key)), now.get(key)) for key in sorted({*saved, *now})}
     return {
@@ -169,6 +163,10 @@ def describe(changed: Changes) -> list[str]:
     return [f"{key} was {_show(old)} and is {_show(new)} now" for key, (old, new) in changed.items()]
 
 
+def _show(value: Any | None) -> str:
+    return "unset" if value is None else literal(value)
+
+
 def _is_below(key: str, prefixes: Iterable[str]) -> bool:
     names = (key, _POSITION.sub(".*", key))
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes for name in names)
@@ -178,8 +176,8 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by dotted key; tables in a list get their position as a name."""
     values: dict[str, Any] = {}
     for name, value in table.items():
-        if _is_list_of_tables(value):
-            value = {str(index): item for index, item in enumerate(value)}
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in cast("list[Any]", value)):
+            value = {str(index): item for index, item in enumerate(cast("list[Any]", value))}
         if isinstance(value, Mapping):
             values |= flatten(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
         else:
@@ -187,12 +185,46 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _show(value: Any | None) -> str:
-    return "unset" if value is None else literal(value)
+class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One data set: an environment of the orchestrator, or conversations of supervised fine-tuning."""
+
+    num_records: int
+    digest: str
+    """Digest of its contents in their order; empty: unknown."""
 
 
-def _is_list_of_tables(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
-    if not isinstance(value, list):
-        return False
-    items = cast("list[Any]", value)
-    return items != [] and all(isinstance(item, Mapping) for item in items)
+def write_data_record(part: Path, records: Mapping[str, DataRecord]) -> None:
+    """Write `records`, by the user's name of each data set, into a part that was begun and is not finished."""
+    (part / DATA_FILE).write_bytes(msgspec.json.encode(records))
+
+
+def compare_data(part: Path, records: Mapping[str, DataRecord], *, step: Step, strict_key: str | None) -> None:
+    """Log each data set that differs from the one in the committed `part`; new and missing ones are a matter of the settings.
+
+    Args:
+        strict_key: the key because of which the run refuses other data; None: it goes on.
+    """
+    path = part / DATA_FILE
+    if not path.exists():  # a part that an earlier version wrote
+        return
+    try:
+        saved = msgspec.json.decode(path.read_bytes(), type=dict[str, DataRecord])
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+    for name, record in records.items():
+        before = saved.get(name, record)
+        if before == record or not before.digest or not record.digest:
+            continue
+        if record.num_records != before.num_records:
+            counts = f"{record.num_records} instead of {before.num_records}"
+        else:
+            counts = f"{record.num_records} as before, with other contents"
+        message = (
+            f"{name}: the data are not those of checkpoint step_{step} ({counts}). Data that are drawn at every start need a seed, "
+            "for example in the arguments of the environment"
+        )
+        if strict_key is not None:
+            raise ResumeError(
+                f"{message}; {key_name(strict_key)} = true refuses to go on: give the same data, or remove the key"
+            )
+        logger.warning("%s", message)

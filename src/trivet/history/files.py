@@ -6,9 +6,18 @@ from typing import Any, cast
 
 import msgspec
 
-from trivet.checkpoints.commit import committed_steps, read_record, removable_steps, verify_checkpoint
+from trivet.checkpoints.commit import (
+    DONE,
+    ORCHESTRATOR,
+    PARTS,
+    TRAINER,
+    committed_steps,
+    read_listing,
+    read_record,
+    removable_steps,
+    verify_checkpoint,
+)
 from trivet.checkpoints.orchestrator_part import read_owed_groups
-from trivet.checkpoints.parts import DONE, ORCHESTRATOR, PARTS, TRAINER, read_listing
 from trivet.config.layout import COMMITTED, ROLLOUTS_FILE, RunLayout
 from trivet.errors import CheckpointError
 from trivet.history.breaches import Invariant

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trivet.checkpoints.commit import resolve_resume_step, verify_checkpoint
-from trivet.checkpoints.fork import choose_fork
+from trivet.checkpoints.resume import choose_fork
 from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from trivet.checkpoints.commit import committed_steps, discard_staging, resolve_resume_step, verify_checkpoint
-from trivet.checkpoints.fork import adopt, choose_fork
+from trivet.checkpoints.resume import adopt, choose_fork
 from trivet.checkpoints.run_record import read_run, write_run
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from trivet.checkpoints.data_record import DataRecord, write_data_record
+from trivet.checkpoints.commit import ORCHESTRATOR, begin_part, finish_part
 from trivet.checkpoints.orchestrator_part import SCHEMA, STATE_FILE, read_state
-from trivet.checkpoints.parts import ORCHESTRATOR, begin_part, finish_part
-from trivet.checkpoints.settings import write_settings
+from trivet.checkpoints.settings import DataRecord, write_data_record, write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError

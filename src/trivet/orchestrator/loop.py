@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trivet.algorithms.packing import PackItem, pack
-from trivet.checkpoints.data_record import DataRecord
 from trivet.checkpoints.run_record import require_newest_attempt
+from trivet.checkpoints.settings import DataRecord
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError

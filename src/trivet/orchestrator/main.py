@@ -4,7 +4,7 @@ import asyncio
 import signal
 from typing import TYPE_CHECKING
 
-from trivet.checkpoints.resume import require_resumable
+from trivet.checkpoints.resume import choose_start
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
@@ -32,7 +32,7 @@ def check(config: OrchestratorConfig) -> None:
     """Refuse what cannot start, before anything does."""
     for env in config.environments.values():
         require_environment(env)
-    require_resumable(config)
+    choose_start(config)
     make_advantage(config.advantage)
     require_replayable(config)
 

@@ -7,11 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from trivet.algorithms.staleness import required_version
-from trivet.checkpoints.commit import resolve_resume_step
-from trivet.checkpoints.data_record import compare_data
-from trivet.checkpoints.parts import ORCHESTRATOR
+from trivet.checkpoints.commit import ORCHESTRATOR, resolve_resume_step
 from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
+from trivet.checkpoints.settings import compare_data
 from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig

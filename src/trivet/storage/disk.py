@@ -29,15 +29,7 @@ def free_bytes(path: Path) -> int:
 
 
 def require_free_space(path: Path, num_bytes: int, *, what: str) -> None:
-    """Check that there is enough free disk space.
-
-    Args:
-        num_bytes: to be written.
-        what: name of what is to be written, for the error.
-
-    Raises:
-        DiskFull: fewer than `num_bytes` are free; nothing was written.
-    """
+    """Refuse to write `num_bytes` below `path` if fewer are free. `what` names the content in the error."""
     free = free_bytes(path)
     if free < num_bytes:
         raise DiskFull(_explain(path, what=what, needed=num_bytes, free=free))

@@ -100,26 +100,17 @@ def is_listed(path: Path) -> bool:
     """Return whether `path` is there, by listings of its directory and of the one above. For names that other machines create.
 
     A shared file system such as NFS remembers for up to a minute that a name which was asked for is absent. A listing is newer.
-
-    Raises:
-        OSError: a directory cannot be read.
     """
-    return all(map(_lists, (path.parent, path)))
 
+    def lists(name: Path) -> bool:
+        try:
+            return name in name.parent.iterdir() if name.name not in ("", "..") else name.exists()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except PermissionError:  # names in it may be asked for all the same
+            return name.exists()
 
-def _lists(path: Path) -> bool:
-    try:
-        return path in path.parent.iterdir() if path.name not in ("", "..") else path.exists()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except PermissionError:  # names in it may be asked for all the same
-        return path.exists()
-
-
-def sync_file(path: Path) -> None:
-    """Wait until the content of `path` is on disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    return lists(path.parent) and lists(path)
 
 
 def sync_directory(path: Path) -> None:
@@ -137,25 +128,19 @@ def sync_tree(directory: Path) -> None:
         for name in names:
             path = Path(parent, name)
             path.chmod(_FILE_MODE)
-            sync_file(path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         sync_directory(Path(parent))
 
 
 def write_atomically(path: Path, data: bytes, *, is_private: bool = False) -> None:
-    """Write `path` so that a reader, or a restart after a crash, finds the old content or the new, never a part.
-
-    Args:
-        is_private: nobody but its owner may read it.
-    """
+    """Write `path` so that a reader, or a restart after a crash, finds the old content or the new; private: for its owner alone."""
     _replace(path, data, does_sync=True, mode=PRIVATE_MODE if is_private else _FILE_MODE)
     sync_directory(path.parent)
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace `path` as `write_atomically` does, but without waiting for the disk.
-
-    For what is worthless after a crash, such as a status.
-    """
+    """Replace `path` as `write_atomically` does, without waiting for the disk: for what is worthless after a crash."""
     _replace(path, data, does_sync=False, mode=_FILE_MODE)
 
 
@@ -170,11 +155,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file: opening a pipe would wait for whoever writes to it.
-    """
+    """Open a regular file for reading. Opening a pipe would wait for whoever writes to it, so that is an OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,6 +1,6 @@
 """Runs writes on a thread of their own while training continues, one at a time. The loop gets the error of a write that failed.
 
-Used by `trainer.policies` and `trainer.checkpoint.saver`.
+Used by `trainer.session`.
 """
 
 import logging

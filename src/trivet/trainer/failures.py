@@ -93,9 +93,6 @@ def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> A
 
     Args:
         key_prefix: the start of a trainer key as the user writes it, such as `trainer.`.
-
-    Raises:
-        OutOfMemory: instead of the allocator's error.
     """
 
     def explain(reason: str) -> str:

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable
 
 from trivet.algorithms.probe import convert_dtype
-from trivet.checkpoints.parts import PARTS, TRAINER
+from trivet.checkpoints.commit import PARTS, TRAINER
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import BatchError, WeightsError
 from trivet.faults import reach
@@ -64,7 +64,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
             from_step=session.from_step,
             world=world,
         )
-        session.policies.release_memory()  # a server that kept running may need memory that loading took here
+        session.release_memory()  # a server that kept running may need memory that loading took here
         if session.from_step:
             _continue_published(session, world)
         receiver = make_receiver(session.from_step) if world.is_main else None
@@ -122,12 +122,7 @@ def extend_wait_of_ranks(world: World) -> None:
 
 
 def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: bool = False) -> None:
-    """Refuse a batch that the model cannot be trained on.
-
-    Raises:
-        BatchError: a row is longer than seq_len, holds a token that the model does not know, or lacks the teacher's
-            log-probabilities that the loss needs.
-    """
+    """Refuse a batch that the model cannot be trained on."""
     for row in batch.micro_batches:
         if needs_teacher and row.teacher_logprobs_T is None:
             raise BatchError(

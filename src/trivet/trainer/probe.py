@@ -59,9 +59,6 @@ def require_agreement(probe: Probe, rows: Sequence[MicroBatch], *, dtype: ProbeD
     Args:
         rows: the probe's samples with the server's log-probabilities at temperature 1.
         dtype: the dtype that the servers compute in.
-
-    Raises:
-        TrivetError: a server computes something else.
     """
     results = [
         compare(probe, _split(row, row.logprobs_T), dtype=dtype, where=f"the start policy on server {number} of {len(rows)}")
@@ -71,11 +68,7 @@ def require_agreement(probe: Probe, rows: Sequence[MicroBatch], *, dtype: ProbeD
 
 
 def require_restored(probe: Probe, published: Probe | None) -> None:
-    """Refuse a model that was restored from a checkpoint and is not the policy that was published at that step.
-
-    Raises:
-        TrivetError: the log-probabilities differ by more than rounding explains.
-    """
+    """Refuse a model that was restored from a checkpoint and is not the policy that was published at that step."""
     if published is None or published.token_ids != probe.token_ids:
         return
     try:

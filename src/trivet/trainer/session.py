@@ -1,37 +1,70 @@
 """One rank's part of a training run: the learner, and everything durable around it. Used by the RL loop and by `sft`.
 
-    Session ── learner: model, optimizer, loss, schedule (`trainer.step`)
-            ├─ policies: weights/step_N, written and removed (`trainer.policies`)
-            ├─ checkpoints: the trainer part, and the commit (`trainer.checkpoint.saver`)
-            └─ telemetry, profiler, times: what is reported of a step
+Methods that say collective are called by every rank; files are written by rank 0 alone, except sharded checkpoints. A policy and a
+checkpoint are copied between two updates and written on a thread each while the next steps run. `trainer.open_session` begins and
+ends a session.
 
-Methods that say collective are called by every rank; files are written by rank 0 alone, except sharded checkpoints. A session is
-begun and ended by `trainer.open_session`.
+consumes: the learner's state between two updates
+produces: weights/step_N with its `publish` event; checkpoints/step_N with its `commit` event; metrics and step lines
+waits for: the policy before, in `publish` and `await_policy`; the checkpoint before, in `save`. A checkpoint's thread waits for the
+    other ranks' threads and for the policy of its step
+unblocked by: the disk; the threads' group gives up after `_WRITE_TIMEOUT_S`
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
 
 from trivet.algorithms.probe import Probe, convert_dtype
+from trivet.checkpoints.commit import (
+    TRAINER,
+    begin_part,
+    commit,
+    committed_steps,
+    finish_part,
+    removable_steps,
+    remove_checkpoint,
+    staging_directory,
+)
+from trivet.checkpoints.run_record import require_newest_attempt
+from trivet.checkpoints.settings import DataRecord, write_data_record, write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
 from trivet.process.heap import Heap
+from trivet.storage.disk import explaining_full_disk, require_free_space
 from trivet.telemetry.metrics import summarize, timed
 from trivet.telemetry.process_report import waiting
 from trivet.telemetry.telemetry import Telemetry
-from trivet.trainer.checkpoint.saver import CheckpointSaver
-from trivet.trainer.checkpoint.state import TrainerProgress
+from trivet.trainer.background import Background
+from trivet.trainer.checkpoint.shard_file import ShardFile
+from trivet.trainer.checkpoint.state import TrainerProgress, state_of
+from trivet.trainer.disk_budget import Sizes
 from trivet.trainer.measurement.performance import speed_metrics
 from trivet.trainer.measurement.profiling import Profiler
-from trivet.trainer.policies import Policies
+from trivet.trainer.model.export import Exporter
 from trivet.trainer.probe import choose_samples, score
-from trivet.trainer.ranks.world import World, barrier
+from trivet.trainer.ranks.world import World, barrier, open_group
 from trivet.trainer.step import Learner, StepResult
+from trivet.weights.catalog import published_versions
+from trivet.weights.manifest import Manifest
+from trivet.weights.publish import publish
+from trivet.weights.retention import LiveReaders, needed_to_resume, reference_version_after, retirable, retire
 from trivet.wire.batches import MicroBatch
-from trivet.wire.versions import Step
+from trivet.wire.events import Commit, Publish, Retire
+from trivet.wire.versions import PolicyVersion, Step
+
+logger = logging.getLogger(__name__)
+
+_WRITE_TIMEOUT_S = 1800.0
+"""How much longer than the fastest rank the slowest may take to write a checkpoint; a longer dist_timeout_seconds wins."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,23 +73,50 @@ class Session:
 
     config: TrainingConfig
     layout: RunLayout
-    world: World
     learner: Learner
     progress: TrainerProgress
     from_step: Step
     """The step resumed from, 0 for a fresh run."""
     telemetry: Telemetry | None
     """Set on rank 0 only."""
-    policies: Policies
-    checkpoints: CheckpointSaver
+    exporter: Exporter
     profiler: Profiler
+    sizes: Sizes
+    keep_recent: int = 0
+    """Number of versions before the newest that stay too, for servers that lag by design (max_async_level)."""
+    reference_interval: int | None = None
+    """Steps after which the loss's reference policy is renewed; None: the reference is not a published policy."""
+    data: Mapping[str, DataRecord] = field(default_factory=dict[str, DataRecord])
+    """The data that are trained on, where they are files; kept in every checkpoint."""
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of the current step, by metric name."""
     probe_samples: list[list[int]] = field(default_factory=list)
     """Token ids of the run's probe; empty until it is chosen."""
-    heap: Heap = field(default_factory=Heap)
+    newest_checkpoint: Step | None = None
+    """The newest step whose checkpoint was begun, which may not be committed yet."""
     ending: str = "done"
     """The reason in the Stop event when no error ended the session."""
+    policy_writer: Background = field(init=False)
+    checkpoint_writer: Background = field(init=False)
+    _readers: LiveReaders = field(init=False)
+    _heap: Heap = field(init=False, default_factory=Heap)
+    _shards: ShardFile = field(init=False)
+    _group: dist.ProcessGroup = field(init=False)
+    """The group of the checkpoint threads: the steps use theirs meanwhile, and one group must not carry two exchanges at once."""
+
+    def __post_init__(self) -> None:
+        """Open the group of the checkpoint threads. Collective."""
+        is_async = self.config.ckpt.async_write
+        self.policy_writer = Background("publisher", is_async=is_async)
+        self.checkpoint_writer = Background("checkpoint-writer", is_async=is_async)
+        self._readers = LiveReaders(self.layout)
+        self._shards = ShardFile(self.world)
+        self._group = open_group(self.world, timeout_s=max(_WRITE_TIMEOUT_S, self.config.dist_timeout_seconds))
+
+    @property
+    def world(self) -> World:
+        """The ranks of the run."""
+        return self.learner.world
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds of the block to the step's `time/<name>`."""
@@ -76,60 +136,145 @@ class Session:
             return score(self.learner.model, self.probe_samples, self.world, dtype=dtype)
 
     def publish(self, step: Step) -> None:
-        """Publish the weights as the policy of `step`, with the probe that servers must reproduce. Collective.
+        """Copy the weights and begin to publish them as the policy of `step`, with the probe of servers. Collective.
 
-        Returns once they are copied, unless ckpt.async_write is off; the files are written while the next step runs.
-
-        Raises:
-            DiskFull: the disk is too full for them, or was for the policy before.
+        Raises the error of the policy before. With ckpt.async_write = false it returns once the policy is published.
         """
         probe = self.score_probe()
         with self.timed("broadcast_weights"):
-            self.policies.publish(step, probe=probe)
+            self.policy_writer.wait()
+            weights = self.exporter.gather(keep=self.world.is_main)
+            self.release_memory()
+            if self.world.is_main:
+                require_free_space(self.layout.weights, self.sizes.weights, what=f"policy {step}")
+                self.policy_writer.start(partial(self._write_policy, step, weights, probe))
+
+    def _write_policy(self, step: Step, weights: dict[str, torch.Tensor], probe: Probe | None) -> None:
+        def announce(manifest: Manifest) -> None:
+            assert self.telemetry is not None
+            num_tokens = probe.num_scored if probe is not None else 0
+            self.telemetry.write_event(Publish(version=manifest.version, digest=manifest.digest, num_probe_tokens=num_tokens))
+
+        with explaining_full_disk(self.layout.weights, what=f"policy {step}", num_bytes=self.sizes.weights):
+            manifest = publish(
+                self.layout,
+                announce=announce,
+                version=PolicyVersion(step),
+                run_id=self.config.run.id,
+                write=lambda directory: self.exporter.write(directory, weights),
+                probe=probe,
+            )
+        logger.info("policy published version=%s digest=%s", step, manifest.digest[:12])
+
+    def release_memory(self) -> None:
+        """Give the driver the GPU memory that nothing needs until the next step, if `release_gpu_memory` is set. Collective.
+
+        A server takes memory of every rank's GPU as soon as it can read the policy. The next step computes gradients anew.
+        """
+        if self.config.release_gpu_memory:
+            self.learner.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            barrier(self.world)
 
     def await_policy(self) -> None:
-        """Wait until the policy that is being published can be read; raise the error of its publication. Collective."""
+        """Wait on every rank until the policy that is being published can be read; raise the error of its publication. Collective.
+
+        Ranks that continued alone would wait for rank 0 where less time is allowed, or end before it has written the last good
+        weights.
+        """
         with self.timed("wait_for_policy"), waiting("the policy's files", on="disk"):
-            self.policies.wait_on_every_rank()
+            try:
+                self.policy_writer.wait()
+            finally:
+                barrier(self.world)
 
     def save(self, step: Step, *, parts: Sequence[str]) -> None:
-        """Write the trainer part of checkpoint `step` and commit it together with the other `parts`. Collective.
+        """Copy the trainer part of checkpoint `step`, and begin to write and commit it together with the other `parts`. Collective.
 
-        Returns once the state is copied, unless ckpt.async_write is off; the commit follows while the next step runs.
-
-        Raises:
-            DiskFull: the disk is too full for it.
-            CheckpointError: the write before this one failed.
+        Raises the error of the checkpoint before. With ckpt.async_write = false it returns once the checkpoint is committed.
         """
         with self.timed("save_ckpt"):
-            self.checkpoints.save(step, self.learner, self.progress, parts=parts, policy=self.policies.work.running)
+            with waiting("the checkpoint before", on="disk"):
+                self.checkpoint_writer.wait()
+            reach("trainer_half.before", step=step)
+            if self.world.is_main:
+                what = f"the trainer's part of checkpoint {step}"
+                require_free_space(self.layout.checkpoints, self.sizes.checkpoint, what=what)
+                part = begin_part(self.layout, step, TRAINER)
+                write_settings(part, self.config)
+                write_data_record(part, self.data)
+            barrier(self.world)
+            self.newest_checkpoint = step
+            with self._explaining_full_disk(step):
+                self._shards.copy(staging_directory(self.layout, step) / TRAINER, state_of(self.learner, self.progress))
+            policy = self.policy_writer.running  # a checkpoint is not committed without the policy of its step
+            self.checkpoint_writer.start(partial(self._write_checkpoint, step, parts, policy))
+            reach("trainer_half.during", step=step)
+
+    def _write_checkpoint(self, step: Step, parts: Sequence[str], policy: Future[None] | None) -> None:
+        """Write this rank's shards, and once every rank has written its own, commit on rank 0."""
+        with self._explaining_full_disk(step):
+            records = self._shards.write(self._group)
+            if self.telemetry is None:
+                return
+            if policy is not None:
+                policy.result()
+            finish_part(self.layout, step, TRAINER, known=records)
+            reach("trainer_half.after", step=step)
+            self.telemetry.sync_events()
+            require_newest_attempt(self.layout, self.config.run)
+            record = commit(self.layout, step, parts=parts, run_id=self.config.run.id)
+            self.telemetry.write_event(Commit(step=step, digest=record.digest))
+        logger.info("checkpoint committed step=%s", step)
+        # Here rather than between two steps: the content of large files goes away slowly.
+        ckpt = self.config.ckpt
+        for old in removable_steps(committed_steps(self.layout), keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval):
+            remove_checkpoint(self.layout, old)
+
+    def _explaining_full_disk(self, step: Step) -> AbstractContextManager[None]:
+        return explaining_full_disk(self.layout.checkpoints, what=f"checkpoint {step}", num_bytes=self.sizes.checkpoint)
 
     def settle(self, *, does_wait: bool = False) -> None:
         """Raise the error of a write that has failed by now. Remove policies and release memory that are no longer needed.
 
         Args:
             does_wait: wait for all writes first.
-
-        Raises:
-            DiskFull: the disk was too full for one.
-            CheckpointError: the checkpoint could not be written.
         """
         if does_wait:
             with waiting("the last policy and checkpoint", on="disk"):
-                self.policies.work.wait()
-                self.checkpoints.wait()
+                self.policy_writer.wait()
+                self.checkpoint_writer.wait()
         self.raise_failure()
-        if self.world.is_main:
+        if self.telemetry is not None:
             step = self.progress.step
             reach("clean_up.before", step=step)
-            self.policies.retire_unneeded(step=step, newest_checkpoint=self.checkpoints.newest_begun)
+            for version in self.find_unneeded():
+                retire(self.layout, version)
+                self.telemetry.write_event(Retire(version=version))
             reach("clean_up.after", step=step)
-        self.heap.trim_if_grown()
+        self._heap.trim_if_grown()
+
+    def find_unneeded(self) -> list[PolicyVersion]:
+        """Return the policies that neither checkpoints, those of the steps taken included, nor readers need, oldest first."""
+        published = published_versions(self.layout)
+        targets = [*committed_steps(self.layout), self.from_step, self.newest_checkpoint or self.from_step]
+        steps = (*targets, self.progress.step)
+        references = {reference_version_after(step, interval=self.reference_interval) for step in steps}
+        # A deterministic run samples each batch from the policy that lags by exactly so many; others start from the newest.
+        resume_lag = self.keep_recent if self.config.deterministic else 0
+        return retirable(
+            published,
+            latest=max(published, default=PolicyVersion(0)),
+            keep_recent=self.keep_recent,
+            in_use=list(self._readers.versions().values()),
+            kept=needed_to_resume(targets, lag=resume_lag) | references,
+            keep_interval=self.config.ckpt.weights.interval,
+        )
 
     def raise_failure(self) -> None:
-        """Raise the error of a write that has failed, as `settle` does, without waiting for any."""
-        self.policies.work.raise_failure()
-        self.checkpoints.raise_failure()
+        """Raise the error of a write that has failed, without waiting for any."""
+        self.policy_writer.raise_failure()
+        self.checkpoint_writer.raise_failure()
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -140,8 +285,8 @@ class Session:
         try:
             yield
         except (BatchError, Diverged):
-            self.policies.work.close()
-            self.checkpoints.work.close()
+            self.policy_writer.close()
+            self.checkpoint_writer.close()
             barrier(self.world)
             raise
 
@@ -154,16 +299,27 @@ class Session:
             rows: the whole batch of the step, the same on every rank.
             extra: further metrics.
         """
-        seconds = self.times.pop("time/step")
-        metrics = step_metrics(result, self.progress, seconds=seconds) | self.times
-        for name, work in {"write_weights": self.policies.work, "write_ckpt": self.checkpoints.work}.items():
-            if (times := work.take_times()) is not None:
+        metrics: dict[str, float] = {}
+        for name, values in result.values.items():
+            metrics |= summarize(name, values)
+        metrics |= {
+            "loss/mean": result.loss,
+            "optim/lr": result.lr,
+            "optim/grad_norm": result.grad_norm,
+            "time/forward_backward": result.forward_backward_s,
+            "time/optimizer": result.optimizer_s,
+            "progress/total_tokens": self.progress.total_tokens,
+            "progress/total_samples": self.progress.total_samples,
+            **self.times,
+        }
+        for name, writer in {"write_weights": self.policy_writer, "write_ckpt": self.checkpoint_writer}.items():
+            if (times := writer.take_times()) is not None:
                 metrics |= {f"time/{name}": times[0], f"time/{name}_cpu": times[1]}
         metrics |= speed_metrics(
             rows,
             num_computed_tokens=result.num_computed_tokens,
             flops=result.flops,
-            seconds=seconds,
+            seconds=self.times["time/step"],
             num_ranks=self.world.size,
             device=self.world.device,
         )
@@ -174,23 +330,6 @@ class Session:
 
     def close(self) -> None:
         """Wait for running writes to end, without raising their errors. May be called again."""
-        self.policies.work.close()
-        self.checkpoints.close()
+        self.policy_writer.close()
+        self.checkpoint_writer.close()
         self.profiler.close()
-
-
-def step_metrics(result: StepResult, progress: TrainerProgress, *, seconds: float) -> dict[str, float]:
-    """Return the metrics of a step that took `seconds`: the summary of its values, its loss, rates, times and totals."""
-    metrics: dict[str, float] = {}
-    for name, values in result.values.items():
-        metrics |= summarize(name, values)
-    return metrics | {
-        "loss/mean": result.loss,
-        "optim/lr": result.lr,
-        "optim/grad_norm": result.grad_norm,
-        "time/step": seconds,
-        "time/forward_backward": result.forward_backward_s,
-        "time/optimizer": result.optimizer_s,
-        "progress/total_tokens": progress.total_tokens,
-        "progress/total_samples": progress.total_samples,
-    }

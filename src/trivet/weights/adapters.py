@@ -15,11 +15,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def base_of(directory: Path) -> str:
-    """Return the model that the adapter in `directory` was trained with, as its configuration names it.
-
-    Raises:
-        WeightsError: the directory holds no adapter that says so.
-    """
+    """Return the model that the adapter in `directory` was trained with, as its configuration names it."""
     path = directory / ADAPTER_CONFIG
     try:
         base = json.loads(path.read_bytes())["base_model_name_or_path"]

@@ -48,11 +48,7 @@ def describe_start_model(directory: Path) -> Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a published policy, without reading the files that it lists.
-
-    Raises:
-        WeightsError: the directory has no marker or no readable manifest, or the manifest names what is no file of the directory.
-    """
+    """Return the manifest of a published policy, without reading the files that it lists."""
     path = directory / MANIFEST
     if not (directory / STABLE).exists():
         raise WeightsError(f"{directory} has no {STABLE}: it was not published completely")
@@ -73,10 +69,6 @@ def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:
 
     Args:
         max_bytes: a larger policy is not read.
-
-    Raises:
-        WeightsError: a file is missing, truncated, altered or, for weight files, not listed; or the manifest is that of another
-            version than the directory's name says; names it.
     """
     manifest = read_manifest(directory)
     version = parse_step(directory.name)

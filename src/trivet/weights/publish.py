@@ -31,9 +31,6 @@ def publish(
     Args:
         announce: called when everything is written and no reader can see it yet, so no load precedes it.
         probe: what servers must reproduce with it.
-
-    Raises:
-        WeightsError: `write` left no file, or a directory inside, which the manifest would not cover.
     """
     final = layout.weights_step(version)
     # A process of an earlier attempt, whose machine stood still, may be writing the same version.

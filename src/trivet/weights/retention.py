@@ -42,11 +42,7 @@ def forget_reader(layout: RunLayout, reader: str) -> None:
 
 
 def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
-    """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements count too.
-
-    Raises:
-        WeightsError: a file in weights/readers/ is not an acknowledgement.
-    """
+    """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements count too."""
     return {reader: acknowledgement.version for reader, acknowledgement in _acknowledgements(layout)}
 
 
@@ -64,11 +60,7 @@ class LiveReaders:
         """The newest acknowledgement of each reader, and when it was seen first."""
 
     def versions(self) -> dict[str, PolicyVersion]:
-        """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements are left out.
-
-        Raises:
-            WeightsError: a file in weights/readers/ is not an acknowledgement.
-        """
+        """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements are left out."""
         now, before = self._clock(), self._seen
         self._seen = {}
         for reader, found in _acknowledgements(self._layout):

@@ -4,22 +4,19 @@ import json
 import pytest
 
 from trivet.checkpoints.commit import (
-    commit,
-    committed_steps,
-    discard_checkpoints_after,
-    discard_staging,
-    resolve_resume_step,
-    verify_checkpoint,
-)
-from trivet.checkpoints.parts import (
     DONE,
     ORCHESTRATOR,
     PARTS,
     TRAINER,
     begin_part,
+    commit,
+    committed_steps,
+    discard_checkpoints_after,
+    discard_staging,
     finish_part,
-    is_part_done,
+    resolve_resume_step,
     staging_directory,
+    verify_checkpoint,
 )
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.errors import CheckpointError
@@ -67,15 +64,15 @@ def test_one_part_alone_is_no_checkpoint(layout, missing):
 
 def test_a_part_that_is_begun_again_is_empty_and_not_done(layout):
     write_part(layout, 5, ORCHESTRATOR)
-    assert is_part_done(layout, 5, ORCHESTRATOR)
+    assert (staging_directory(layout, 5) / ORCHESTRATOR / DONE).exists()
     assert list(begin_part(layout, 5, ORCHESTRATOR).iterdir()) == []
-    assert not is_part_done(layout, 5, ORCHESTRATOR)
+    assert not (staging_directory(layout, 5) / ORCHESTRATOR / DONE).exists()
 
 
 def test_beginning_one_part_leaves_the_other_alone(layout):
     write_part(layout, 5, ORCHESTRATOR)
     begin_part(layout, 5, TRAINER)
-    assert is_part_done(layout, 5, ORCHESTRATOR)
+    assert (staging_directory(layout, 5) / ORCHESTRATOR / DONE).exists()
 
 
 def test_an_empty_part_is_not_finished(layout):
@@ -132,7 +129,7 @@ def test_a_part_that_the_other_role_may_be_writing_stays(layout):
     write_checkpoint(layout, 2)
     write_part(layout, 4, ORCHESTRATOR)
     discard_checkpoints_after(layout, 2)
-    assert is_part_done(layout, 4, ORCHESTRATOR)
+    assert (staging_directory(layout, 4) / ORCHESTRATOR / DONE).exists()
 
 
 def test_going_back_without_checkpoints_does_nothing(layout):
@@ -224,7 +221,7 @@ def test_what_another_machine_wrote_must_have_arrived(layout, content, found):
         (part / "data.bin").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"was written with 5 bytes and has {found} here: output_dir must be one"):
         finish_part(layout, 5, TRAINER, known={"data.bin": FileRecord(5, "0" * 32)})
-    assert not is_part_done(layout, 5, TRAINER)
+    assert not (staging_directory(layout, 5) / TRAINER / DONE).exists()
 
 
 def test_the_record_of_another_step_is_refused(layout):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.checkpoints.data_record import DATA_FILE, DataRecord, compare_data, write_data_record
+from trivet.checkpoints.settings import DATA_FILE, DataRecord, compare_data, write_data_record
 from trivet.errors import CheckpointError, ResumeError
 from trivet.wire.versions import Step
 

@@ -3,10 +3,18 @@ from pathlib import Path
 
 import pytest
 
-from trivet.checkpoints.commit import CHECKPOINT_SCHEMA, commit, committed_steps, verify_checkpoint
-from trivet.checkpoints.fork import adopt, choose_fork
-from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, TRAINER, begin_part, finish_part
-from trivet.checkpoints.resume import choose_resume_step, require_resumable
+from trivet.checkpoints.commit import (
+    CHECKPOINT_SCHEMA,
+    ORCHESTRATOR,
+    PARTS,
+    TRAINER,
+    begin_part,
+    commit,
+    committed_steps,
+    finish_part,
+    verify_checkpoint,
+)
+from trivet.checkpoints.resume import adopt, choose_fork, choose_resume_step, choose_start
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
@@ -84,8 +92,8 @@ def test_a_resume_with_nothing_left_to_do_is_refused(layout: RunLayout) -> None:
 def test_a_role_that_starts_anew_does_not_begin_over_committed_checkpoints(layout: RunLayout, tmp_path: Path) -> None:
     for kind in (TrainerConfig, OrchestratorConfig):
         with pytest.raises(ConfigError, match=r"holds the committed checkpoints .*ckpt\.resume_step = -1"):
-            require_resumable(kind(output_dir=layout.root))
-        require_resumable(kind(output_dir=tmp_path / "new"))
+            choose_start(kind(output_dir=layout.root))
+        choose_start(kind(output_dir=tmp_path / "new"))
 
 
 def test_a_role_alone_cannot_fork(layout: RunLayout) -> None:

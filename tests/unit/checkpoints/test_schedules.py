@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER
+from trivet.checkpoints.commit import ORCHESTRATOR, TRAINER
 from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.settings import require_same_settings, write_settings
 from trivet.config.layout import RunLayout

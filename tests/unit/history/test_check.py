@@ -8,8 +8,7 @@ import pytest
 from support.groups import make_group
 from support.histories import write_events
 from support.made_run import STEPS, make_run, write_checkpoint, write_weights
-from trivet.checkpoints.commit import commit
-from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER, begin_part, finish_part
+from trivet.checkpoints.commit import ORCHESTRATOR, TRAINER, begin_part, commit, finish_part
 from trivet.cli.main import main
 from trivet.config.layout import COMMITTED, MANIFEST, RunLayout
 from trivet.history.check import check_run

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.checkpoints.commit import commit, committed_steps
-from trivet.checkpoints.parts import PARTS, begin_part, finish_part
+from trivet.checkpoints.commit import PARTS, begin_part, commit, committed_steps, finish_part
 from trivet.checkpoints.run_record import read_run
 from trivet.config.layout import RunLayout
 from trivet.config.load import load_config

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from support.groups import make_draw, make_examples, make_group
-from trivet.checkpoints.commit import commit
+from trivet.checkpoints.commit import TRAINER, begin_part, commit, finish_part
 from trivet.checkpoints.orchestrator_part import read_owed_groups
-from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import BufferConfig, OrchestratorConfig
 from trivet.errors import CheckpointError

@@ -15,9 +15,8 @@ from support.fake_servers import FakeServers
 from support.groups import make_sample
 from support.memory_transport import ReadyTrainer
 from trivet.algorithms.advantages import mean_baseline
-from trivet.checkpoints.commit import commit
-from trivet.checkpoints.data_record import DATA_FILE, DataRecord
-from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
+from trivet.checkpoints.commit import TRAINER, begin_part, commit, finish_part
+from trivet.checkpoints.settings import DATA_FILE, DataRecord
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import BufferConfig, OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, RunIdentity

@@ -7,8 +7,7 @@ import pytest
 
 from support.groups import make_group
 from support.memory_transport import ReadyTrainer
-from trivet.checkpoints.commit import commit
-from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
+from trivet.checkpoints.commit import TRAINER, begin_part, commit, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, RunIdentity

@@ -9,7 +9,7 @@ import torch
 
 from support.prepared_batches import make_batch
 from support.scripts import load_module
-from trivet.checkpoints.parts import ORCHESTRATOR, begin_part, finish_part
+from trivet.checkpoints.commit import ORCHESTRATOR, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.schema.model import LoRAConfig
 from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, DefaultLossConfig, TrainerModelConfig

@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 
 from support.shards import write_state
-from trivet.checkpoints.parts import TRAINER, staging_directory
-from trivet.config.layout import RunLayout
 from trivet.config.schema.trainer import DefaultLossConfig, TrainerConfig
 from trivet.errors import OutOfMemory
-from trivet.trainer.checkpoint.saver import CheckpointSaver
+from trivet.trainer.checkpoint.shard_file import ShardFile
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.failures import explaining_memory, explaining_update_memory
 from trivet.trainer.losses.select import make_policy_loss
@@ -29,7 +27,6 @@ from trivet.trainer.optim.host_state import keep_state_on_host
 from trivet.trainer.ranks.world import World, gather_tensor, open_world, sum_over_ranks
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import Learner, train_step
-from trivet.wire.versions import Step
 
 pytestmark = pytest.mark.device
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used, which may be in an earlier test
@@ -204,17 +201,13 @@ def test_a_resumed_run_goes_on_with_the_bytes_and_the_random_numbers_of_an_unbro
 def test_a_part_that_is_written_during_a_step_is_of_the_step_before(
     tiny_model: Path, device_world: World, oracle: Any, tmp_path: Path
 ) -> None:
-    config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": {"name": str(tiny_model)}})
-    layout = RunLayout(tmp_path)
-    saver = CheckpointSaver(config=config, layout=layout, world=device_world, num_bytes=1, telemetry=None)
-    learner = learner_of(tiny_model, device_world)
+    shards, learner = ShardFile(device_world), learner_of(tiny_model, device_world)
     train(learner, oracle, range(1, 2))
     expected = weights_of(learner)
-    saver.save(Step(1), learner, TrainerProgress(step=1), parts=(TRAINER,), policy=None)
+    shards.copy(tmp_path, state_of(learner, TrainerProgress(step=1)))
     train(learner, oracle, range(2, 4))
-    saver.wait()
-    saver.close()
-    assert load_part(staging_directory(layout, Step(1)) / TRAINER, learner).step == 1
+    shards.write(device_world.control)
+    assert load_part(tmp_path, learner).step == 1
     for found, weight in zip(weights_of(learner), expected, strict=True):
         assert torch.equal(found, weight)
 

@@ -14,7 +14,7 @@ from support.processes import wait_until
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.errors import DiskFull, Diverged
-from trivet.trainer import loop, policies
+from trivet.trainer import loop, session
 from trivet.trainer.loop import run
 from trivet.trainer.step import Learner, StepResult, train_step
 from trivet.weights.catalog import published_versions
@@ -42,7 +42,7 @@ def let_policies_wait(monkeypatch: pytest.MonkeyPatch, *, step_taken: Callable[[
         step_taken(step, permits.release)
         return result
 
-    monkeypatch.setattr(policies, "publish", wait_and_publish)
+    monkeypatch.setattr(session, "publish", wait_and_publish)
     monkeypatch.setattr(loop, "train_step", take_step)
 
 
@@ -88,7 +88,7 @@ def test_a_step_whose_policy_could_not_be_written_is_not_committed(
             raise OSError(errno.ENOSPC, "No space left on device")
         return publish(layout, version=version, **given)
 
-    monkeypatch.setattr(policies, "publish", refuse_the_third)
+    monkeypatch.setattr(session, "publish", refuse_the_third)
     config, receiver = make_config(tiny_model, tmp_path, max_async_level=max_async_level), PreparedBatches({})
 
     def make_receiver(_: Step) -> PreparedBatches:

@@ -5,8 +5,7 @@ import sys
 from functools import partial
 
 from trivet.checkpoints.commit import committed_steps
-from trivet.checkpoints.fork import adopt, choose_fork
-from trivet.checkpoints.resume import require_resumable
+from trivet.checkpoints.resume import adopt, choose_fork, choose_start
 from trivet.checkpoints.settings import EVERY_KEY
 from trivet.config.command import run_command
 from trivet.config.compute_dtype import record_choice
@@ -31,7 +30,7 @@ def check(config: SftConfig) -> None:
         return  # made-up rows, and nothing is written
     layout, ckpt = RunLayout(config.output_dir), config.ckpt
     if ckpt.resume_from is None:
-        require_resumable(config)
+        choose_start(config)
     else:
         choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
         if committed_steps(layout):

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal, NoReturn
 
-from trivet.checkpoints.resume import require_resumable
+from trivet.checkpoints.resume import choose_start
 from trivet.config.command import run_command
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
@@ -23,7 +23,7 @@ def main() -> int:
 def check(config: TrainerConfig) -> None:
     """Refuse what cannot start, before the ranks do."""
     if config.bench is None:
-        require_resumable(config)
+        choose_start(config)
 
 
 def start(config: TrainerConfig) -> int:

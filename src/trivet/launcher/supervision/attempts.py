@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from trivet.checkpoints.commit import committed_steps, verify_checkpoint
-from trivet.checkpoints.resume import Resumable, choose_resume_step
+from trivet.checkpoints.resume import choose_resume_step
 from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.checkpoints.settings import SERVER_MAY_CHANGE, changes, describe, read_settings, values_of
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import InferenceConfig
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import CkptConfig, RunIdentity
+from trivet.config.schema.shared import CkptConfig, RunIdentity, SteppingRoleConfig
 from trivet.errors import CheckpointError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog
@@ -94,7 +94,7 @@ class Attempts:
         resume_from = trainer.ckpt.resume_from
         if resume_from is None:
             for section in self.planned.configs.values():
-                if isinstance(section, Resumable):
+                if isinstance(section, SteppingRoleConfig):
                     # `begin` reads every file of both parts, before anything is removed.
                     choose_resume_step(section, is_whole_verified=True)
             if self.from_step is not None:

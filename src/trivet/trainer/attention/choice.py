@@ -79,9 +79,6 @@ def choose_attention(
         capability: compute capability of the CUDA device.
         is_float32: the model computes in float32, which no flash attention takes.
         has_special_scores: the model caps scores or has sinks, which no kernel of torch knows.
-
-    Raises:
-        ConfigError: as for `register_attention`.
     """
     if attn == "auto":
         if has_special_scores or device_type not in ("cpu", "cuda"):

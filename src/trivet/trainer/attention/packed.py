@@ -130,9 +130,6 @@ def register_attention(
         dtype: the dtype in which the model computes.
         has_special_scores: the model caps scores before the softmax or has sinks, which no kernel of torch knows.
         heads: the features of the model's heads.
-
-    Raises:
-        ConfigError: the device, the installed packages or the model do not allow it.
     """
     refused: set[str] = set()
     while True:

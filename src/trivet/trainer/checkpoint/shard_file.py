@@ -1,6 +1,6 @@
 """Holds this rank's shards of a checkpoint in memory, as the bytes of their file, until a thread has written them.
 
-Owned by `trainer.checkpoint.saver`. The format is torch's distributed checkpoint: one file a rank, with one `torch.save` archive a
+Owned by `trainer.session`. The format is torch's distributed checkpoint: one file a rank, with one `torch.save` archive a
 tensor, and `.metadata`, which says where each lies. The way there differs from torch's async_save: its copy and its buffered write
 take six seconds of a processor for 1.6 GB, a fifth of a step of SmolLM2-135M on two cores. Here the state is copied into the bytes
 of the file, and these go to the disk past the page cache: two seconds.
@@ -61,11 +61,7 @@ class ShardFile:
         self._finish: Callable[[], None] = lambda: None
 
     def copy(self, directory: Path, state: dict[str, Any]) -> None:
-        """Copy this rank's shards of `state`, to be written into `directory`. The state may change afterwards. Collective.
-
-        Raises:
-            CheckpointError: a rank could not; names the error of each.
-        """
+        """Copy this rank's shards of `state`, to be written into `directory`. The state may change afterwards. Collective."""
         world = self._world
         # The ranks' shares are the same at every step; agreeing on them anew takes as long as the digests.
         planner = DefaultSavePlanner(enable_plan_caching=True)
@@ -84,11 +80,7 @@ class ShardFile:
             raise CheckpointError(f"{directory} could not be written: {causes}") from exc
 
     def write(self, group: dist.ProcessGroup) -> dict[str, FileRecord]:
-        """Write the file, and `.metadata` on rank 0. Return the record of each rank's file, by name. Collective over `group`.
-
-        Raises:
-            CheckpointError: a rank could not write; names the error of each.
-        """
+        """Write the file, and `.metadata` on rank 0. Return the record of each rank's file, by name. Collective over `group`."""
         try:
             outcome = _Outcome(self._path.name, write_direct(self._path, self._memory[: self._num_bytes]))
             self._finish()

@@ -60,11 +60,7 @@ class ShardReader(FileSystemReader):
         self._directory = directory
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the checkpoint's metadata.
-
-        Raises:
-            CheckpointError: the file is not the metadata of a checkpoint, or names a file outside the directory.
-        """
+        """Read the checkpoint's metadata."""
         path = self._directory / METADATA_FILE
         metadata = read_metadata(path)
         if metadata.storage_meta is None:
@@ -85,11 +81,7 @@ class ShardPlanner(DefaultLoadPlanner):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read a `.metadata` file without running code in it.
-
-    Raises:
-        CheckpointError: the file is not the metadata of a checkpoint, or names a file outside its directory.
-    """
+    """Read a `.metadata` file without running code in it."""
     try:
         with path.open("rb") as file:
             metadata = _RestrictedUnpickler(file).load()

@@ -1,6 +1,6 @@
 """Gathers and loads the state of the trainer part: model, optimizer, random state and progress.
 
-Called by `trainer.checkpoint.saver` and `trainer.open_session`. Shards fit any number of ranks. Only trained weights are saved:
+Called by `trainer.session` and `trainer.open_session`. Shards fit any number of ranks. Only trained weights are saved:
 with an adapter the frozen weights are those of model.name. Learning rates are a function of the step, so the only state of the
 schedule is the step at which it began.
 """
@@ -68,9 +68,6 @@ def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False
 
     Args:
         skip_optimizer: leave the optimizer as it is.
-
-    Raises:
-        CheckpointError: it does not fit this model, a part is missing, or a file would run code.
     """
     progress = TrainerProgress()
     if skip_optimizer:  # asking a fresh optimizer for its state makes one, which would count a step that was never taken

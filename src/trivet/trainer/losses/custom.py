@@ -45,11 +45,7 @@ SampleFunction = Callable[..., SampleLoss]
 
 
 def load_custom_loss(config: CustomLossConfig) -> Loss:
-    """Import the function that `config` names and make a loss of rows from it.
-
-    Raises:
-        ConfigError: the function cannot be imported, or does not take the keyword arguments.
-    """
+    """Import the function that `config` names and make a loss of rows from it."""
     path = config.import_path
     try:
         found = import_by_path(path)

@@ -26,11 +26,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
 
 
 def make_policy_loss(config: LossConfig) -> Loss:
-    """Return the loss that `config` selects, with its regularization.
-
-    Raises:
-        ConfigError: a custom loss cannot be imported.
-    """
+    """Return the loss that `config` selects, with its regularization."""
     if isinstance(config, CustomLossConfig):
         return _regularize(load_custom_loss(config), config)
     return _regularize(partial(_FORMULAS[config.type], config=config), config)

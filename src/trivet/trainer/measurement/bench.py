@@ -123,11 +123,7 @@ class Measured:
 
 
 def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -> BenchReport:
-    """Measure, and on rank 0 show a table and write `bench.output_json`. Collective.
-
-    Raises:
-        ConfigError: there is no such model, or it cannot be trained; or the report cannot be written.
-    """
+    """Measure, and on rank 0 show a table and write `bench.output_json`. Collective."""
     from transformers.utils.logging import disable_progress_bar
 
     assert config.bench is not None
@@ -146,11 +142,7 @@ def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -
 
 
 def require_folder(output_json: Path) -> None:
-    """Make the report's folder where it is missing, before anything is measured.
-
-    Raises:
-        ConfigError: it cannot be made or written, or the report's name is a directory's.
-    """
+    """Make the report's folder where it is missing, before anything is measured."""
     folder = output_json.absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -26,11 +26,7 @@ class Profiler:
     """Traces and memory snapshots of one rank."""
 
     def __init__(self, config: TrainingConfig, world: World) -> None:
-        """Start what `trace_path` and `memory_profiler_path` ask for.
-
-        Raises:
-            ConfigError: memory snapshots without a GPU.
-        """
+        """Start what `trace_path` and `memory_profiler_path` ask for."""
         self._rank = world.rank
         self._snapshots = config.memory_profiler_path
         self._traces = config.trace_path

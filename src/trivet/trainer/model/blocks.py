@@ -63,9 +63,6 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
 
     Args:
         attention: the name under which transformers knows the attention.
-
-    Raises:
-        ConfigError: a target that no block has; or compiling does not work on this machine.
     """
     blocks = blocks_of(causal_lm)
     offload = None
@@ -183,11 +180,7 @@ def _specialize_full_rows(compiled: Forward, *, seq_len: int) -> Forward:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Compile something small, to see that a C++ compiler is there, and on a GPU triton.
-
-    Raises:
-        ConfigError: it does not work; gives the compiler's message.
-    """
+    """Compile something small, to see that a C++ compiler is there, and on a GPU triton."""
     try:
         torch.compile(_small)(torch.ones(8, device=device))
     except Exception as exc:  # compilers, linkers and triton raise errors of many types

@@ -23,11 +23,7 @@ _PREFIX = "causal_lm."
 
 
 def load_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that `config` names, with its chat template if it names one.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Load the tokenizer that `config` names, with its chat template if it names one."""
     name = config.tokenizer.name or config.model.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
@@ -39,11 +35,7 @@ def load_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
 
 
 def require_known_tokens(tokenizer: PreTrainedTokenizerBase, model: PolicyModel, config: TrainingConfig) -> None:
-    """Refuse a tokenizer with tokens that `model` has no row for.
-
-    Raises:
-        ConfigError: there are such tokens; gives both numbers.
-    """
+    """Refuse a tokenizer with tokens that `model` has no row for."""
     other_media = {getattr(tokenizer, key, None) for key in OTHER_MEDIA}
     tokens = {token: number for token, number in tokenizer.get_vocab().items() if token not in other_media}
     name = config.model.name

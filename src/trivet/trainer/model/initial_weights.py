@@ -44,11 +44,7 @@ torch adds more values than this in several threads, and starting these costs mo
 
 
 def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
-    """Read the model's own configuration, with the number of layers that `config.debug` asks for.
-
-    Raises:
-        ConfigError: there is no such model, its weights are quantized, or it has fewer layers.
-    """
+    """Read the model's own configuration, with the number of layers that `config.debug` asks for."""
     try:
         hf_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as exc:
@@ -74,11 +70,7 @@ def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
 
 
 def build(hf_config: PreTrainedConfig, config: TrainerModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model with parameters on the meta device, buffers with their values, and the attention that transformers takes.
-
-    Raises:
-        ConfigError: transformers has no causal language model of this kind.
-    """
+    """Build the model with parameters on the meta device, buffers with their values, and the attention that transformers takes."""
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
             causal_lm = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
@@ -94,11 +86,7 @@ def build(hf_config: PreTrainedConfig, config: TrainerModelConfig, *, dtype: tor
 
 
 def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerModelConfig, world: World) -> None:
-    """Give the sharded `model`, which holds `causal_lm`, memory and weights. Collective.
-
-    Raises:
-        ConfigError: the files lack weights, have others, or have values that are not finite.
-    """
+    """Give the sharded `model`, which holds `causal_lm`, memory and weights. Collective."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=torch.device("cpu") if config.fsdp_cpu_offload else world.device)
     if not isinstance(model, FSDPModule):

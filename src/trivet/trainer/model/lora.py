@@ -39,9 +39,6 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
 
     Args:
         base_name: the base model's name in the adapter's files.
-
-    Raises:
-        ConfigError: a target or a module to save is not in the model; lists those there are.
     """
     # The experts of a mixture are one parameter of three dimensions, of which PEFT makes no adapter.
     has_experts = any(parameter.ndim == 3 for parameter in causal_lm.parameters())
@@ -126,10 +123,6 @@ def merge(adapter: Path, *, output: Path, base: str | None = None) -> str:
 
     Returns:
         The base model's name.
-
-    Raises:
-        ConfigError: `adapter` is not an adapter, its base model cannot be loaded, or `output` exists already.
-        WeightsError: `adapter` was published, and its files have changed since.
     """
     if not is_adapter(adapter):
         raise ConfigError(f"{adapter} is no adapter: it has no adapter_config.json")

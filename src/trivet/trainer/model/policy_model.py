@@ -165,9 +165,6 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     Args:
         keeps_dropout: the model draws dropout, router noise and the like as its own configuration says. Servers never do, so
             the log-probabilities of a policy that is sampled from must not; an adapter's dropout is drawn in any case.
-
-    Raises:
-        ConfigError: there is no such model, or it is one that packed rows cannot be trained on.
     """
     require_model(config.name)
     require_dtypes(config, world.device)
@@ -270,11 +267,7 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
 
 
 def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
-    """Refuse dtypes in which the device, or the configured attention, cannot compute.
-
-    Raises:
-        ConfigError: the device, or the attention, cannot compute in one of them.
-    """
+    """Refuse dtypes in which the device, or the configured attention, cannot compute."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         for key in ("compute_dtype", "optimization_dtype", "reduce_dtype"):
             if getattr(config, key) == "bfloat16":
@@ -295,11 +288,7 @@ def has_adapter(causal_lm: PreTrainedModel) -> bool:
 
 
 def require_model(name: str) -> None:
-    """Refuse a name that cannot be a model, before anything is downloaded.
-
-    Raises:
-        ConfigError: `name` is written as a path, or is one, and holds no model.
-    """
+    """Refuse a name that cannot be a model, before anything is downloaded."""
     path = Path(name)
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_adapter(path):

@@ -77,9 +77,6 @@ def open_reference(
 
     Args:
         model: the policy after the resume.
-
-    Raises:
-        CheckpointError: the reference is a policy that is not in weights/ any more.
     """
     if not loss.beta:
         return None

@@ -42,11 +42,7 @@ class LogitRule:
 
 
 def require_text_decoder(config: PreTrainedConfig, *, name: str) -> None:
-    """Refuse a model that is not a causal decoder of text.
-
-    Raises:
-        ConfigError: a model of more than text, an encoder with a decoder, or one that sees later tokens.
-    """
+    """Refuse a model that is not a causal decoder of text."""
     refusal = f"model.name = {name!r} ({config.model_type}) cannot be trained: "
     if parts := sorted(set(cast("dict[str, object]", type(config).sub_configs)) - {"text_config"}):
         raise ConfigError(f"{refusal}it has parts other than a language model ({', '.join(parts)}); give a text-only model")
@@ -79,11 +75,7 @@ def why_unpacked(causal_lm: PreTrainedModel, *, seq_len: int) -> str | None:
 
 
 def find_logit_rule(causal_lm: PreTrainedModel, *, name: str) -> LogitRule:
-    """Find by its own code on a few numbers how `causal_lm` makes logits of what its head gives.
-
-    Raises:
-        ConfigError: the head is no plain linear one, or its product is changed in a way that is not known here.
-    """
+    """Find by its own code on a few numbers how `causal_lm` makes logits of what its head gives."""
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise ConfigError(f"model.name = {name!r} has no plain linear head, which the trainer needs")

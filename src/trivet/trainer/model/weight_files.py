@@ -30,9 +30,6 @@ class WeightSource(Protocol):
 
         Args:
             shape: the shape of the whole tensor.
-
-        Raises:
-            ConfigError: the tensor has another shape.
         """
         ...
 
@@ -51,12 +48,7 @@ class SafetensorsWeights:
 
     @classmethod
     def find(cls, name: str) -> "SafetensorsWeights | None":
-        """Open a directory, or a Hugging Face name, which is downloaded if needed; return None if it has no safetensors.
-
-        Raises:
-            ConfigError: the files are those of two models, or hold a tensor twice.
-            ValueError: a file cannot be read.
-        """
+        """Open a directory, or a Hugging Face name, which is downloaded if needed; return None if it has no safetensors."""
         directory = Path(name)
         if not directory.is_dir():
             patterns = ["*.safetensors", "*.json"]
@@ -86,11 +78,7 @@ class BroadcastWeights:
     """Weights that rank 0 holds whole in main memory; other ranks hold one tensor at a time."""
 
     def __init__(self, config: TrainerModelConfig, world: World) -> None:
-        """Load the model on rank 0. Collective.
-
-        Raises:
-            ConfigError: the files do not hold all of the model.
-        """
+        """Load the model on rank 0. Collective."""
         self._world = world
         self._weights: dict[str, torch.Tensor] = {}
         self.surplus: set[str] = set()

@@ -79,10 +79,6 @@ def open_world(
         wait_timeout_s: how much longer the other ranks may wait while rank 0 waits for a batch.
         num_replicas: copies of the model, each sharded over its part of the ranks.
         gpu_memory_share: the share of the GPU's memory that torch's allocator may take.
-
-    Raises:
-        ConfigError: `cuda` without a CUDA device; or the copies do not divide the ranks.
-        UnknownRank: another program connected in the place of a rank.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if problem := replicas_problem(num_replicas, num_ranks=size, key="model.dp_replicate", ranks="the trainer's ranks"):
@@ -124,11 +120,7 @@ def open_world(
 
 
 def open_group(world: World, *, timeout_s: float) -> dist.ProcessGroup:
-    """Return a further group of all ranks, over gloo. Collective.
-
-    Raises:
-        UnknownRank: another program connected in the place of a rank.
-    """
+    """Return a further group of all ranks, over gloo. Collective."""
     return _open_gloo_group(timedelta(seconds=timeout_s), world.secret)
 
 
@@ -147,9 +139,6 @@ def prove_ranks(group: dist.ProcessGroup | None, secret: RunSecret | None) -> No
     Args:
         group: None for the group of all ranks.
         secret: None when there is nobody to prove it to (`World.secret`).
-
-    Raises:
-        UnknownRank: a proof is wrong.
     """
     if secret is None:
         return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from trivet.algorithms.packing import PackItem, pack, stack
-from trivet.checkpoints.data_record import DataRecord
+from trivet.checkpoints.settings import DataRecord
 from trivet.config.schema.sft import FakeDataConfig, LossMaskConfig, SftConfig, SftDataConfig
 from trivet.conversations.mixture import Mixture, open_data, step_indices
 from trivet.errors import BatchError
@@ -106,11 +106,7 @@ Batches = ConversationBatches | FakeBatches
 
 
 def open_batches(config: SftConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> Batches:
-    """Open the data that `config.data` names.
-
-    Raises:
-        ConfigError: the data cannot be read or reached, or its rows hold no conversations.
-    """
+    """Open the data that `config.data` names."""
     seed = config.seed if config.data.seed is None else config.data.seed
     if isinstance(config.data, FakeDataConfig):
         return FakeBatches(config=config.data, seed=seed, seq_len=config.model.seq_len, vocab_size=vocab_size)
@@ -127,11 +123,7 @@ def to_items(
 
 
 def make_batch(items: Sequence[PackItem], config: SftConfig) -> SftBatch:
-    """Pack the sequences into rows of one forward each, as `data.pack_function` and `data.micro_batch_size` say.
-
-    Raises:
-        BatchError: no sequence has a trained token.
-    """
+    """Pack the sequences into rows of one forward each, as `data.pack_function` and `data.micro_batch_size` say."""
     seq_len, num_rows = config.model.seq_len, config.data.micro_batch_size
     if config.data.pack_function == "stack":
         rows = stack(items, seq_len=seq_len, samples_per_row=num_rows)

@@ -35,10 +35,6 @@ def to_sample(
 
     Args:
         loss_mask: the roles whose messages are trained on; None: the assistant's.
-
-    Raises:
-        ConfigError: the template renders a message differently once another follows, so that there is no one token sequence;
-            or it cannot render the conversation, or its first messages alone where the mask changes after them.
     """
     token_ids: list[int] = []
     mask: list[bool] = []

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trivet.algorithms.packing import pack
-from trivet.checkpoints.data_record import DataRecord
-from trivet.checkpoints.parts import TRAINER
+from trivet.checkpoints.commit import TRAINER
+from trivet.checkpoints.settings import DataRecord
 from trivet.config.command import run_command
 from trivet.config.schema.sft import SftConfig
 from trivet.conversations.mixture import open_data
@@ -68,11 +68,7 @@ class Validation:
         return self.does_start if step == 0 else is_last or step % self.interval == 0
 
     def measure(self, model: PolicyModel, world: World, *, step: Step) -> dict[str, float]:
-        """Return the mean loss over all loss tokens (`val/loss`, nats) and its exponential as metrics. Collective.
-
-        Raises:
-            Diverged: the loss is NaN or infinite.
-        """
+        """Return the mean loss over all loss tokens (`val/loss`, nats) and its exponential as metrics. Collective."""
         totals = torch.zeros(2, dtype=torch.float64, device=world.device)
         size = ROWS_PER_RANK * world.size
         with torch.no_grad(), without_dropout(model):
@@ -94,11 +90,7 @@ class Validation:
 
 
 def open_validation(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Validation | None:
-    """Read the held-out data that `config.val` names; return None when nothing is held out.
-
-    Raises:
-        ConfigError: val.data cannot be read, or nothing in it is measured.
-    """
+    """Read the held-out data that `config.val` names; return None when nothing is held out."""
     if config.val is None:
         return None
     seq_len = config.model.seq_len

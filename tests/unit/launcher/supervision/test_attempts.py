@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.checkpoints.commit import commit
-from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, begin_part, finish_part, staging_directory
+from trivet.checkpoints.commit import ORCHESTRATOR, PARTS, begin_part, commit, finish_part, staging_directory
 from trivet.checkpoints.run_record import read_run
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from trivet.checkpoints.commit import committed_steps
-from trivet.checkpoints.fork import adopt
+from trivet.checkpoints.resume import adopt
 from trivet.config.layout import RunLayout
 from trivet.config.schema.sft import SftConfig
 from trivet.errors import BatchError, ConfigError, Diverged, ResumeError

@@ -6,7 +6,7 @@ import pytest
 
 from trivet.checkpoints.commit import removable_steps
 from trivet.config.schema.shared import CkptConfig, CkptWeightsConfig
-from trivet.trainer.open_session import Sizes, estimate
+from trivet.trainer.disk_budget import Sizes, estimate
 from trivet.wire.versions import Step
 
 SIZES = Sizes(checkpoint=1000, weights=1)
