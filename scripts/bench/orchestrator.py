@@ -164,7 +164,7 @@ def run_loop(
 
     async def measure() -> None:
         telemetry = Telemetry("orchestrator", layout=RunLayout(directory), run=config.run)
-        sender = ZmqSender(config.rollout_transport, secret=SECRET, run_id=config.run.id)
+        sender = ZmqSender(config.rollout_transport, secret=SECRET, run=config.run)
         try:
             async with opening as run_group:
                 loop = make_loop(config, run_group, sender, telemetry, examples)

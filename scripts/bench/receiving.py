@@ -27,7 +27,7 @@ def free_port() -> int:
 def drain(config: TransportConfig, num_steps: int, ready: Connection) -> None:
     """Acknowledge every batch, in another process."""
     die_with_parent()
-    receiver = ZmqReceiver(config, secret=SECRET, run_id=OrchestratorConfig().run.id)
+    receiver = ZmqReceiver(config, secret=SECRET, run=OrchestratorConfig().run)
     ready.send(True)
     for step in range(1, num_steps + 1):
         receiver.receive(Step(step))

@@ -82,7 +82,7 @@ def orchestrator_config(args: argparse.Namespace, directory: Path, port: int) ->
 def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: list[float], is_over: threading.Event) -> None:
     """Acknowledge every batch, and note its tokens and its time."""
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
-    receiver = ZmqReceiver(config.rollout_transport, secret=secret, run_id=config.run.id)
+    receiver = ZmqReceiver(config.rollout_transport, secret=secret, run=config.run)
     try:
         receiver.receive(Step(0))  # the self-check, empty here
         for step in range(1, (config.max_steps or 0) + 1):

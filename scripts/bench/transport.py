@@ -33,7 +33,7 @@ import zmq
 from receiving import SECRET, free_port
 
 from trivet.algorithms.packing import PackItem, pack
-from trivet.config.schema.shared import TransportConfig
+from trivet.config.schema.shared import RunIdentity, TransportConfig
 from trivet.process.lifetime import die_with_parent
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
@@ -69,7 +69,7 @@ def make_batch(*, step: int, num_rollouts: int, num_tokens: int) -> Batch:
 def receive_all(config: TransportConfig, num_messages: int, ready: Connection) -> None:
     """Receive and acknowledge messages, in a process of its own."""
     die_with_parent()
-    receiver = ZmqReceiver(config, secret=SECRET, run_id="bench")
+    receiver = ZmqReceiver(config, secret=SECRET, run=RunIdentity(id="bench"))
     ready.send(True)
     for step in range(1, num_messages + 1):
         receiver.receive(Step(step))
@@ -88,7 +88,7 @@ def start_receiver(target: Callable[..., None], *args: object) -> multiprocessin
 
 async def time_sends(config: TransportConfig, batches: list[Batch]) -> list[float]:
     """Return the seconds until each batch was acknowledged."""
-    sender = ZmqSender(config, secret=SECRET, run_id="bench")
+    sender = ZmqSender(config, secret=SECRET, run=RunIdentity(id="bench"))
     times = []
     for batch in batches:
         start = time.perf_counter()

@@ -20,7 +20,7 @@ from support.servers import bearer, open_client, run_server, secret_file
 from support.tiny_models import publish_tiny_model
 from trivet.config.layout import MANIFEST, RunLayout
 from trivet.errors import InferenceError
-from trivet.process.stacks import STACKS_SIGNAL
+from trivet.process.signals import STACKS_SIGNAL
 from trivet.secret import make_secret
 from trivet.storage.durable import write_json_atomically
 from trivet.weights.manifest import describe

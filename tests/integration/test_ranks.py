@@ -26,7 +26,7 @@ from trivet.config.layout import SECRET_FILE, RunLayout
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import AdamWConfig
 from trivet.errors import BatchError, CheckpointError, UnknownRank
-from trivet.process.node_places import RankPlace
+from trivet.process.sockets import RankPlace
 from trivet.secret import RunSecret, make_secret
 from trivet.storage.durable import FileRecord, hash_file, list_files
 from trivet.trainer.background import Background

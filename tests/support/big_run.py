@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from trivet.config.layout import RunLayout
-from trivet.transport.recorded_groups import GROUPS_FILE, pack_groups
+from trivet.transport.recording import GROUPS_FILE, pack_groups
 from trivet.wire.rollouts import Group, Rollout, Sample
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus
 from trivet.wire.versions import GroupId, PolicyVersion, Step, VersionRun

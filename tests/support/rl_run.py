@@ -14,7 +14,7 @@ from support.processes import descendants_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
 from trivet.launcher.supervision.observer import describe, pids_of
 from trivet.process.lifetime import descendants
-from trivet.process.stacks import STACKS_SIGNAL
+from trivet.process.signals import STACKS_SIGNAL
 from trivet.telemetry.process_report import read_report
 
 _STACKS_WITHIN_S = 2.0

@@ -1,15 +1,15 @@
-"""Makes the two ends of each transport, and a relay that causes faults between them. Intervals are milliseconds."""
+"""Makes the two ends of the transport, a relay that causes faults between them, and a trainer that acknowledges everything."""
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import numpy as np
 import zmq
 
-from support.memory_transport import MemoryReceiver, MemorySender
 from support.processes import find_free_port
-from trivet.config.schema.shared import TransportConfig
+from trivet.config.schema.shared import RunIdentity, TransportConfig
 from trivet.process.sockets import key_pair
 from trivet.secret import RunSecret
 from trivet.transport.zeromq import KEY_PURPOSE, ZmqReceiver, ZmqSender
@@ -18,6 +18,7 @@ from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 Frames = list[bytes]
 Relay = Callable[[Frames, Callable[[Frames], bytes | None]], bytes | None]
 SECRET = RunSecret(bytes(range(32)))
+RUN = RunIdentity(id="run")
 
 
 def make_batch(step: int, *, num_tokens: int = 8, purpose: BatchPurpose = BatchPurpose.TRAIN) -> Batch:
@@ -84,32 +85,56 @@ class ZmqRelay:
 
 
 class Ends:
-    """Makes the ends of one transport, and closes them."""
+    """Makes the ends of a transport, and closes them with `stack`."""
 
-    def __init__(self, kind: str, stack: AsyncExitStack) -> None:
-        self.kind = kind
+    def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
 
-    def receiver(self, config, *, run_id="run", attempt=1):
-        if self.kind == "memory":
-            receiver = MemoryReceiver(config, run_id=run_id, attempt=attempt)
-        else:
-            receiver = ZmqReceiver(config, secret=SECRET, run_id=run_id, attempt=attempt)
+    def receiver(self, config: TransportConfig) -> ZmqReceiver:
+        receiver = ZmqReceiver(config, secret=SECRET, run=RUN)
         self._stack.callback(receiver.close)
         return receiver
 
-    def sender(self, config, receiver, *, run_id="run", attempt=1, relay: Relay | None = None):
-        if self.kind == "memory":
-            link = receiver.deliver if relay is None else lambda frames: relay(list(frames), receiver.deliver)
-            sender = MemorySender(config, run_id=run_id, attempt=attempt, link=link)
-        else:
-            if relay is not None:
-                between = ZmqRelay(relay, target=config.port)
-                self._stack.callback(between.close)
-                config = config.model_copy(update={"port": between.port})
-            sender = ZmqSender(config, secret=SECRET, run_id=run_id, attempt=attempt)
+    def sender(self, config: TransportConfig, *, run: RunIdentity = RUN, relay: Relay | None = None, **options) -> ZmqSender:
+        if relay is not None:
+            between = ZmqRelay(relay, target=config.port)
+            self._stack.callback(between.close)
+            config = config.model_copy(update={"port": between.port})
+        sender = ZmqSender(config, secret=SECRET, run=run, **options)
         self._stack.push_async_callback(sender.aclose)
         return sender
+
+    def pair(self, config: TransportConfig | None = None, *, relay: Relay | None = None) -> tuple[ZmqReceiver, ZmqSender]:
+        config = config or make_config()
+        return self.receiver(config), self.sender(config, relay=relay)
+
+
+def with_ends(body: Callable[[Ends], Awaitable[None]]) -> None:
+    """Run the body of a test with the ends of the transport."""
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            await body(Ends(stack))
+
+    asyncio.run(main())
+
+
+class ReadyTrainer:
+    """A sender whose trainer acknowledges every batch at once."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.on_batch: Callable[[Batch], None] = lambda _: None
+
+    async def say_alive(self) -> None:
+        pass
+
+    async def send(self, batch: Batch) -> None:
+        self.batches.append(batch)
+        self.on_batch(batch)
+
+    async def aclose(self) -> None:
+        pass
 
 
 def assert_equal(found: Batch, sent: Batch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from trivet.errors import ConfigError
 from trivet.launcher.commands.trainer import count_ranks
 from trivet.machine import (
+    Heap,
     Machine,
     capabilities_of,
     compile_cache_directory,
@@ -160,3 +161,33 @@ def test_a_link_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR"):
         make_private_directory(tmp_path / "link")
     assert compile_cache_directory({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == Path("/mine")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([1000 + 10 * step for step in range(60)], [59]),
+        ([1000, 1200, 1100, 1000, 1200] * 30, []),
+        ([1000] * 30 + [3000] * 70, [39, 59, 79, 99]),
+    ],
+    ids=["grows from step to step", "stays", "needs more from step 30 on: once in twenty steps"],
+)
+def test_the_heap_is_trimmed_when_it_has_grown_by_a_quarter(sizes: list[int], expected: list[int]) -> None:
+    trims, now = list[int](), 0
+    heap = Heap(read_bytes=lambda: 1000 if now in trims else sizes[now], trim=lambda: trims.append(now))
+    for now in range(len(sizes)):  # noqa: B007  read by the heap's functions
+        heap.trim_if_grown()
+    assert trims == expected
+
+
+def test_free_memory_goes_back_although_glibc_was_told_to_keep_it() -> None:
+    program = (
+        "from trivet.machine import resident_bytes, trim_heap\n"
+        "kept = [bytearray(4096 * 25) for _ in range(4000)]\n"
+        "del kept[::2]; before = resident_bytes(); trim_heap(); print(before - resident_bytes())"
+    )
+    settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "34359738368", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | settings, check=True, capture_output=True, text=True
+    )
+    assert int(done.stdout) > 150 * 2**20, "2,000 buffers of 100 KiB between others"

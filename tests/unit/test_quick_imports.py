@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.process.imports import file_of, import_by_path, importing, is_in_a_file
+from trivet.process.imports import file_of, import_by_path, importing
 
 
 def test_collections_pause_for_the_imports_alone() -> None:
@@ -94,8 +94,8 @@ def test_a_file_that_fails_is_run_again_when_it_was_mended(tmp_path: Path, searc
 
 
 def test_a_path_in_a_file_is_told_from_a_module() -> None:
-    assert is_in_a_file("a/b.py:f")
-    assert not is_in_a_file("a.py.f")
-    assert not is_in_a_file("a.b:f")
+    assert file_of("a/b.py:f") is not None
+    assert file_of("a.py.f") is None
+    assert file_of("a.b:f") is None
     assert file_of("/a b/c:d.py:f") == Path("/a b/c:d.py")
     assert file_of("os.path:join") is None

@@ -29,7 +29,7 @@ from trivet.evaluation.rescoring import (
     rescore,
     settings_for,
 )
-from trivet.process.signals import run_until_signalled
+from trivet.process.event_loop import run_until_signalled
 from trivet.shown_text import printable
 from trivet.storage.durable import write_atomically
 from trivet.wire.workers import HostSettings

@@ -31,8 +31,8 @@ from trivet.evaluation.results import EarlierResults
 from trivet.evaluation.scores import Summary, eval_metrics
 from trivet.evaluation.servers import EvalServers, connect
 from trivet.evaluation.targets import WeightsReader, follow_targets
+from trivet.process.event_loop import run_until_signalled
 from trivet.process.proxies import direct_variables, is_direct
-from trivet.process.signals import run_until_signalled
 from trivet.schedulers.submit import submit
 from trivet.telemetry.logs import setup_logging
 

@@ -7,7 +7,7 @@ from typing import Any
 from trivet.config.schema.inference import COMPUTED_VLLM_ARGUMENTS, VLLM_KEYS, InferenceConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
-from trivet.process.node_places import ServerShard
+from trivet.process.sockets import ServerShard
 
 _FIXED = {
     "logprobs_mode": "log-probabilities must be those of the distribution sampled from",

@@ -16,9 +16,8 @@ from typing import Any
 
 from trivet.errors import InferenceError
 from trivet.process.lifetime import die_with_parent
-from trivet.process.node_places import ServerShard
-from trivet.process.sockets import listen
-from trivet.process.stacks import ignore_until_listening, show_stacks_on_signal
+from trivet.process.signals import ignore_stacks_signal, show_stacks_on_signal
+from trivet.process.sockets import ServerShard, listen
 
 _END_TIMEOUT_S = 5.0
 """For each child, which has been ended already and only has to exit."""
@@ -33,7 +32,7 @@ def restart_with(environment: Mapping[str, str]) -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    ignore_until_listening()
+    ignore_stacks_signal()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **environment})
 
 

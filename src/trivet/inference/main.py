@@ -42,12 +42,11 @@ from trivet.inference.arguments import (
 from trivet.inference.engine_process import count_physical_cores, find_openmp, open_store, preloaded, restart_with
 from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
+from trivet.process.event_loop import show_tasks_on_signal
 from trivet.process.imports import importing
 from trivet.process.lock import holder_of
-from trivet.process.node_places import ServerShard, read_shard, shard_name
 from trivet.process.signals import ending_signals
-from trivet.process.sockets import is_reserved
-from trivet.process.stacks import show_tasks_on_signal
+from trivet.process.sockets import ServerShard, is_reserved, read_shard, shard_name
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging

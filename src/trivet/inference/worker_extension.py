@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trivet.inference.vllm_names import LogitsProcessorWithLoRA, LoRARequest, VocabParallelEmbedding, current_platform
-from trivet.process.heap import Heap
+from trivet.machine import Heap
 
 POLICY_ADAPTER_ID = 2**20
 """Above the ids of adapters that users load, which vLLM counts from 1."""

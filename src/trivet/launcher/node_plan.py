@@ -34,7 +34,7 @@ from trivet.launcher.plan import (
 )
 from trivet.machine import Machine
 from trivet.process.lifetime import module_command
-from trivet.process.node_places import RankPlace, ServerShard, shard_name
+from trivet.process.sockets import RankPlace, ServerShard, shard_name
 
 _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that have the ranks of one machine connect over loopback."""

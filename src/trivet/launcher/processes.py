@@ -17,7 +17,7 @@ from trivet.config.layout import VENVS
 from trivet.key_names import VARIABLE
 from trivet.launcher.plan import ProcessSpec, ReportFile
 from trivet.process.lifetime import descendants, read_processes, tied_command
-from trivet.process.stacks import STACKS_SIGNAL
+from trivet.process.signals import STACKS_SIGNAL
 from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport
 

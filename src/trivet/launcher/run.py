@@ -33,12 +33,12 @@ from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine, inspect_machine
 from trivet.process.lifetime import adopt_orphans, module_command, tied_command
 from trivet.process.lock import DEAD_MACHINE_S, LockWait
+from trivet.process.signals import show_stacks_on_signal
 from trivet.process.sockets import ReservedPorts
-from trivet.process.stacks import show_stacks_on_signal
 from trivet.schedulers.node_variables import is_restarted_job
 from trivet.secret import find_secret, share_secret
 from trivet.storage.durable import write_private
-from trivet.transport.recorded_groups import require_replayable
+from trivet.transport.recording import require_replayable
 from trivet.wire.versions import Step
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from trivet.errors import ConfigError
-from trivet.process.imports import is_in_a_file
+from trivet.process.imports import file_of
 from trivet.storage.durable import write_atomically
 
 FOLDER = ".functions"
@@ -86,7 +86,7 @@ class FunctionFiles:
             rewards: import paths of reward functions of verifiers.
             weights: one for each.
         """
-        loader = "import_by_path({})" if is_in_a_file(environment) else "partial(vf.load_environment, {})"
+        loader = "import_by_path({})" if file_of(environment) is not None else "partial(vf.load_environment, {})"
         make = loader.format(repr(environment))
         source = _WITH_REWARDS.format(make=make, paths=list(rewards), weights=list(weights))
         return self._add("load_environment", source, identity=source)

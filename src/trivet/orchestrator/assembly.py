@@ -23,7 +23,7 @@ from trivet.orchestrator.prompt_lengths import limits_of
 from trivet.orchestrator.replay import UNLIMITED_STEPS, ReplaySource, UnservedPolicy
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
-from trivet.process.loop_lag import LoopLag, lag_metrics
+from trivet.process.event_loop import LoopLag, lag_metrics
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.messages import BatchSender
 from trivet.wire.events import Drop

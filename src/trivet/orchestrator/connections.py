@@ -115,8 +115,7 @@ def make_sender(config: OrchestratorConfig) -> BatchSender:
     return ZmqSender(
         config.rollout_transport,
         secret=find_secret(layout, environ=os.environ),
-        run_id=config.run.id,
-        attempt=config.run.attempt,
+        run=config.run,
         has_arrived=lambda batch: is_trained(batch, layout),
     )
 

@@ -13,8 +13,7 @@ from trivet.environments.nodes.pool_server import PoolServer
 from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError
 from trivet.orchestrator.connections import open_own_workers
-from trivet.process.signals import run_until_signalled
-from trivet.process.stacks import show_tasks_on_signal
+from trivet.process.event_loop import run_until_signalled, show_tasks_on_signal
 from trivet.secret import find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging

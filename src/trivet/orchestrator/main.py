@@ -11,13 +11,12 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.packages.interpreters import require_environment
 from trivet.faults import arm
 from trivet.orchestrator.advantage import make_advantage
+from trivet.process.event_loop import run_until_signalled, show_tasks_on_signal
 from trivet.process.imports import importing
 from trivet.process.lock import hold_role
-from trivet.process.signals import run_until_signalled
-from trivet.process.stacks import show_tasks_on_signal
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
-from trivet.transport.recorded_groups import require_replayable
+from trivet.transport.recording import require_replayable
 
 if TYPE_CHECKING:
     from trivet.orchestrator.loop import Loop

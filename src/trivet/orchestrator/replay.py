@@ -23,7 +23,7 @@ from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.dispatcher import ChangeEvent
 from trivet.orchestrator.group_runner import make_group
 from trivet.orchestrator.sampler import Draw, SamplerState
-from trivet.transport.recorded_groups import read_groups, recorded_files
+from trivet.transport.recording import read_groups, recorded_files
 from trivet.wire.rollouts import Group, Sample
 from trivet.wire.versions import GroupId, PolicyVersion, Step
 

@@ -11,7 +11,7 @@ import msgspec
 from trivet.config.layout import ROLLOUTS_FILE, RunLayout
 from trivet.step_directories import discard_after
 from trivet.storage.durable import digest_of, hash_bytes, replace_file
-from trivet.transport.recorded_groups import GROUPS_FILE, pack_groups
+from trivet.transport.recording import GROUPS_FILE, pack_groups
 from trivet.wire.events import RolloutsWritten
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import Step, VersionRun

@@ -30,7 +30,7 @@ from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
-from trivet.transport.recorded_groups import read_groups, recorded_files
+from trivet.transport.recording import read_groups, recorded_files
 from trivet.weights.manifest import read_manifest
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Start, Stop

@@ -31,47 +31,46 @@ def run_until_output_closes(command: Callable[[], int]) -> int:
     Raises:
         BrokenPipeError: another pipe than that of the output was closed.
     """
-    for stream in _outputs():
+    outputs = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and not stream.closed]
+    for stream in outputs:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         exit_code = command()
-        return exit_code if _flush_all() else UNWRITABLE_EXIT_CODE
+        return exit_code if _flush_all(outputs) else UNWRITABLE_EXIT_CODE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (OSError, SystemExit, BaseExceptionGroup) as exc:
-        code = _exit_code_for(exc)
-        if code is None:
+        if (code := _exit_code_for(exc, outputs)) is None:
             raise
         return code
     finally:
         # Python flushes once more when it ends, and would print a traceback of its own.
-        for stream in _outputs():
+        for stream in outputs:
             with suppress(OSError, ValueError):
                 stream.flush()
             if is_closed(stream):
                 discard_output(stream)
 
 
-def _exit_code_for(error: OSError | SystemExit | BaseExceptionGroup[BaseException]) -> int | None:
+def _exit_code_for(error: OSError | SystemExit | BaseExceptionGroup[BaseException], outputs: list[TextIO]) -> int | None:
     """Return the exit code of a command that `error` ended because of its output; None when the error has another cause."""
-    if isinstance(error, SystemExit):
-        if isinstance(error.__context__, BrokenPipeError):
-            return EXIT_CODE  # rich ends the program so, with code 1
-        return None if _flush_all() else UNWRITABLE_EXIT_CODE
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        return EXIT_CODE  # rich ends the program so, with code 1
     if isinstance(error, BaseExceptionGroup | BrokenPipeError):
         others = error.split(BrokenPipeError)[1] if isinstance(error, BaseExceptionGroup) else None
-        return EXIT_CODE if others is None and any(map(is_closed, _outputs())) else None
-    if _flush_all():
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return None
-        _report_unwritable(error)
-    return UNWRITABLE_EXIT_CODE
+        return EXIT_CODE if others is None and any(map(is_closed, outputs)) else None
+    if not _flush_all(outputs):
+        return UNWRITABLE_EXIT_CODE
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        print_error(f"the output cannot be written: {error.strerror}")
+        return UNWRITABLE_EXIT_CODE
+    return None
 
 
-def _flush_all() -> bool:
+def _flush_all(outputs: list[TextIO]) -> bool:
     """Write what is buffered; returns whether that worked. A failure is said once on standard error, and the output is given up."""
-    for stream in _outputs():
+    for stream in outputs:
         try:
             stream.flush()
         except BrokenPipeError:
@@ -79,13 +78,9 @@ def _flush_all() -> bool:
         except (OSError, ValueError) as exc:
             discard_output(stream)
             if stream is not sys.stderr:
-                _report_unwritable(exc)
+                print_error(f"the output cannot be written: {exc.strerror if isinstance(exc, OSError) else exc}")
             return False
     return True
-
-
-def _report_unwritable(error: OSError | ValueError) -> None:
-    print_error(f"the output cannot be written: {error.strerror if isinstance(error, OSError) else error}")
 
 
 def is_closed(stream: TextIO) -> bool:
@@ -100,12 +95,5 @@ def is_closed(stream: TextIO) -> bool:
 
 def discard_output(stream: TextIO) -> None:
     """Send what is still written to `stream`, by whatever part of this process, to /dev/null."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, stream.fileno())
-    finally:
-        os.close(nowhere)
-
-
-def _outputs() -> list[TextIO]:
-    return [stream for stream in (sys.stdout, sys.stderr) if stream is not None and not stream.closed]
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())

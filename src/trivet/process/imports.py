@@ -52,15 +52,10 @@ def importing() -> Iterator[None]:
             signal.signal(signal.SIGINT, handler)
 
 
-def is_in_a_file(path: str) -> bool:
-    """Return whether `path` has the form `path/to/file.py:name`."""
-    return _IN_A_FILE.fullmatch(path) is not None
-
-
 def file_of(path: str) -> Path | None:
     """Return the file of `path/to/file.py:name`, or None for a path of another form."""
     found = _IN_A_FILE.fullmatch(path)
-    return None if found is None else Path(found["file"])
+    return Path(found["file"]) if found is not None else None
 
 
 def import_by_path(path: str) -> Any:

@@ -12,11 +12,12 @@ import signal
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
 
-from trivet.process.stacks import ignore_until_listening
+from trivet.process.signals import ignore_stacks_signal
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -141,10 +142,8 @@ def end_session(leader: int) -> int:
     """
     pids = [pid for pid, entry in read_processes().items() if entry.session == leader]
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     return len(pids)
 
 
@@ -163,7 +162,7 @@ def main(argv: Sequence[str]) -> None:
     """Tie this process to its parent and become the command: `--parent PID COMMAND…`."""
     _, parent, *command = argv
     die_with_parent(parent=int(parent))
-    ignore_until_listening()
+    ignore_stacks_signal()
     os.execvp(command[0], command)
 
 

@@ -74,7 +74,7 @@ def holder_of(path: Path) -> int | None:
 class LockWait:
     """How long to wait for a lock that another process holds, and how the wait fails."""
 
-    timeout_s: float
+    timeout_s: float = 0.0
     error: Callable[[str], TrivetError] = RunDirectoryBusy
     """Makes the error that is raised when the time is up, from a text that names the holder."""
     on_wait: Callable[[], None] = lambda: None
@@ -90,7 +90,7 @@ class FileLock:
         *,
         what: str,
         guards: Path | None = None,
-        wait: LockWait = LockWait(timeout_s=0.0),
+        wait: LockWait = LockWait(),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -120,7 +120,7 @@ class FileLock:
         self._files.append(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         try:
             if self._guards is not None:
-                self._files.append(os.open(self._guards, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                self._files.append(_open_directory(self._guards))
             begun, is_reported = self._clock(), False
             while not self._is_taken():
                 waited_s = self._clock() - begun
@@ -154,19 +154,17 @@ class FileLock:
             os.set_inheritable(descriptor, True)
 
     def _is_taken(self) -> bool:
-        file, *directory = self._files
-        if not lock_descriptor(file, blocking=False):
-            return False
-        try:
-            return all(lock_descriptor(guarded, blocking=False) for guarded in directory)
-        except OSError as exc:
-            if exc.errno not in (errno.EBADF, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
-            return True
+        for descriptor in self._files:
+            try:
+                if not lock_descriptor(descriptor, blocking=False):
+                    return False
+            except OSError as exc:
+                if descriptor == self._files[0] or exc.errno not in (errno.EBADF, errno.EOPNOTSUPP, errno.ENOLCK):
+                    raise
+        return True
 
     def _describe_holder(self) -> str:
-        holder = _read_holder(self._path)
-        pid, where, since = "unknown", "", "unknown"
+        holder, pid, where, since = _read_holder(self._path), "unknown", "", "unknown"
         if holder is not None:
             pid, where = str(holder.pid), f" on {holder.node}" if holder.node != os.uname().nodename else ""
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
@@ -177,19 +175,20 @@ class FileLock:
         )
 
 
+def _open_directory(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
+
+
 def lock_directory(directory: Path) -> int:
     """Lock `directory` until the file descriptor that is returned is closed, or the process ends in any way.
 
     Raises:
         OSError: another process has locked it, or it is no directory.
     """
-    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if not lock_descriptor(file, blocking=False):
-            raise BlockingIOError(errno.EWOULDBLOCK, "another process has locked it", str(directory))
-    except BaseException:
+    file = _open_directory(directory, os.O_NOFOLLOW)
+    if not lock_descriptor(file, blocking=False):
         os.close(file)
-        raise
+        raise BlockingIOError(errno.EWOULDBLOCK, "another process has locked it", str(directory))
     return file
 
 

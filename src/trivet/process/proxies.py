@@ -5,6 +5,7 @@ services are asked as the variables say. Pure; used by the commands, the roles a
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from ipaddress import ip_address
 from urllib.parse import urlsplit, urlunsplit
@@ -28,14 +29,11 @@ def is_direct(url: str, environ: Mapping[str, str]) -> bool:
     True for an address in numbers, a name without a dot, which only a private network knows, and a host that `NO_PROXY` names.
     """
     host = urlsplit(url).hostname or ""
-    try:
+    with suppress(ValueError):
         ip_address(host)
-    except ValueError:
-        is_address = False
-    else:
-        is_address = True
+        return True
     exceptions = environ.get(_EXCEPTIONS) or environ.get(_EXCEPTIONS.upper()) or ""
-    return "." not in host or is_address or bool(proxy_bypass_environment(host, {"no": exceptions}))
+    return "." not in host or bool(proxy_bypass_environment(host, {"no": exceptions}))
 
 
 def direct_variables(environ: Mapping[str, str], urls: Iterable[str]) -> dict[str, str]:
@@ -53,8 +51,15 @@ def direct_variables(environ: Mapping[str, str], urls: Iterable[str]) -> dict[st
 
 def find_proxies(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the proxies that `environ` names, by the names of the variables, without user and password."""
-    names = [spelling for name in _PROXIES for spelling in (name, name.upper())]
-    return {name: _without_password(environ[name]) for name in names if environ.get(name)}
+    found: dict[str, str] = {}
+    for name in (spelling for proxy in _PROXIES for spelling in (proxy, proxy.upper())):
+        if value := environ.get(name):
+            try:
+                parts = urlsplit(value)
+                found[name] = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+            except ValueError:
+                found[name] = "(no address)"
+    return found
 
 
 def find_unusable(environ: Mapping[str, str]) -> str | None:
@@ -67,11 +72,3 @@ def find_unusable(environ: Mapping[str, str]) -> str | None:
         if scheme.startswith("socks") and find_spec("socksio") is None:
             return f"{name} = {proxy} needs a package that is not installed: uv pip install socksio PySocks, or unset {name}"
     return None
-
-
-def _without_password(proxy: str) -> str:
-    try:
-        parts = urlsplit(proxy)
-    except ValueError:
-        return "(no address)"
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

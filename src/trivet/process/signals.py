@@ -1,13 +1,20 @@
-"""Ends a process in order when a signal asks for it: an asyncio program is cancelled, any other polls the signals that came."""
+"""Tells a process of the signals that ask it to end, and shows the stacks of its threads on a signal.
 
+Roles and environment workers write their stacks into their log on STACKS_SIGNAL from when they report, and ignore it before. The
+launcher sends it when nothing moves or before it ends a role that hangs, a pool before it ends a worker that is blocked.
+"""
+
+import faulthandler
 import signal
+import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from types import FrameType, MappingProxyType, TracebackType
+from collections.abc import Callable, Collection
+from types import FrameType, TracebackType
 from typing import Any
 
-from trivet.errors import first_error
-
+STACKS_SIGNAL = signal.SIGUSR2
+STACKS_WITHIN_S = 0.5
+"""Seconds that a process which is about to be ended has to write them."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _REPEATED_S = 1.0
 """One Ctrl-C may arrive twice, from the terminal and from `uv run`; a signal after this long is a second one."""
@@ -19,6 +26,21 @@ def ending_signals() -> list[signal.Signals]:
     One that its starter has it ignore, as nohup does with SIGHUP, is not among them.
     """
     return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def show_stacks_on_signal(*, does_call_on: bool = False) -> None:
+    """Write the stack of every thread to stderr on STACKS_SIGNAL, whatever they are doing; holds for what is forked, too.
+
+    Args:
+        does_call_on: also call the handler that was set before.
+    """
+    if sys.__stderr__ is not None:  # it was not closed before the start
+        faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__, all_threads=True, chain=does_call_on)
+
+
+def ignore_stacks_signal() -> None:
+    """Ignore STACKS_SIGNAL in the program that this process is about to become, until that one listens itself."""
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 class Interrupts:
@@ -73,50 +95,3 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append((number, self._clock()))
-
-
-async def run_until_signalled(
-    work: Coroutine[Any, Any, int],
-    *,
-    handlers: Mapping[signal.Signals, Callable[[], bool]] = MappingProxyType({}),
-    is_cleanup_protected: bool = False,
-) -> int:
-    """Await `work` in this task and cancel it when one of the `ending_signals` comes.
-
-    Args:
-        handlers: further signals, each with a function that returns whether it dealt with the signal; if not, `work` is cancelled.
-        is_cleanup_protected: a second signal does not cancel what `work` does after the first.
-
-    Returns:
-        What `work` returns; 128 + N when signal N cancelled it.
-
-    Raises:
-        BaseException: `first_error` of an exception group that leaves `work`.
-    """
-    import asyncio  # here: the launcher and the ranks are no asyncio programs
-
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    received: list[signal.Signals] = []
-
-    def stop(number: signal.Signals) -> None:
-        received.append(number)
-        if len(received) == 1 or not is_cleanup_protected:
-            task.cancel()
-
-    def handle(number: signal.Signals) -> None:
-        if not handlers[number]():
-            stop(number)
-
-    for number in ending_signals():
-        loop.add_signal_handler(number, stop, number)
-    for number in handlers:
-        loop.add_signal_handler(number, handle, number)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        return 128 + received[0]
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group

@@ -1,13 +1,20 @@
 """Reserves ports for the processes of a run, has them listen there, and encrypts ZeroMQ connections between them.
 
+It also tells processes of several nodes where they meet: ranks of a trainer, and shards of an inference server. The launcher sets a
+variable for each process, which reads it.
+
 The launcher binds a port and does not listen on it. It then allows sharing (SO_REUSEPORT), which the kernel grants to sockets of
 the same user alone: nobody else gets the port before the role that listens on it.
 """
 
 import errno
+import os
 import socket
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from trivet.errors import ConfigError
 
@@ -20,6 +27,7 @@ costs no more."""
 MAX_CURVE_BYTES = 64
 """The bytes that encryption adds to a frame: its command's name, a nonce and a code that shows damage."""
 _CONNECT_TIMEOUT_S = 1.0
+_RANKS, _SHARD = "TRAINER_RANK_PLACE", "INFERENCE_SERVER_SHARD"
 
 
 class ReservedPorts:
@@ -152,3 +160,54 @@ def _address(host: str, port: int) -> str:
 
 def _socket(host: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of one node among those of all nodes of a trainer."""
+
+    first_rank: int
+    num_ranks: int
+    """Ranks on all nodes."""
+    host: str
+    """The address at which rank 0 listens for the others; an IP address or a name."""
+    port: int
+    attempt: int
+    """Ranks of different attempts never meet, though they use one port."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable that carries this to the ranks."""
+        return {_RANKS: msgspec.json.encode(self).decode()}
+
+
+def read_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
+    """Return the place that the launcher set; None for ranks of one machine."""
+    return msgspec.json.decode(environ[_RANKS], type=RankPlace) if _RANKS in environ else None
+
+
+class ServerShard(msgspec.Struct, frozen=True, kw_only=True):
+    """The share of one node in an inference server: some of its ranks. The first shard also answers requests."""
+
+    index: int
+    num_shards: int
+    host: str
+    """The address at which the first shard listens for the ranks of all shards; an IP address or a name."""
+    port: int
+
+    @property
+    def is_first(self) -> bool:
+        """True for the shard that answers requests."""
+        return self.index == 0
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable that carries this to the shard."""
+        return {_SHARD: msgspec.json.encode(self).decode()}
+
+
+def read_shard(environ: Mapping[str, str] = os.environ) -> ServerShard | None:
+    """Return the shard that the launcher set; None for a server of one node."""
+    return msgspec.json.decode(environ[_SHARD], type=ServerShard) if _SHARD in environ else None
+
+
+def shard_name(server: str, index: int) -> str:
+    """Return the name of a shard among the processes of its run. The first shard has the name of the server."""
+    return f"{server}-shard-{index}" if index else server

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.process.stacks import show_stacks_on_signal
+from trivet.process.signals import show_stacks_on_signal
 from trivet.storage.durable import DECODE_ERRORS, open_regular, replace_file
 from trivet.wire.status import ProcessReport, WorkerStatus
 

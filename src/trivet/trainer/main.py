@@ -72,8 +72,7 @@ def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> Batch
     receiver = ZmqReceiver(
         config.rollout_transport,
         secret=find_secret(RunLayout(config.output_dir), environ=os.environ),
-        run_id=config.run.id,
-        attempt=config.run.attempt,
+        run=config.run,
         on_wait=lambda: extend_wait_of_ranks(world),
     )
     if not config.data.record:

@@ -38,7 +38,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
-from trivet.process.heap import Heap
+from trivet.machine import Heap
 from trivet.storage.disk import explaining_full_disk, require_free_space
 from trivet.telemetry.metrics import summarize, timed
 from trivet.telemetry.process_report import waiting

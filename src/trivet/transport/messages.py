@@ -1,8 +1,8 @@
 """Defines what crosses from the orchestrator to the trainer, and decides about each message. No socket is opened here.
 
 A batch is a header and parts of the payload, which are checked before anything is decoded. `Inbox` holds a bounded number of
-batches and delivers each once. `BatchSender` and `BatchReceiver` are the two ends; their adapters are `transport.zeromq`,
-`transport.recording` and, for tests, `support.memory_transport`.
+batches and delivers each once. `BatchSender` and `BatchReceiver` are the two ends, which `transport.zeromq` implements; other
+receivers are in `transport.recording`.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from trivet.config.schema.shared import TransportConfig
+from trivet.config.schema.shared import RunIdentity, TransportConfig
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.key_names import key_name
 from trivet.process.sockets import in_frames
@@ -27,7 +27,7 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 Buffer = bytes | memoryview
-HeaderT = TypeVar("HeaderT", BatchHeader, BatchReply, Alive)
+HeaderT = TypeVar("HeaderT", BatchHeader, Alive)
 
 MAX_HELD = 2
 """Batches that wait for the trainer. A further one gets no answer, so the sender keeps it and sends it again."""
@@ -81,129 +81,80 @@ class BatchReceiver(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunKey:
-    """Identifies the run that both ends must be of."""
-
-    run_id: str
-    attempt: int
-    schema: int = SCHEMA_VERSION
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMessage:
     """A batch as it is sent."""
 
     header: BatchHeader
-    payload: bytes
-
-    @property
-    def frames(self) -> list[Buffer]:
-        """The header, then the payload, in frames of a limited size."""
-        return [encode(self.header), *in_frames(self.payload)]
+    frames: list[Buffer]
+    """The encoded header, then the payload, in frames of a limited size."""
 
 
-def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> BatchMessage:
+def make_message(batch: Batch, *, run: RunIdentity, max_message_mib: int) -> BatchMessage:
     """Encode a batch under its header.
 
     Raises:
         MessageRefused: the encoded batch is larger than the limit.
     """
     payload = encode(batch)
-    if len(payload) > max_message_mib << 20:
-        raise MessageRefused(_too_large(f"batch {batch.step}", len(payload), max_message_mib))
+    _check_size(f"batch {batch.step}", len(payload), max_message_mib)
     header = BatchHeader(
-        schema=key.schema,
-        run_id=key.run_id,
-        attempt=key.attempt,
+        schema=SCHEMA_VERSION,
+        run_id=run.id,
+        attempt=run.attempt,
         step=batch.step,
         num_bytes=len(payload),
         checksum=zlib.crc32(payload),
     )
-    return BatchMessage(header=header, payload=payload)
+    return BatchMessage(header=header, frames=[encode(header), *in_frames(payload)])
 
 
-def make_alive(key: RunKey, *, acknowledged: Step | None = None) -> bytes:
-    """Encode the one frame by which the orchestrator says that it is well, or what it has read."""
-    return encode(Alive(run_id=key.run_id, attempt=key.attempt, acknowledged=acknowledged))
-
-
-def read_header(frame: Buffer, kind: type[HeaderT]) -> HeaderT:
-    """Decode the first frame of a message.
+def is_acknowledged(frame: Buffer, *, header: BatchHeader) -> bool:
+    """Return whether `frame` acknowledges the batch under `header`; a late answer to another batch does not.
 
     Raises:
-        MessageRefused: the frame is not ours at all.
-    """
-    header = decode(frame, kind)
-    if header.magic != MAGIC:
-        raise MessageRefused(f"the message starts with {header.magic!r}, not with {MAGIC!r}: it is not of this program")
-    return header
-
-
-def refusal(header: BatchHeader, parts: Sequence[Buffer], *, key: RunKey, max_message_mib: int) -> str | None:
-    """Return the reason why a message can never be accepted, or None when its payload may be decoded."""
-    name = f"batch {header.step}"
-    if header.schema != key.schema:
-        return f"{name} has schema {header.schema}, the trainer reads {key.schema}; install the same version on both sides"
-    if header.run_id != key.run_id:
-        return f"{name} is of run {header.run_id!r}, the trainer is of run {key.run_id!r}; give both roles the same run.id"
-    if header.attempt != key.attempt:
-        return (
-            f"{name} is of attempt {header.attempt}, the trainer of attempt {key.attempt} of run {key.run_id!r}; "
-            "stop what is left of the earlier attempt, or give both roles the same run.attempt"
-        )
-    num_bytes = sum(map(len, parts))
-    if num_bytes > max_message_mib << 20:
-        return _too_large(name, num_bytes, max_message_mib)
-    if num_bytes != header.num_bytes:
-        return f"{name} arrived with {num_bytes} bytes, its header says {header.num_bytes}"
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    if checksum != header.checksum:
-        return f"{name} does not match the checksum in its header: it was damaged on the way"
-    return None
-
-
-def make_reply(header: BatchHeader, verdict: BatchVerdict, *, reason: str = "") -> bytes:
-    """Encode the trainer's reply to the batch under `header`."""
-    return encode(BatchReply(step=header.step, checksum=header.checksum, verdict=verdict, reason=reason))
-
-
-def is_acknowledged(frame: Buffer, *, message: BatchMessage) -> bool:
-    """Return whether `frame` acknowledges `message`; a late answer to another message does not.
-
-    Raises:
-        MessageRefused: the receiver refused `message`; carries its reason.
+        MessageRefused: the receiver refused the batch; carries its reason.
     """
     try:
         reply = msgspec.msgpack.decode(frame, type=BatchReply)
     except DECODE_ERRORS:
         return False
-    if (reply.step, reply.checksum) != (message.header.step, message.header.checksum):
+    if (reply.step, reply.checksum) != (header.step, header.checksum):
         return False
     if reply.verdict is BatchVerdict.REFUSED:
         raise MessageRefused(f"the trainer refused a message: {reply.reason}")
     return True
 
 
-def no_acknowledgement(step: Step, *, config: TransportConfig, met: str = "") -> WaitTimeout:
-    """Return the error of a batch that was not acknowledged in time.
-
-    Args:
-        met: what was found instead of the run's trainer; empty: nothing is known.
-    """
-    remedy = met or "see the trainer's log, or raise orchestrator.rollout_transport.timeout_s"
-    return WaitTimeout(
-        f"the orchestrator waited {config.timeout_s:g} s for the trainer on {config.host}:{config.port} to acknowledge batch "
-        f"{step}; {remedy}"
-    )
+def _check_size(name: str, num_bytes: int, max_message_mib: int) -> None:
+    if num_bytes > max_message_mib << 20:
+        raise MessageRefused(
+            f"{name} has {num_bytes / 2**20:.2f} MiB, the limit is rollout_transport.max_message_mib = {max_message_mib}; "
+            f"raise it in both roles, or make {key_name('orchestrator.batch_size')} or {key_name('seq_len')} smaller"
+        )
 
 
-def _too_large(name: str, num_bytes: int, max_message_mib: int) -> str:
-    return (
-        f"{name} has {num_bytes / 2**20:.2f} MiB, the limit is rollout_transport.max_message_mib = {max_message_mib}; "
-        f"raise it in both roles, or make {key_name('orchestrator.batch_size')} or {key_name('seq_len')} smaller"
-    )
+def _require_acceptable(header: BatchHeader, parts: Sequence[Buffer], *, run: RunIdentity, max_message_mib: int) -> None:
+    """Raise MessageRefused with the reason why a message can never be accepted; else its payload may be decoded."""
+    name, num_bytes, checksum = f"batch {header.step}", sum(map(len, parts)), 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    if header.schema != SCHEMA_VERSION:
+        reason = f"has schema {header.schema}, the trainer reads {SCHEMA_VERSION}; install the same version on both sides"
+    elif header.run_id != run.id:
+        reason = f"is of run {header.run_id!r}, the trainer is of run {run.id!r}; give both roles the same run.id"
+    elif header.attempt != run.attempt:
+        reason = (
+            f"is of attempt {header.attempt}, the trainer of attempt {run.attempt} of run {run.id!r}; "
+            "stop what is left of the earlier attempt, or give both roles the same run.attempt"
+        )
+    elif num_bytes != header.num_bytes:
+        reason = f"arrived with {num_bytes} bytes, its header says {header.num_bytes}"
+    elif checksum != header.checksum:
+        reason = "does not match the checksum in its header: it was damaged on the way"
+    else:
+        _check_size(name, num_bytes, max_message_mib)
+        return
+    raise MessageRefused(f"{name} {reason}")
 
 
 class RepeatedWarning:
@@ -239,7 +190,7 @@ class Inbox:
         self,
         config: TransportConfig,
         *,
-        key: RunKey,
+        run: RunIdentity,
         on_wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -248,18 +199,19 @@ class Inbox:
         Args:
             on_wait: called now and then by `take` while it waits.
         """
+        self.wanted: Step | None = None
+        """The step that `take` waits for, or waited for last."""
         self._config = config
-        self._key = key
+        self._run = run
         self._on_wait = on_wait
         self._clock = clock
         self._changed = threading.Condition()
         self._held: dict[Step, Batch] = {}
         self._checksums: dict[Step, int] = {}
         """Checksums of the accepted batches: they tell a duplicate from another batch under the same step."""
-        self._wanted: Step | None = None
         self._failure: str | None = None
         self._last_arrival: tuple[Step, float] | None = None
-        self._last_refusal: str | None = None
+        self._last_refusal = ""
         self._refusals = RepeatedWarning(logger, clock=clock)
         self._last_alive = float("-inf")
         self._unread: Step | None = None
@@ -267,31 +219,44 @@ class Inbox:
 
     def accept(self, frames: Sequence[Buffer]) -> bytes | None:
         """Return the reply to one message. None: it is not ours, or its batch finds no place yet."""
-        try:
-            if len(frames) == 1:
-                alive = read_header(frames[0], Alive)
-            elif frames:
-                header = read_header(frames[0], BatchHeader)
-                with self._changed:
-                    self._last_arrival = (header.step, self._clock())
-                    return self._answer(header, frames[1:])
-            else:
-                raise MessageRefused("a message without frames")
-        except MessageRefused as exc:
-            self._note_refusal(str(exc))
-            return None
-        if (alive.run_id, alive.attempt) == (self._key.run_id, self._key.attempt):
-            with self._changed:
-                self._last_alive = self._clock()
-                if alive.acknowledged == self._unread:
-                    self._unread = None
-                    self._changed.notify_all()
-        return None
+        header: BatchHeader | None = None
+        with self._changed:
+            try:
+                if len(frames) == 1:
+                    self._note_alive(_read_header(frames[0], Alive))
+                    return None
+                header = _read_header(frames[0] if frames else b"", BatchHeader)
+                self._last_arrival = (header.step, self._clock())
+                return self._hold(header, frames[1:])
+            except MessageRefused as exc:
+                self._last_refusal = str(exc)[:_MAX_REASON_CHARS]
+                self._refusals.log(f"message refused reason={self._last_refusal}")
+                return _reply(header, BatchVerdict.REFUSED, reason=self._last_refusal) if header is not None else None
 
-    @property
-    def wanted(self) -> Step | None:
-        """The step that `take` waits for, or waited for last."""
-        return self._wanted
+    def _note_alive(self, alive: Alive) -> None:
+        if (alive.run_id, alive.attempt) == (self._run.id, self._run.attempt):
+            self._last_alive = self._clock()
+            if alive.acknowledged == self._unread:
+                self._unread = None
+                self._changed.notify_all()
+
+    def _hold(self, header: BatchHeader, parts: Sequence[Buffer]) -> bytes | None:
+        """Hold a batch that is new and return its acknowledgement; None while it finds no place."""
+        _require_acceptable(header, parts, run=self._run, max_message_mib=self._config.max_message_mib)
+        known = self._checksums.get(header.step)
+        if known is None:
+            if len(self._held) >= MAX_HELD and header.step != self.wanted:
+                return None
+            batch = decode(parts[0] if len(parts) == 1 else b"".join(parts), Batch)
+            if batch.step != header.step:
+                raise MessageRefused(f"batch {batch.step} came under the header of batch {header.step}")
+            self._held[header.step] = batch
+            self._checksums[header.step] = header.checksum
+            self._changed.notify_all()
+        elif known != header.checksum:
+            raise MessageRefused(f"batch {header.step} was received before with other content")
+        self._unread = header.step
+        return _reply(header, BatchVerdict.ACKNOWLEDGED)
 
     def take(self, step: Step) -> Batch:
         """Wait for the batch of `step`, and drop those of earlier steps.
@@ -301,42 +266,39 @@ class Inbox:
         """
         started = self._clock()
         with self._changed:
-            self._wanted = step
+            self.wanted = step
             for late in [held for held in self._held if held < step]:
                 logger.warning("batch dropped step=%d reason=the trainer went on to step %d", late, step)
                 del self._held[late]
-        while (batch := self._wait_for(step, started=started)) is None:
+        while True:
+            call_at = self._clock() + _CALL_INTERVAL_S
+            with self._changed:
+                while step not in self._held and (now := self._clock()) < call_at:
+                    left = max(started, self._last_alive) + self._config.timeout_s - now
+                    if self._failure is not None:
+                        raise WaitTimeout(f"the trainer cannot receive batch {step}: {self._failure}")
+                    if left <= 0:
+                        raise self._timeout(step, now)
+                    self._changed.wait(min(left, call_at - now))
+                if step in self._held:
+                    return self._held.pop(step)
             self._on_wait()
-        return batch
 
-    def _wait_for(self, step: Step, *, started: float) -> Batch | None:
-        """Return the batch, or None when it is time to call `on_wait`."""
-        call_at = self._clock() + _CALL_INTERVAL_S
-        with self._changed:
-            while step not in self._held:
-                now = self._clock()
-                left = max(started, self._last_alive) + self._config.timeout_s - now
-                if self._failure is not None:
-                    raise WaitTimeout(f"the trainer cannot receive batch {step}: {self._failure}")
-                if left <= 0:
-                    seen = "nothing has arrived from it"
-                    if self._last_arrival is not None:
-                        last_step, at = self._last_arrival
-                        seen = f"the last to arrive was batch {last_step}, {now - at:.0f} s ago"
-                    refused = f"; refused last: {self._last_refusal}" if self._last_refusal else ""
-                    raise WaitTimeout(
-                        f"the trainer waited {self._config.timeout_s:g} s for batch {step} from the orchestrator; {seen}{refused}; "
-                        "see the orchestrator's log, or raise trainer.rollout_transport.timeout_s"
-                    )
-                if now >= call_at:
-                    return None
-                self._changed.wait(min(left, call_at - now))
-            return self._held.pop(step)
+    def _timeout(self, step: Step, now: float) -> WaitTimeout:
+        seen = "nothing has arrived from it"
+        if self._last_arrival is not None:
+            last_step, at = self._last_arrival
+            seen = f"the last to arrive was batch {last_step}, {now - at:.0f} s ago"
+        refused = f"; refused last: {self._last_refusal}" if self._last_refusal else ""
+        return WaitTimeout(
+            f"the trainer waited {self._config.timeout_s:g} s for batch {step} from the orchestrator; {seen}{refused}; "
+            "see the orchestrator's log, or raise trainer.rollout_transport.timeout_s"
+        )
 
     def wait_until_read(self, timeout_s: float) -> None:
         """Return once the orchestrator has said that it read the last acknowledgement, or after `timeout_s`.
 
-        Who goes away before takes an acknowledgement that lies unread at the other end with it.
+        A receiver that closes before takes an acknowledgement with it that lies unread at the other end.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._unread is None or self._failure is not None, timeout_s)
@@ -347,31 +309,14 @@ class Inbox:
             self._failure = reason
             self._changed.notify_all()
 
-    def _answer(self, header: BatchHeader, parts: Sequence[Buffer]) -> bytes | None:
-        if reason := refusal(header, parts, key=self._key, max_message_mib=self._config.max_message_mib):
-            return self._refuse(header, reason)
-        known = self._checksums.get(header.step)
-        if known is None:
-            if len(self._held) >= MAX_HELD and header.step != self._wanted:
-                return None
-            try:
-                batch = decode(parts[0] if len(parts) == 1 else b"".join(parts), Batch)
-            except MessageRefused as exc:
-                return self._refuse(header, str(exc))
-            if batch.step != header.step:
-                return self._refuse(header, f"batch {batch.step} came under the header of batch {header.step}")
-            self._held[header.step] = batch
-            self._checksums[header.step] = header.checksum
-            self._changed.notify_all()
-        elif known != header.checksum:
-            return self._refuse(header, f"batch {header.step} was received before with other content")
-        self._unread = header.step
-        return make_reply(header, BatchVerdict.ACKNOWLEDGED)
 
-    def _refuse(self, header: BatchHeader, reason: str) -> bytes:
-        self._note_refusal(reason)
-        return make_reply(header, BatchVerdict.REFUSED, reason=reason[:_MAX_REASON_CHARS])
+def _read_header(frame: Buffer, kind: type[HeaderT]) -> HeaderT:
+    """Decode the first frame of a message; raises MessageRefused when it is not ours at all."""
+    header = decode(frame, kind)
+    if header.magic != MAGIC:
+        raise MessageRefused(f"the message starts with {header.magic!r}, not with {MAGIC!r}: it is not of this program")
+    return header
 
-    def _note_refusal(self, reason: str) -> None:
-        self._last_refusal = reason[:_MAX_REASON_CHARS]
-        self._refusals.log(f"message refused reason={self._last_refusal}")
+
+def _reply(header: BatchHeader, verdict: BatchVerdict, *, reason: str = "") -> bytes:
+    return encode(BatchReply(step=header.step, checksum=header.checksum, verdict=verdict, reason=reason))

@@ -20,22 +20,14 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from trivet.config.layout import SECRET_FILE
-from trivet.config.schema.shared import TransportConfig
-from trivet.errors import ConfigError
+from trivet.config.schema.shared import RunIdentity, TransportConfig
+from trivet.errors import ConfigError, WaitTimeout
 from trivet.faults import reach
 from trivet.process.sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES, connect_encrypted, listen_encrypted
 from trivet.secret import RunSecret
-from trivet.transport.messages import (
-    BatchMessage,
-    Inbox,
-    RepeatedWarning,
-    RunKey,
-    is_acknowledged,
-    make_alive,
-    make_message,
-    no_acknowledgement,
-)
-from trivet.wire.batches import Batch
+from trivet.transport.messages import BatchMessage, Inbox, RepeatedWarning, is_acknowledged, make_message
+from trivet.wire.batches import Alive, Batch
+from trivet.wire.codec import encode
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
@@ -106,8 +98,7 @@ class ZmqSender:
         config: TransportConfig,
         *,
         secret: RunSecret,
-        run_id: str,
-        attempt: int = 1,
+        run: RunIdentity,
         has_arrived: Callable[[Batch], bool] = lambda batch: False,
     ) -> None:
         """Connect, without waiting for the trainer.
@@ -116,7 +107,7 @@ class ZmqSender:
             has_arrived: asked before a batch is sent again: whether something else shows that the trainer has it.
         """
         self._config = config
-        self._key = RunKey(run_id=run_id, attempt=attempt)
+        self._run = run
         self._has_arrived = has_arrived
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -132,7 +123,7 @@ class ZmqSender:
 
     async def send(self, batch: Batch) -> None:
         """Send `batch` until the trainer acknowledges it, as `BatchSender.send`."""
-        message = make_message(batch, key=self._key, max_message_mib=self._config.max_message_mib)
+        message = make_message(batch, run=self._run, max_message_mib=self._config.max_message_mib)
         deadline = time.monotonic() + self._config.timeout_s
         num_sent = 0
         reach("batch_send.before", step=batch.step)
@@ -146,28 +137,30 @@ class ZmqSender:
                     self._strangers.log(stranger)
             if await self._exchange(message, until=min(now + self._config.resend_interval_s, deadline)):
                 reach("batch_send.after", step=batch.step)
-                await self._say(acknowledged=batch.step)  # what a trainer waits for that ends
+                await self.say_alive(acknowledged=batch.step)  # a trainer that ends waits for it
                 return
             num_sent += 1
         if self._has_arrived(batch):
             return
-        raise no_acknowledgement(batch.step, config=self._config, met=self._find_stranger() or "")
+        remedy = self._find_stranger() or "see the trainer's log, or raise orchestrator.rollout_transport.timeout_s"
+        raise WaitTimeout(
+            f"the orchestrator waited {self._config.timeout_s:g} s for the trainer on {self._config.host}:{self._config.port} to "
+            f"acknowledge batch {batch.step}; {remedy}"
+        )
 
-    async def say_alive(self) -> None:
-        """Tell a trainer that waits that the orchestrator is well, as `BatchSender.say_alive`."""
-        await self._say()
+    async def say_alive(self, *, acknowledged: Step | None = None) -> None:
+        """Tell a trainer that the orchestrator is well, as `BatchSender.say_alive`, and which acknowledgement it has just read."""
+        alive = Alive(run_id=self._run.id, attempt=self._run.attempt, acknowledged=acknowledged)
+        # Without a trainer nobody is told. A batch on its way says as much, and this message would queue behind it.
+        with contextlib.suppress(zmq.Again, TimeoutError):
+            async with asyncio.timeout(_LINGER_MS / 1000):
+                await self._socket.send(encode(alive), zmq.NOBLOCK)
 
     async def aclose(self) -> None:
         """Close the socket, after at most a second for the last message to leave."""
         self._handshakes.close()
         self._socket.close(_LINGER_MS)
         self._context.term()
-
-    async def _say(self, *, acknowledged: Step | None = None) -> None:
-        # Without a trainer there is nobody to tell. A batch on its way says as much, and this message would queue behind it.
-        with contextlib.suppress(zmq.Again, TimeoutError):
-            async with asyncio.timeout(_LINGER_MS / 1000):
-                await self._socket.send(make_alive(self._key, acknowledged=acknowledged), zmq.NOBLOCK)
 
     def _find_stranger(self) -> str | None:
         """Describe whoever listens in the trainer's place without the run's secret; None when nobody does."""
@@ -184,8 +177,7 @@ class ZmqSender:
                 await self._socket.send_multipart(message.frames, copy=False)  # pyright: ignore[reportUnknownMemberType]
                 reach("batch_send.during", step=message.header.step)
                 while True:
-                    reply = await self._socket.recv()
-                    if is_acknowledged(reply, message=message):
+                    if is_acknowledged(await self._socket.recv(), header=message.header):
                         return True
         except TimeoutError:
             return False
@@ -199,8 +191,7 @@ class ZmqReceiver:
         config: TransportConfig,
         *,
         secret: RunSecret,
-        run_id: str,
-        attempt: int = 1,
+        run: RunIdentity,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         """Listen, and answer in a thread from now on.
@@ -208,7 +199,7 @@ class ZmqReceiver:
         Args:
             on_wait: called now and then while `receive` waits, by the thread that called it.
         """
-        self._inbox = Inbox(config, key=RunKey(run_id=run_id, attempt=attempt), on_wait=on_wait)
+        self._inbox = Inbox(config, run=run, on_wait=on_wait)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -19,7 +19,7 @@ from trivet.errors import ConfigError, MessageRefused
 from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS, open_regular
 from trivet.telemetry.console import conversation_text
-from trivet.transport.recorded_groups import GROUPS_FILE, unpack_groups
+from trivet.transport.recording import GROUPS_FILE, unpack_groups
 from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, stamp_of
 from trivet.wire.rollouts import Rollout, Sample
 

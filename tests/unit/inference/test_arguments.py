@@ -11,7 +11,7 @@ import pytest
 from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError
 from trivet.inference.arguments import choose_overrides, position_overrides, refuse_unknown, vllm_arguments
-from trivet.process.node_places import ServerShard
+from trivet.process.sockets import ServerShard
 
 
 def make_config(**values: Any) -> InferenceConfig:

@@ -9,8 +9,7 @@ import pytest
 
 from trivet.errors import InferenceError
 from trivet.inference.engine_process import count_physical_cores, open_store
-from trivet.process.node_places import ServerShard
-from trivet.process.sockets import ReservedPorts
+from trivet.process.sockets import ReservedPorts, ServerShard
 
 
 def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:

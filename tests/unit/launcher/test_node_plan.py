@@ -19,7 +19,7 @@ from trivet.launcher.node_plan import Node, plan_over_nodes
 from trivet.launcher.placement import Placement, place
 from trivet.launcher.plan import ProcessSpec, RunPlan
 from trivet.machine import Machine
-from trivet.process.node_places import RankPlace, ServerShard, read_place, read_shard
+from trivet.process.sockets import RankPlace, ServerShard, read_place, read_shard
 
 LAYOUT = RunLayout(Path("outputs"))
 RUN = RunIdentity(id="r", attempt=2)

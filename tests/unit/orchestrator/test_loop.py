@@ -13,7 +13,7 @@ import pytest
 
 from support.fake_servers import FakeServers
 from support.groups import make_sample
-from support.memory_transport import ReadyTrainer
+from support.transport_ends import ReadyTrainer
 from trivet.algorithms.advantages import mean_baseline
 from trivet.checkpoints.commit import TRAINER, begin_part, commit, finish_part
 from trivet.checkpoints.settings import DATA_FILE, DataRecord

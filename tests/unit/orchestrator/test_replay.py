@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.groups import make_group
-from support.memory_transport import ReadyTrainer
+from support.transport_ends import ReadyTrainer
 from trivet.checkpoints.commit import TRAINER, begin_part, commit, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.errors import NodesMissing, RunDirectoryBusy
+from trivet.errors import NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.process.lock import FileLock, LockWait, hold_role, holder_of, lock_directory, remove_if_free
 
 
@@ -23,19 +23,19 @@ class Clock:
         self.now += seconds
 
 
+def assert_refused(lock: FileLock, error: type[TrivetError] = RunDirectoryBusy, *, match: str = "in use") -> None:
+    with pytest.raises(error, match=match), lock:
+        pass
+
+
 def test_a_second_holder_is_refused_and_learns_who_holds_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert holder_of(path) is None
     for _ in range(2):  # it can be taken again
         with FileLock(path, what="this place"):
             assert holder_of(path) == os.getpid()
-            with (
-                pytest.raises(
-                    RunDirectoryBusy, match=rf"this place is in use by the run with pid {os.getpid()}, started \d{{4}}-"
-                ),
-                FileLock(path, what="this place"),
-            ):
-                pass
+            message = rf"this place is in use by the run with pid {os.getpid()}, started \d{{4}}-"
+            assert_refused(FileLock(path, what="this place"), match=message)
         assert holder_of(path) is None
 
 
@@ -51,13 +51,11 @@ def test_waiting_ends_at_its_deadline_and_names_the_holder_once_meanwhile(
 ) -> None:
     clock = Clock()
     with FileLock(tmp_path / "lock", what="this place"):
-        late = FileLock(tmp_path / "lock", what="this place", wait=LockWait(timeout_s=2.0), clock=clock, sleep=clock.sleep)
-        with pytest.raises(RunDirectoryBusy), late:
-            pass
+        wait = LockWait(timeout_s=2.0)
+        assert_refused(FileLock(tmp_path / "lock", what="this place", wait=wait, clock=clock, sleep=clock.sleep))
     assert 2.0 <= clock.now < 3.0
-    (said,) = caplog.messages
-    assert said.startswith("waiting at most 2 s: ")
-    assert str(os.getpid()) in said
+    (message,) = caplog.messages
+    assert str(os.getpid()) in message
 
 
 def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
@@ -85,9 +83,7 @@ def test_a_wait_may_be_ended_with_another_error_and_leaves_the_lock_alone(tmp_pa
             (LockWait(timeout_s=60.0, on_wait=give_up), "another node leads"),
             (LockWait(timeout_s=0.0, error=NodesMissing), rf"in use by the run with pid {os.getpid()}"),
         ):
-            late = FileLock(path, what="this place", wait=wait)
-            with pytest.raises(NodesMissing, match=message), late:
-                pass
+            assert_refused(FileLock(path, what="this place", wait=wait), NodesMissing, match=message)
     assert holder_of(path) is None
 
 
@@ -106,8 +102,7 @@ def test_over_nodes_a_role_waits_for_the_lock_of_a_machine_that_died_and_may_be_
 def test_removing_the_file_lets_nobody_in(tmp_path: Path) -> None:
     with FileLock(tmp_path / "lock", what="this place", guards=tmp_path):
         (tmp_path / "lock").unlink()
-        with pytest.raises(RunDirectoryBusy), FileLock(tmp_path / "lock", what="this place", guards=tmp_path):
-            pass
+        assert_refused(FileLock(tmp_path / "lock", what="this place", guards=tmp_path))
     with FileLock(tmp_path / "lock", what="this place", guards=tmp_path):
         pass
 
@@ -119,11 +114,8 @@ def test_a_holder_on_another_machine_is_named_with_it(node: str, where: str, tmp
         record = msgspec.json.decode((tmp_path / "lock").read_bytes())
         assert record["node"] == os.uname().nodename
         (tmp_path / "lock").write_bytes(msgspec.json.encode(record | {"pid": 17, "node": node}))
-        with (
-            pytest.raises(RunDirectoryBusy, match=rf"pid 17{where}, started 20.* stop it \(kill 17{where}\)"),
-            FileLock(tmp_path / "lock", what="this place"),
-        ):
-            pass
+        message = rf"pid 17{where}, started 20.* stop it \(kill 17{where}\)"
+        assert_refused(FileLock(tmp_path / "lock", what="this place"), match=message)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +133,7 @@ def test_a_file_with_something_else_in_it_tells_no_holder(text: str, tmp_path: P
     with FileLock(tmp_path / "lock", what="this place"):
         (tmp_path / "lock").write_bytes(text.encode(errors="surrogateescape"))
         assert holder_of(tmp_path / "lock") == 0
-        with pytest.raises(RunDirectoryBusy, match="started unknown"), FileLock(tmp_path / "lock", what="this place"):
-            pass
+        assert_refused(FileLock(tmp_path / "lock", what="this place"), match="started unknown")
 
 
 def test_a_directory_that_its_owner_has_locked_is_not_removed(tmp_path: Path) -> None:

@@ -1,79 +1,83 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from trivet.process.signals import Interrupts, run_until_signalled
+from trivet.process.event_loop import run_until_signalled
+from trivet.process.lifetime import tied_command
+from trivet.process.signals import STACKS_SIGNAL, Interrupts
+
+BLOCKED = """
+import os, threading, time
+from trivet.process.signals import STACKS_SIGNAL, show_stacks_on_signal
+show_stacks_on_signal()
+def in_the_other_thread():
+    runs.set()
+    held.wait()
+runs, held = threading.Event(), threading.Event()
+threading.Thread(target=in_the_other_thread, daemon=True).start()
+runs.wait()
+def in_the_main_thread():
+    os.kill(os.getpid(), STACKS_SIGNAL)
+in_the_main_thread()
+"""
+AWAITING = """
+import asyncio, os
+from trivet.process.event_loop import show_tasks_on_signal
+from trivet.process.signals import STACKS_SIGNAL, show_stacks_on_signal
+show_stacks_on_signal()
+async def answers_of_a_server():
+    await never_answered.wait()
+    yield
+async def run_a_group():
+    async with asyncio.timeout(60):
+        async for _ in answers_of_a_server():
+            pass
+async def main():
+    global never_answered
+    never_answered = asyncio.Event()
+    show_tasks_on_signal()
+    group = asyncio.create_task(run_a_group(), name="group-7")
+    await asyncio.sleep(0)
+    for _ in range(2):
+        os.kill(os.getpid(), STACKS_SIGNAL)
+        await asyncio.sleep(0.1)
+    group.cancel()
+asyncio.run(main())
+os.kill(os.getpid(), STACKS_SIGNAL)
+"""
 
 
-class Work:
-    """Raises the given signals in turn: one while it works, one while it cleans up."""
-
-    def __init__(self, number: signal.Signals, second: signal.Signals | None = None) -> None:
-        self.number, self.second = number, second
-        self.has_cleaned_up = False
-
-    async def run(self) -> int:
-        try:
-            os.kill(os.getpid(), self.number)
-            await asyncio.sleep(60)
-        finally:
-            if self.second is not None:
-                os.kill(os.getpid(), self.second)
-            for _ in range(3):  # a handler is called in a later turn of the loop
-                await asyncio.sleep(0)
-            self.has_cleaned_up = True
-        return 0
+def run(program: str) -> str:
+    """Return what it wrote to stderr. It ended as if nothing had been asked of it."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
-def test_without_a_signal_the_exit_code_is_that_of_the_work() -> None:
-    async def work() -> int:
-        return 1
-
-    assert asyncio.run(run_until_signalled(work())) == 1
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_cancels_the_work_and_names_itself_in_the_exit_code(number: signal.Signals, code: int) -> None:
-    work = Work(number)
-    assert asyncio.run(run_until_signalled(work.run())) == code
-    assert work.has_cleaned_up
+def test_every_thread_is_shown() -> None:
+    shown = run(BLOCKED)
+    assert "in in_the_main_thread" in shown
+    assert "in in_the_other_thread" in shown
 
 
-@pytest.mark.parametrize("is_cleanup_protected", [False, True])
-def test_a_second_signal_interrupts_the_cleanup_unless_it_is_protected(is_cleanup_protected: bool) -> None:
-    work = Work(signal.SIGTERM, second=signal.SIGINT)
-    code = asyncio.run(run_until_signalled(work.run(), is_cleanup_protected=is_cleanup_protected))
-    assert code == 143
-    assert work.has_cleaned_up is is_cleanup_protected
+def test_a_task_is_shown_with_its_name_and_all_that_it_awaits() -> None:
+    shown = run(AWAITING)
+    assert shown.count("  group-7\n") == 2, "it can be asked again"
+    _, _, task = shown.partition("  group-7\n")
+    assert [line.rpartition(" in ")[2] for line in task.splitlines()[:3]] == ["run_a_group", "answers_of_a_server", "wait"]
+    assert shown.count("most recent call first") == 3, "the threads are shown too, also when the loop has ended"
 
 
-@pytest.mark.parametrize(("is_dealt_with", "code"), [(True, 143), (False, 138)])
-def test_a_further_signal_cancels_only_what_its_handler_did_not_deal_with(is_dealt_with: bool, code: int) -> None:
-    def handler() -> bool:
-        if is_dealt_with:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return is_dealt_with
-
-    work = Work(signal.SIGUSR1)
-    assert asyncio.run(run_until_signalled(work.run(), handlers={signal.SIGUSR1: handler})) == code
-
-
-def test_a_cancellation_without_a_signal_passes() -> None:
-    async def work() -> int:
-        raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(run_until_signalled(work()))
-
-
-def test_of_a_group_of_errors_the_first_leaves() -> None:
-    async def work() -> int:
-        raise ExceptionGroup("tasks", [KeyError("first"), ValueError("second")])
-
-    with pytest.raises(KeyError, match="first"):
-        asyncio.run(run_until_signalled(work()))
+@pytest.mark.parametrize("number", [STACKS_SIGNAL, signal.SIGTERM])
+def test_a_process_that_does_not_listen_yet_ignores_what_it_is_asked(number: signal.Signals) -> None:
+    program = f"import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(0.1); print('went on')"
+    tied = tied_command([sys.executable, "-c", program])
+    done = subprocess.run(tied, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout == "went on\n") is (number == STACKS_SIGNAL)
 
 
 def test_a_signal_that_the_starter_has_this_process_ignore_stays_ignored() -> None:

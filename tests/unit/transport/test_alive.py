@@ -7,13 +7,15 @@ import pytest
 
 from support.processes import find_free_port
 from support.transport_ends import SECRET
-from trivet.config.schema.shared import TransportConfig
+from trivet.config.schema.shared import RunIdentity, TransportConfig
 from trivet.errors import WaitTimeout
-from trivet.transport.messages import Inbox, RunKey, make_alive
+from trivet.transport.messages import Inbox
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
+from trivet.wire.batches import Alive
+from trivet.wire.codec import encode
 from trivet.wire.versions import Step
 
-KEY = RunKey(run_id="run", attempt=2)
+RUN = RunIdentity(id="run", attempt=2)
 
 
 class Clock:
@@ -29,35 +31,36 @@ class Clock:
         return self.now
 
 
-def waited(signs, *, key=KEY):
-    """Return after how many seconds a wait of 100 s was given up, with signs of life of `key` at the given times."""
+def waited(signs, *, run=RUN):
+    """Return after how many seconds a wait of 100 s was given up, with signs of life of `run` at the given times."""
     config = TransportConfig(timeout_s=100)
     clock = Clock({})
-    inbox = Inbox(config, key=KEY, clock=clock)
+    inbox = Inbox(config, run=RUN, clock=clock)
     inbox._changed.wait = lambda left: None
-    frame = make_alive(key)
+    frame = encode(Alive(run_id=run.id, attempt=run.attempt))
     clock.events = {at: lambda: inbox.accept([frame]) for at in signs}
     with pytest.raises(WaitTimeout, match="waited 100 s for batch 1"):
         inbox.take(Step(1))
     return clock.now
 
 
-def test_without_a_sign_the_wait_ends_at_its_deadline():
-    assert waited([]) < 150
+@pytest.mark.parametrize(
+    ("signs", "run", "earliest", "latest"),
+    [
+        ([], RUN, 100, 150),
+        ([60, 120, 200], RUN, 290, 350),
+        ([60, 120], RunIdentity(id="run", attempt=1), 100, 150),
+        ([60, 120], RunIdentity(id="other", attempt=2), 100, 150),
+    ],
+    ids=["none", "each starts the deadline anew", "of another attempt", "of another run"],
+)
+def test_a_wait_ends_at_its_deadline_after_the_last_sign_of_the_run(signs, run, earliest, latest):
+    assert earliest <= waited(signs, run=run) < latest
 
 
-def test_each_sign_starts_the_deadline_anew():
-    assert 290 < waited([60, 120, 200]) < 350
-
-
-def test_signs_of_another_attempt_or_run_do_not_count():
-    assert waited([60, 120], key=RunKey(run_id="run", attempt=1)) < 150
-    assert waited([60, 120], key=RunKey(run_id="other", attempt=2)) < 150
-
-
-def test_who_waits_is_called_now_and_then_until_the_wait_is_over():
+def test_a_waiting_trainer_is_called_now_and_then_until_the_wait_is_over():
     calls, clock = [], Clock({})
-    inbox = Inbox(TransportConfig(timeout_s=200), key=KEY, clock=clock, on_wait=lambda: calls.append(clock.now))
+    inbox = Inbox(TransportConfig(timeout_s=200), run=RUN, clock=clock, on_wait=lambda: calls.append(clock.now))
     inbox._changed.wait = lambda left: None
     with pytest.raises(WaitTimeout):
         inbox.take(Step(1))
@@ -65,11 +68,11 @@ def test_who_waits_is_called_now_and_then_until_the_wait_is_over():
     assert all(later - earlier >= 30 for earlier, later in pairwise(calls))
 
 
-def test_a_sign_reaches_a_trainer_that_waits_and_none_is_owed_without_one():
+def test_a_sign_reaches_a_trainer_that_waits_and_is_left_out_without_one():
     config = TransportConfig(port=find_free_port(), timeout_s=60)
 
     async def speak(receiver):
-        sender = ZmqSender(config, secret=SECRET, run_id="run")
+        sender = ZmqSender(config, secret=SECRET, run=RUN)
         try:
             if receiver is None:
                 async with asyncio.timeout(5):
@@ -83,7 +86,7 @@ def test_a_sign_reaches_a_trainer_that_waits_and_none_is_owed_without_one():
             await sender.aclose()
 
     asyncio.run(speak(None))
-    receiver = ZmqReceiver(config, secret=SECRET, run_id="run")
+    receiver = ZmqReceiver(config, secret=SECRET, run=RUN)
     try:
         asyncio.run(speak(receiver))
     finally:

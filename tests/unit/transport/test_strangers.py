@@ -10,17 +10,17 @@ from contextlib import closing
 import pytest
 import zmq
 
-from support.transport_ends import SECRET, make_batch, make_config
+from support.transport_ends import RUN, SECRET, make_batch, make_config
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import WaitTimeout
 from trivet.process.sockets import MAX_FRAME_BYTES, key_pair
 from trivet.secret import RunSecret
-from trivet.transport.messages import Inbox, RepeatedWarning, RunKey, make_message
+from trivet.transport.messages import Inbox, RepeatedWarning, make_message
 from trivet.transport.zeromq import KEY_PURPOSE, ZmqReceiver, ZmqSender
 from trivet.wire.batches import Alive, BatchReply, BatchVerdict
 from trivet.wire.codec import decode, encode
 
 OTHER_SECRET = RunSecret(bytes(32))
-KEY = RunKey(run_id="run", attempt=1)
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 """The first bytes of a ZeroMQ client. The receiver's own have the same length."""
 CLAIMED_BYTES = 700 << 20
@@ -30,7 +30,7 @@ CLAIMED_BYTES = 700 << 20
 def receiver(monkeypatch):
     """Make a receiver that reports accepted batches and strangers."""
     config = make_config()
-    receiver = ZmqReceiver(config, secret=SECRET, run_id="run")
+    receiver = ZmqReceiver(config, secret=SECRET, run=RUN)
     receiver.config, receiver.let_in, receiver.has_noticed = config, [], threading.Event()
     accept, log = receiver._inbox.accept, receiver._strangers.log
     monkeypatch.setattr(receiver._inbox, "accept", lambda frames: receiver.let_in.append(len(frames)) or accept(frames))
@@ -41,7 +41,7 @@ def receiver(monkeypatch):
 
 def forge(config, *, public=None):
     """Send the next batch as a stranger who knows everything but the secret."""
-    message = make_message(make_batch(1), key=KEY, max_message_mib=1)
+    message = make_message(make_batch(1), run=RUN, max_message_mib=1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         if public is not None:
@@ -59,13 +59,13 @@ def test_a_forged_batch_is_neither_read_nor_answered(receiver, public, caplog):
     assert receiver.has_noticed.wait(20)
     assert stranger.poll(0) == 0
     assert receiver.let_in == []
-    said = [record.message for record in caplog.records if "someone without this run's secret connected" in record.message]
-    assert len(said) == 1
-    assert "give both roles the same TRIVET_SECRET_FILE" in said[0]
+    messages = [record.message for record in caplog.records if "someone without this run's secret connected" in record.message]
+    assert len(messages) == 1
+    assert "give both roles the same TRIVET_SECRET_FILE" in messages[0]
     attack.close()
 
     async def main():
-        sender = ZmqSender(receiver.config, secret=SECRET, run_id="run")
+        sender = ZmqSender(receiver.config, secret=SECRET, run=RUN)
         await sender.send(make_batch(1))
         await sender.aclose()
 
@@ -77,16 +77,16 @@ def test_a_sender_with_another_secret_is_told_so(receiver, caplog):
     config = receiver.config.model_copy(update={"timeout_s": 8.0})
 
     async def main():
-        sender = ZmqSender(config, secret=OTHER_SECRET, run_id="run")
+        sender = ZmqSender(config, secret=OTHER_SECRET, run=RUN)
         with pytest.raises(WaitTimeout, match="does not have this run's secret; give both roles the same TRIVET_SECRET_FILE"):
             await sender.send(make_batch(1))
         await sender.aclose()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    said = [record.message for record in caplog.records]
-    assert len([text for text in said if "what listens on" in text]) == 1
-    assert len([text for text in said if "someone without this run's secret connected" in text]) == 1
+    messages = [record.message for record in caplog.records]
+    assert len([text for text in messages if "what listens on" in text]) == 1
+    assert len([text for text in messages if "someone without this run's secret connected" in text]) == 1
     assert receiver.let_in == []
 
 
@@ -112,7 +112,7 @@ def pour(stranger):
 
 def test_a_long_refusal_is_cut_and_not_repeated(caplog):
     """In the attack, a field that the refusal quotes has 20 MB."""
-    inbox = Inbox(make_config(), key=KEY, clock=lambda: 0.0)
+    inbox = Inbox(make_config(), run=RUN, clock=lambda: 0.0)
     frame = encode(Alive(magic="x" * (20 << 20), run_id="run", attempt=1))
     for _ in range(3):
         assert inbox.accept([frame]) is None
@@ -121,8 +121,8 @@ def test_a_long_refusal_is_cut_and_not_repeated(caplog):
 
 
 def test_an_answer_to_a_batch_of_another_run_quotes_little_of_it():
-    inbox = Inbox(make_config(), key=KEY)
-    stranger = make_message(make_batch(1), key=RunKey(run_id="x" * (20 << 20), attempt=1), max_message_mib=1)
+    inbox = Inbox(make_config(), run=RUN)
+    stranger = make_message(make_batch(1), run=RunIdentity(id="x" * (20 << 20)), max_message_mib=1)
     answer = inbox.accept(stranger.frames)
     assert decode(answer, BatchReply).verdict is BatchVerdict.REFUSED
     assert len(answer) < 2000

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from support.big_run import rollout_record, write_rollouts
 from trivet.config.layout import RunLayout
-from trivet.transport.recorded_groups import GROUPS_FILE
+from trivet.transport.recording import GROUPS_FILE
 from trivet.view.files import NotServed
 from trivet.view.rollouts import PageQuery, RunRollouts
 from trivet.view.token_text import TokenText, split_text

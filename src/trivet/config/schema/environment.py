@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from trivet.algorithms.schedules import cosine_value, linear_value
 from trivet.config.layout import SECRET_FILE
 from trivet.config.schema.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Host, Section
-from trivet.process.imports import is_in_a_file
+from trivet.process.imports import file_of
 
 
 class TempSchedulerConfig(Section):
@@ -192,7 +192,7 @@ def _require_name(name: str) -> str:
 
 
 def _require_id(id_or_function: str) -> str:
-    if is_in_a_file(id_or_function) and id_or_function.isprintable():
+    if file_of(id_or_function) is not None and id_or_function.isprintable():
         return id_or_function
     parse_environment_id(_require_name(id_or_function))
     return id_or_function
@@ -275,17 +275,17 @@ class EnvConfig(Section):
     @property
     def label(self) -> str:
         """The environment's name in logs, metrics and file names."""
-        return self.name or (Path(self.id).stem if is_in_a_file(self.id) else self.package)
+        return self.name or (Path(self.id).stem if file_of(self.id) is not None else self.package)
 
     @property
     def package(self) -> str:
         """The id without its version, by which a worker loads the environment."""
-        return self.id if is_in_a_file(self.id) else parse_environment_id(self.id).package
+        return self.id if file_of(self.id) is not None else parse_environment_id(self.id).package
 
     @property
     def version(self) -> Version | None:
         """The version that must be installed; None for any."""
-        return None if is_in_a_file(self.id) else parse_environment_id(self.id).version
+        return None if file_of(self.id) is not None else parse_environment_id(self.id).version
 
 
 class EvalEnvConfig(EnvConfig):

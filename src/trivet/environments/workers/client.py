@@ -22,7 +22,7 @@ from trivet.environments.workers.limits import WorkerDirectory, WorkerLog
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed, WaitTimeout, WorkerLost
 from trivet.exits import describe_exit
 from trivet.process.lifetime import end_session, module_command, tied_command
-from trivet.process.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
+from trivet.process.signals import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.shown_text import printable
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 from trivet.environments.apis.groups import Stage, StageBoard
 from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
+from trivet.process.event_loop import LoopLag, show_tasks_on_signal
 from trivet.process.imports import importing, quiet_noisy_loggers
 from trivet.process.lifetime import tie_forks
-from trivet.process.loop_lag import LoopLag
-from trivet.process.stacks import show_stacks_on_signal, show_tasks_on_signal
+from trivet.process.signals import show_stacks_on_signal
 from trivet.shown_text import printable
 from trivet.wire.workers import (
     PROTOCOL,

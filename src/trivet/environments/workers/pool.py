@@ -24,7 +24,7 @@ from trivet.environments.examples import other_data
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.limits import PoolLimits, WorkerLog, measure_sessions, sweep_directories
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost, first_error
-from trivet.process.loop_lag import lag_metrics
+from trivet.process.event_loop import lag_metrics
 from trivet.wire.events import EnvLoad, EnvRestart, Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout

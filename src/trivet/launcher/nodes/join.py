@@ -29,9 +29,8 @@ from trivet.launcher.run_directory import Scratch
 from trivet.machine import inspect_machine
 from trivet.process.lifetime import adopt_orphans
 from trivet.process.lock import holder_of
-from trivet.process.signals import Interrupts
+from trivet.process.signals import Interrupts, show_stacks_on_signal
 from trivet.process.sockets import ReservedPorts
-from trivet.process.stacks import show_stacks_on_signal
 from trivet.schedulers.node_variables import NODE_BASE
 from trivet.secret import RunSecret, read_secret, secret_file, share_secret
 from trivet.storage.durable import DECODE_ERRORS, hash_bytes, is_listed

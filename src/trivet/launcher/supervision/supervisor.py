@@ -34,8 +34,7 @@ from trivet.launcher.supervision.decisions import (
 from trivet.launcher.supervision.observer import SYSTEM_CLOCK, Clock, Observer
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.status import StatusReporter
-from trivet.process.signals import Interrupts
-from trivet.process.stacks import STACKS_WITHIN_S
+from trivet.process.signals import STACKS_WITHIN_S, Interrupts
 from trivet.wire.events import Restart
 from trivet.wire.status import RunState
 from trivet.wire.versions import Step

@@ -1,7 +1,7 @@
 """Starts the ranks of this machine: `python -m trivet.trainer.ranks.starter NUM_RANKS MODULE ARGUMENT…`. Called by the launcher.
 
 Torchrun is not used: its store listens on every interface, and its agent unpickles what it finds there. Ranks of one machine meet
-at a file in a directory of this user's, those of several nodes at a port of the first (`process.node_places`). A rank ends with the
+at a file in a directory of this user's, those of several nodes at a port of the first (`process.sockets`). A rank ends with the
 process that started it, however that ends. When one fails, the others are ended; the exit code is that of the rank that failed
 first. A single rank runs in this process.
 """
@@ -18,9 +18,8 @@ from pathlib import Path
 
 from trivet.process.imports import importing
 from trivet.process.lifetime import module_command, tied_command
-from trivet.process.node_places import RankPlace, read_place
-from trivet.process.signals import ending_signals
-from trivet.process.stacks import ignore_until_listening
+from trivet.process.signals import ending_signals, ignore_stacks_signal
+from trivet.process.sockets import RankPlace, read_place
 
 RENDEZVOUS_FILE = "RANK_RENDEZVOUS_FILE"
 """Environment variable with the path of the file at which ranks of one machine meet (trainer.ranks.world)."""
@@ -75,7 +74,7 @@ def run_rank(module: str, arguments: Sequence[str], *, variables: Mapping[str, s
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
-    ignore_until_listening()
+    ignore_stacks_signal()
     return _become_rank(module, arguments)
 
 

@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from trivet.config.check_roles import replicas_problem
 from trivet.config.layout import SECRET_FILE
 from trivet.errors import ConfigError, UnknownRank
-from trivet.process.node_places import RankPlace, read_place
-from trivet.process.sockets import listen
+from trivet.process.sockets import RankPlace, listen, read_place
 from trivet.secret import RunSecret, read_secret
 from trivet.trainer.ranks.starter import RENDEZVOUS_FILE
 from trivet.wire.codec import decode, encode

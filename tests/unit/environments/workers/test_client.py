@@ -15,7 +15,7 @@ from trivet.environments.workers.channel import Channel
 from trivet.environments.workers.client import PulseMonitor, WorkerClient
 from trivet.environments.workers.limits import WorkerLog
 from trivet.errors import EnvironmentLoadError, WorkerLost
-from trivet.process.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
+from trivet.process.signals import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.wire.groups import EnvironmentInfo, Split
 from trivet.wire.workers import (
     PROTOCOL,

@@ -10,7 +10,7 @@ from trivet.environments.apis.load import LOADER, load_failure, require_installe
 from trivet.environments.apis.v0.play import ModelClient, V0Host
 from trivet.environments.apis.v0.score import guard_rewards
 from trivet.errors import EnvironmentLoadError
-from trivet.process.imports import import_by_path, is_in_a_file
+from trivet.process.imports import file_of, import_by_path
 from trivet.process.proxies import is_direct
 from trivet.wire.servers import server_root
 from trivet.wire.workers import HostSettings
@@ -42,7 +42,7 @@ def load_environment(settings: HostSettings) -> vf.Environment:
     env_id = settings.env_id
     require_installed(env_id)
     try:
-        if not is_in_a_file(env_id):
+        if file_of(env_id) is None:
             return vf.load_environment(env_id, **settings.args)
         env = import_by_path(env_id)(**settings.args)
         if not isinstance(env, vf.Environment):

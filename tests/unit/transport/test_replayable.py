@@ -8,7 +8,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, ConfigError
 from trivet.orchestrator.rollout_log import write_rollouts
-from trivet.transport.recorded_groups import (
+from trivet.transport.recording import (
     GROUPS_FILE,
     pack_groups,
     read_groups,
