@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RunLayout
+from trivet.config.schema.deployment import RecoveryConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, report_files
+from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, RunPlan, report_files
 from trivet.launcher.processes import RoleReports, forget_reports, read_reports
 from trivet.wire.events import Event
 from trivet.wire.status import ProcessReport
@@ -129,6 +131,7 @@ class FakeEnvironments:
 @dataclass(kw_only=True)
 class FakeAttempts:
     layout: RunLayout
+    config: RLConfig = field(default_factory=RLConfig)
     run: RunIdentity = field(default_factory=RunIdentity)
     from_step: Step | None = None
     max_steps: int | None = 3
@@ -147,9 +150,15 @@ class FakeAttempts:
     starts_after: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     num_plans: int = 0
 
-    def specs(self) -> Sequence[ProcessSpec]:
+    @property
+    def planned(self) -> RunPlan:
         specs = [make_spec(self.layout, name) for name in self.names]
-        return [replace(spec, starts_after=self.starts_after.get(spec.name, ())) for spec in specs]
+        return RunPlan(
+            processes=tuple(replace(spec, starts_after=self.starts_after.get(spec.name, ())) for spec in specs),
+            configs={},
+            notices=(),
+            server_urls={RecoveryUnit("inference"): tuple(self.urls)},
+        )
 
     named_without: list[set[str]] = field(default_factory=list)
     """The units that each list of servers left out."""
@@ -159,9 +168,6 @@ class FakeAttempts:
 
     def name_servers(self, *, without: Collection[RecoveryUnit] = ()) -> None:
         self.named_without.append(set(without))
-
-    def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
-        return {RecoveryUnit("inference"): self.urls}
 
     def begin_next(self, log: RunLog) -> None:
         if self.error is not None:
@@ -174,6 +180,11 @@ class FakeAttempts:
 
     def record(self, event: Event) -> None:
         self.events.append(event)
+
+
+def make_config(**recovery: object) -> RLConfig:
+    """Return a run's configuration with the given keys of [recovery]."""
+    return RLConfig().model_copy(update={"recovery": RecoveryConfig.model_validate(recovery)})
 
 
 def make_spec(layout: RunLayout, name: str) -> ProcessSpec:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from trivet.client.server_set import TargetPolicy
+from trivet.client.server import TargetPolicy
 
 
 class FakeServers:

@@ -1,18 +1,21 @@
 """Gives recovery histories of exits, signals and reports, and asks for its decisions."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from trivet.config.schema.deployment import DeploymentConfig, RecoveryConfig
-from trivet.launcher.plan import TRAINING, RecoveryUnit
-from trivet.launcher.supervision.decisions import (
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import TransportConfig
+from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit
+from trivet.launcher.supervision.observer import RoleObservation, RunObservation
+from trivet.launcher.supervision.recovery import (
+    MAX_BACKOFF_S,
     AnnounceRestart,
     FinishRun,
+    Recovery,
     RecoveryAction,
-    RoleObservation,
-    RunObservation,
     StartUnit,
 )
-from trivet.launcher.supervision.recovery import MAX_BACKOFF_S, Recovery
 
 PATIENCE_S = 60.0
 INFERENCE, TEACHER = RecoveryUnit("inference"), RecoveryUnit("teacher")
@@ -20,16 +23,21 @@ STOP_S = 20.0
 SIGINT, SIGTERM = 2, 15
 
 
+def make_role(name: str, *, unit: RecoveryUnit, has_progressed: bool = True, **spec: object) -> RoleObservation:
+    """Return a role that runs."""
+    fields = {"argv": (), "log": Path("log"), "env": {}, "env_defaults": {}, "does_finish": unit == TRAINING, **spec}
+    return RoleObservation(spec=ProcessSpec(name=name, unit=unit, **fields), has_progressed=has_progressed)  # type: ignore[arg-type]
+
+
 class History:
     """A run as events at times of a fake clock. Every role has progressed unless the test says otherwise."""
 
     def __init__(self, *, deployment: DeploymentConfig | None = None, **recovery: object) -> None:
-        self.recovery = Recovery(
-            RecoveryConfig.model_validate(recovery),
-            stop_timeout_s=STOP_S,
-            patience_s=PATIENCE_S,
-            deployment=deployment or DeploymentConfig(),
-        )
+        sections = {"recovery": RecoveryConfig.model_validate(recovery), "deployment": deployment or DeploymentConfig()}
+        transport = TransportConfig(timeout_s=PATIENCE_S)
+        trainer = RLConfig().trainer.model_copy(update={"rollout_transport": transport})
+        sections |= {"shutdown_timeout_s": STOP_S, "trainer": trainer}
+        self.recovery = Recovery(RLConfig().model_copy(update=sections))
         self.lost_nodes: frozenset[int] = frozenset()
         self.leaving_nodes: frozenset[int] = frozenset()
         self.roles = {name: self._fresh(name) for name in ("inference", "orchestrator", "trainer")}
@@ -38,11 +46,13 @@ class History:
         self.is_last_step_committed = False
 
     def _fresh(self, name: str) -> RoleObservation:
-        unit = INFERENCE if name == "inference" else TRAINING
-        return RoleObservation(name=name, unit=unit, does_finish=unit == TRAINING, has_progressed=True)
+        return make_role(name, unit=INFERENCE if name == "inference" else TRAINING)
 
     def knows(self, name: str, **facts: object) -> "History":
-        self.roles[name] = replace(self.roles[name], **facts)  # type: ignore[arg-type]  # of several types
+        """Change what is observed of a role; `starts_after`, `node` and `work` are of its specification."""
+        role = self.roles[name]
+        spec = replace(role.spec, **{key: facts.pop(key) for key in ("starts_after", "node", "work") if key in facts})  # type: ignore[arg-type]
+        self.roles[name] = replace(role, spec=spec, **facts)  # type: ignore[arg-type]  # of several types
         return self
 
     def ends(self, name: str, code: int, *, at: float, **facts: object) -> "History":

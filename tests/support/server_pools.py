@@ -6,8 +6,8 @@ import random
 from collections.abc import AsyncIterator, Sequence
 
 from support.simulated_run import SimulatedServer
+from trivet.client.server import TargetPolicy
 from trivet.client.server_pool import ServerPool
-from trivet.client.server_set import TargetPolicy
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import ClientConfig, ElasticConfig
 from trivet.weights.manifest import read_manifest

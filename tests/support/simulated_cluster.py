@@ -9,7 +9,6 @@ unit of the run stops or waits for its restart.
 import io
 import itertools
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from trivet.launcher.nodes.host import NodeHost
 from trivet.launcher.nodes.lead import Lead
 from trivet.launcher.nodes.registry import NodeRegistry
 from trivet.launcher.placement import HEAD, Placement, place
-from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, RunPlan
+from trivet.launcher.plan import TRAINING, RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.supervision import observer
 from trivet.launcher.supervision.attempts import Attempts
@@ -73,19 +72,14 @@ class SimulatedAttempts(Attempts):
         return self.training.committed
 
     def _plan(self) -> RunPlan:
-        return replace(Attempts._plan(self), configs={})  # nobody reads them
+        planned = replace(Attempts._plan(self), configs={})  # nobody reads them
+        if not self.restarts_all:
+            return planned
+        return replace(planned, processes=tuple(replace(spec, unit=TRAINING) for spec in planned.processes), server_urls={})
 
     def begin_next(self, log: RunLog) -> None:
         Attempts.begin_next(self, log)
         self.training.begin(self.from_step, attempt=self.run.attempt)
-
-    def specs(self) -> Sequence[ProcessSpec]:
-        if self.restarts_all:
-            return [replace(spec, unit=TRAINING) for spec in self.planned.processes]
-        return self.planned.processes
-
-    def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
-        return {} if self.restarts_all else self.planned.server_urls
 
     def record(self, event: object) -> None: ...
 
@@ -213,20 +207,15 @@ class SimulatedCluster:
             training=self.training,
             restarts_all=plan.restarts_all,
         )
-        self._units = tuple(dict.fromkeys(spec.unit for spec in attempts.specs()))
-        self._recovery = Recovery(
-            self.config.recovery, stop_timeout_s=self.config.shutdown_timeout_s, patience_s=1800.0, deployment=deployment
-        )
+        self._units = tuple(dict.fromkeys(spec.unit for spec in attempts.planned.processes))
         supervisor = Supervisor(
             attempts,
             environments=FakeEnvironments(),  # type: ignore[arg-type]  # as far as it is asked
             host=host,
-            config=self.config.recovery,
-            recovery=self._recovery,
             log=self.log,
-            shutdown_timeout_s=self.config.shutdown_timeout_s,
             clock=Clock(now=lambda: self.timeline.now, unix_time=lambda: self.timeline.now, sleep=self._sleep),
         )
+        self._recovery = supervisor._recovery
         try:
             code = supervisor.run()
         finally:

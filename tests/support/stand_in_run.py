@@ -6,20 +6,20 @@ the output directory. A file `last_step_committed` in it says that the last step
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.config.schema.deployment import RecoveryConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, report_files
+from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, RunPlan, report_files
 from trivet.launcher.processes import LocalHost
 from trivet.launcher.run_directory import RunDirectory
-from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.process.lifetime import adopt_orphans
 from trivet.telemetry.events import EventWriter
@@ -35,6 +35,7 @@ class StandInAttempts:
     """Attempts of which each starts the run from its beginning."""
 
     layout: RunLayout
+    config: RLConfig
     behaviours: Sequence[str]
     ports: Sequence[str]
     run: RunIdentity = field(default_factory=RunIdentity)
@@ -46,8 +47,9 @@ class StandInAttempts:
     def is_last_step_committed(self) -> bool:
         return (self.layout.root / "last_step_committed").exists()
 
-    def specs(self) -> Sequence[ProcessSpec]:
-        return [
+    @property
+    def planned(self) -> RunPlan:
+        specs = [
             ProcessSpec(
                 name=name,
                 unit=RecoveryUnit(name) if name == "inference" else TRAINING,
@@ -61,9 +63,7 @@ class StandInAttempts:
             )
             for name, behaviour, port in zip(_NAMES, self.behaviours, self.ports, strict=True)
         ]
-
-    def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
-        return {RecoveryUnit("inference"): ()}
+        return RunPlan(processes=tuple(specs), configs={}, notices=(), server_urls={RecoveryUnit("inference"): ()})
 
     def plan_again(self, servers: Collection[RecoveryUnit]) -> None: ...
 
@@ -84,8 +84,9 @@ class StandInAttempts:
 def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
     adopt_orphans()
     layout = RunLayout(Path.cwd())
-    limits = RecoveryConfig.model_validate_json(recovery)
-    attempts = StandInAttempts(layout=layout, behaviours=behaviours, ports=ports)
+    limits = {"recovery": RecoveryConfig.model_validate_json(recovery), "shutdown_timeout_s": 2.0}
+    config = RLConfig().model_copy(update=limits)
+    attempts = StandInAttempts(layout=layout, config=config, behaviours=behaviours, ports=ports)
     with RunDirectory(layout) as directory, EnvironmentProbe([], timeout_s=0.0) as environments:
         directory.begin(attempts.run, resumed_from=None)
         layout.logs.mkdir()
@@ -94,10 +95,7 @@ def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
                 attempts,
                 environments=environments,
                 host=LocalHost(python=sys.executable, environ=os.environ),
-                config=limits,
-                recovery=Recovery(limits, stop_timeout_s=2.0, patience_s=30.0),
                 log=RunLog(sys.stdout, file),
-                shutdown_timeout_s=2.0,
             ).run()
 
 

@@ -10,13 +10,17 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from trivet.backoff import backoff_s
 from trivet.client.inference_client import InferenceClient
-from trivet.client.server_set import Server, ServerSet
+from trivet.client.server import Server
 from trivet.config.schema.inference import ClientConfig, ElasticConfig
 from trivet.errors import ForeignPolicy, InferenceError
 from trivet.wire.servers import server_root
+
+if TYPE_CHECKING:
+    from trivet.client.server_pool import ServerPool
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ class ServerMonitor:
     def __init__(
         self,
         config: ClientConfig,
-        servers: ServerSet,
+        pool: "ServerPool",
         *,
         make_client: Callable[[str], InferenceClient],
         resolve: Resolve = resolve,
@@ -60,7 +64,7 @@ class ServerMonitor:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._config = config
-        self._servers = servers
+        self._pool = pool
         self._make_client = make_client
         self._resolve = resolve
         self._clock = clock
@@ -76,12 +80,12 @@ class ServerMonitor:
         timeout_s = self._config.wait_for_ready_timeout
         if self._config.elastic is None:
             for url in self._config.base_url:
-                await self._servers.add(self._make_client(url)).client.wait_ready(timeout_s)
-            return self._servers.known
+                await self._pool.add(self._make_client(url)).client.wait_ready(timeout_s)
+            return self._pool.known
         deadline = self._clock() + timeout_s
         while True:
             await self._look_up(self._config.elastic)
-            known = self._servers.known
+            known = self._pool.known
             questions = [server.client.check_health(timeout_s=_PROBE_TIMEOUT_S) for server in known]
             answers = list(zip(known, await asyncio.gather(*questions, return_exceptions=True), strict=True))
             if ready := [server for server, error in answers if error is None]:
@@ -104,7 +108,7 @@ class ServerMonitor:
             ForeignPolicy: a server serves what this run did not give it.
         """
         async with asyncio.TaskGroup() as tasks:
-            for server in self._servers.known:
+            for server in self._pool.known:
                 self._watch_in(tasks, server)
             if self._config.elastic is not None:
                 tasks.create_task(self._follow(tasks, self._config.elastic), name="server-names")
@@ -112,7 +116,7 @@ class ServerMonitor:
 
     async def is_at_fault(self, root: str) -> bool:
         """Return whether the server at `root`, where a group failed, does not answer as it should."""
-        server = self._servers.find(root)
+        server = self._pool.find(root)
         if server is None or not server.is_admitted:
             return True
         asked_at = self._clock()
@@ -134,7 +138,7 @@ class ServerMonitor:
                 self._watch_in(tasks, server)
             for server in gone:
                 self._tasks.pop(server.root).cancel()
-                self._servers.mark_unhealthy(server, f"{config.source} does not name it any more")
+                self._pool.mark_unhealthy(server, f"{config.source} does not name it any more")
                 await server.client.aclose()
 
     async def _look_up(self, config: ElasticConfig) -> tuple[list[Server], list[Server]]:
@@ -150,9 +154,9 @@ class ServerMonitor:
         except OSError as exc:
             logger.warning("%s cannot be looked up: %s; its servers stay", config.source, exc)
             return [], []
-        gone = [self._servers.remove(server.root) for server in self._servers.known if server.root not in roots]
-        new_roots = [root for root in roots if self._servers.find(root) is None]
-        return [self._servers.add(self._make_client(root), is_elastic=True) for root in new_roots], gone
+        gone = [self._pool.remove(server.root) for server in self._pool.known if server.root not in roots]
+        new_roots = [root for root in roots if self._pool.find(root) is None]
+        return [self._pool.add(self._make_client(root), is_elastic=True) for root in new_roots], gone
 
     async def _require_servers(self, *, max_empty_s: float) -> None:
         """Report a time without any admitted server, until cancelled.
@@ -163,10 +167,10 @@ class ServerMonitor:
         warned_at = float("-inf")
         while True:
             await self._sleep(_EMPTY_POLL_INTERVAL_S)
-            empty_s = self._servers.empty_s
+            empty_s = self._pool.empty_s
             if empty_s is None:
                 continue
-            errors = "; ".join(f"{server.root}: {server.last_error}" for server in self._servers.known) or "none is known"
+            errors = "; ".join(f"{server.root}: {server.last_error}" for server in self._pool.known) or "none is known"
             if empty_s > max_empty_s:
                 raise InferenceError(
                     f"no inference server was left for {empty_s:.0f} s (client.wait_for_ready_timeout = {max_empty_s:g}): "
@@ -184,24 +188,24 @@ class ServerMonitor:
                     if server.is_admitted:
                         await self._probe(server)
                 continue
-            await self._servers.wait_until_may_wake()
+            await self._pool.may_wake.wait()
             if not await self._try_to_admit(server):
                 server.num_attempts += 1
                 await self._sleep(backoff_s(server.num_attempts, first_s=_FIRST_PAUSE_S, max_s=_MAX_PAUSE_S))
 
     async def _probe(self, server: Server) -> None:
         reason = await server.probe(
-            self._servers.target, now=self._clock(), timeout_s=_PROBE_TIMEOUT_S, max_timeouts=_MAX_TIMEOUTS
+            self._pool.target, now=self._clock(), timeout_s=_PROBE_TIMEOUT_S, max_timeouts=_MAX_TIMEOUTS
         )
         if reason is not None:
-            self._servers.mark_unhealthy(server, reason)
+            self._pool.mark_unhealthy(server, reason)
 
     async def _try_to_admit(self, server: Server) -> bool:
-        target = self._servers.target
+        target = self._pool.target
         try:
             await server.client.check_health(timeout_s=_PROBE_TIMEOUT_S)
             async with server.changing:
-                if not self._servers.may_wake:
+                if not self._pool.may_wake.is_set():
                     return True  # the server is asked again when the servers may wake
                 await server.ensure_policy(target)
         except ForeignPolicy:
@@ -210,7 +214,7 @@ class ServerMonitor:
             server.last_error = str(exc)
             return False
         # Otherwise the server is asked again: at once for the new target, or when the servers may wake.
-        if target is self._servers.target and self._servers.may_wake:
-            self._servers.admit(server)
+        if target is self._pool.target and self._pool.may_wake.is_set():
+            self._pool.admit(server)
             logger.info("server admitted url=%s version=%s", server.root, target.version)
         return True

@@ -4,10 +4,9 @@ A server takes rollouts once it is admitted: it answers and serves the target po
 marked unhealthy until it serves the target again.
 
     PolicyWatcher --ensure_policy--> ServerPool --update_weights--> inference servers
-                                      |  sets the target             ^                  ^
-                                      v                              | finds, probes
-    Dispatcher <--pick, on_down-- ServerSet <-----admit, mark---- ServerMonitor
-                                                  unhealthy
+                                      ^      ^                       ^
+                     pick, on_down    |      | admit, mark unhealthy | find, probe
+    Dispatcher <----------------------+      +-------------------- ServerMonitor
 
 | waits for | unblocked by |
 |---|---|
@@ -28,11 +27,11 @@ from dataclasses import replace
 
 from trivet.client.health import Resolve, ServerMonitor, resolve
 from trivet.client.inference_client import InferenceClient, ServerLoad
-from trivet.client.server_set import Server, ServerSet, TargetPolicy
+from trivet.client.server import Server, TargetPolicy
 from trivet.config.schema.inference import ClientConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused, ServerGone
 from trivet.key_names import key_name
-from trivet.wire.events import Event
+from trivet.wire.events import Event, Load, ServerDown, ServerUp
 from trivet.wire.versions import START_VERSION
 
 logger = logging.getLogger(__name__)
@@ -66,17 +65,115 @@ class ServerPool:
             resolve: looks up `client.elastic.hostname`.
         """
         self._config = config
+        self._write_event = write_event
         self._clock = clock
         self._sleep = sleep
-        self._servers = ServerSet(write_event=write_event, clock=clock)
-        self._monitor = ServerMonitor(config, self._servers, make_client=make_client, resolve=resolve, clock=clock, sleep=sleep)
+        self.target = TargetPolicy(version=START_VERSION, digest=None, directory=None)
+        """The policy that every server is to serve. It is set before the first server is admitted."""
+        self.may_wake = asyncio.Event()
+        """Not set while every server must leave its GPU's memory to the trainer. Then none is admitted."""
+        self.may_wake.set()
+        self._servers: dict[str, Server] = {}
+        self._has_admitted = asyncio.Event()
+        self._empty_since = 0.0
+        self._on_down: list[Callable[[str], None]] = []
+        self._on_up: list[Callable[[], None]] = []
+        self._monitor = ServerMonitor(config, self, make_client=make_client, resolve=resolve, clock=clock, sleep=sleep)
         self._answered: list[Server] = []
         """Servers that answered at the start."""
 
     @property
+    def known(self) -> list[Server]:
+        """Every server, admitted or not."""
+        return list(self._servers.values())
+
+    @property
+    def admitted(self) -> list[Server]:
+        """The servers that take rollouts."""
+        return [server for server in self._servers.values() if server.is_admitted]
+
+    @property
     def roots(self) -> list[str]:
         """The addresses of the servers that take rollouts."""
-        return [server.root for server in self._servers.admitted]
+        return [server.root for server in self.admitted]
+
+    @property
+    def empty_s(self) -> float | None:
+        """Seconds since the last admitted server was lost; None while one is admitted, and while none may be."""
+        return None if self._has_admitted.is_set() or not self.may_wake.is_set() else self._clock() - self._empty_since
+
+    def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
+        """Call `on_down` with the address of a server marked unhealthy, whose rollouts are lost, and `on_up` after an admission."""
+        self._on_down.append(on_down)
+        self._on_up.append(on_up)
+
+    def add(self, client: InferenceClient, *, is_elastic: bool = False) -> Server:
+        """Add the server that `client` reaches, not admitted.
+
+        Args:
+            is_elastic: it was found by `client.elastic`.
+        """
+        server = Server(client=client, is_elastic=is_elastic)
+        self._servers[server.root] = server
+        return server
+
+    def remove(self, root: str) -> Server:
+        """Forget the server at `root` and return it. Its client stays open."""
+        return self._servers.pop(root)
+
+    def find(self, root: str) -> Server | None:
+        """Return the server at `root`; None when it was removed."""
+        return self._servers.get(root)
+
+    def admit(self, server: Server) -> None:
+        """Let `server` take rollouts. It serves `target`."""
+        server.is_admitted = True
+        server.num_timeouts = server.num_attempts = 0
+        self.record_load(server, self.target)
+        self._write_event(ServerUp(server=server.root, version=self.target.version, digest=self.target.digest or ""))
+        self._has_admitted.set()
+        for notify in self._on_up:
+            notify()
+
+    def mark_unhealthy(self, server: Server, reason: str) -> None:
+        """Stop sending rollouts to `server`, if it was admitted."""
+        if not server.is_admitted:
+            return
+        server.is_admitted = False
+        server.last_error = reason
+        logger.warning("server marked unhealthy url=%s: %s", server.root, reason)
+        self._write_event(ServerDown(server=server.root, reason=reason))
+        if not self.admitted:
+            self._has_admitted.clear()
+            self._empty_since = self._clock()
+        for notify in self._on_down:
+            notify(server.root)
+
+    def record_load(self, server: Server, policy: TargetPolicy) -> None:
+        """Write the event that `server` serves `policy`."""
+        assert server.status is not None, "a load is recorded after the server's answer"
+        self._write_event(
+            Load(
+                version=policy.version,
+                digest=policy.digest or "",
+                server=server.root,
+                probe_mismatch=server.status.probe_mismatch,
+                probe_limit=server.status.probe_limit,
+            )
+        )
+
+    def pick(self, *, num_rollouts: int) -> str | None:
+        """Return the admitted server with the fewest rollouts in flight, which gets `num_rollouts` more; None without a server."""
+        server = min(self.admitted, key=lambda server: server.num_in_flight, default=None)
+        if server is None:
+            return None
+        server.num_in_flight += num_rollouts
+        return server.root
+
+    def release(self, root: str, *, num_rollouts: int) -> None:
+        """Count rollouts sent to the server at `root` as ended."""
+        if (server := self._servers.get(root)) is not None:
+            server.num_in_flight -= num_rollouts
 
     async def start(self) -> None:
         """Return once every listed server answers; with a DNS name, once one behind it does.
@@ -102,8 +199,8 @@ class ServerPool:
         Raises:
             InferenceError: a listed server failed, or all behind a DNS name did; or their start models differ.
         """
-        self._servers.may_wake = True
-        waiting = [server for server in self._servers.known if server.is_admitted or server in self._answered]
+        self._let_wake()
+        waiting = [server for server in self.known if server.is_admitted or server in self._answered]
         for server in waiting if policy.directory is None and not reset else ():
             status = await server.client.served_policy()
             if status.version != START_VERSION:
@@ -117,9 +214,15 @@ class ServerPool:
             errors += [error] if error is not None else []
         loaded = await asyncio.gather(*(self._load_and_admit(server, policy) for server in waiting))
         errors += [error for _, error in loaded if error is not None]
-        if errors and (self._config.elastic is None or not self._servers.admitted):
+        if errors and (self._config.elastic is None or not self.admitted):
             raise errors[0]
         return policy
+
+    def _let_wake(self) -> None:
+        """Let servers take GPU memory. The time without an admitted server begins anew."""
+        if not self.may_wake.is_set():
+            self._empty_since = self._clock()
+            self.may_wake.set()
 
     async def _load_and_admit(self, server: Server, policy: TargetPolicy) -> tuple[TargetPolicy, InferenceError | None]:
         """Return `policy` with the digest that the server says, and why the server was not admitted."""
@@ -128,8 +231,8 @@ class ServerPool:
         except InferenceError as exc:
             server.last_error = str(exc)
             return policy, exc
-        policy = self._servers.target = replace(policy, digest=status.digest)
-        self._servers.admit(server)
+        policy = self.target = replace(policy, digest=status.digest)
+        self.admit(server)
         return policy, None
 
     async def ensure_policy(self, policy: TargetPolicy) -> None:
@@ -141,13 +244,14 @@ class ServerPool:
             PolicyRefused: every server says that the weights directory is not whole.
             ForeignPolicy: a server reports something else after loading it.
         """
-        self._servers.target, self._servers.may_wake = policy, True
-        admitted = self._servers.admitted
+        self.target = policy
+        self._let_wake()
+        admitted = self.admitted
         errors = await self._ensure_on_most(admitted, policy)
         refused = [error for error in errors if isinstance(error, PolicyRefused)]
         if admitted and len(refused) == len(admitted):
             raise refused[0]
-        await self._servers.wait_for_admitted()
+        await self._has_admitted.wait()  # `ServerMonitor` bounds the wait
 
     async def sleep(self) -> None:
         """Have every server free its GPU memory. Until the next `ensure_policy` no server is admitted or woken.
@@ -163,12 +267,12 @@ class ServerPool:
             InferenceError: a server was started without `inference.sleep_while_training`, or kept its memory for
                 `client.wait_for_ready_timeout`.
         """
-        self._servers.may_wake = False
+        self.may_wake.clear()
         timeout_s, begun, reported_at = self._config.wait_for_ready_timeout, self._clock(), float("-inf")
-        for server in self._servers.known:
+        for server in self.known:
             server.is_asleep = False  # the server may have been started again since
         while True:
-            awake = [server for server in self._servers.known if not server.is_asleep]
+            awake = [server for server in self.known if not server.is_asleep]
             errors = [error for error in await asyncio.gather(*map(self._put_to_sleep, awake)) if error is not None]
             for error in errors:
                 if isinstance(error, PolicyRefused):
@@ -195,11 +299,11 @@ class ServerPool:
         """Ask the server to sleep. Return why it may still hold its GPU memory; None when it holds none."""
         try:
             async with server.changing:
-                if self._servers.find(server.root) is server:  # else removed meanwhile, and its client closed
+                if self.find(server.root) is server:  # else removed meanwhile, and its client closed
                     await server.client.sleep()
                     server.is_asleep = True
         except ServerGone as exc:
-            self._servers.mark_unhealthy(server, str(exc))
+            self.mark_unhealthy(server, str(exc))
             return None if server.is_elastic else exc
         except InferenceError as exc:
             return exc
@@ -209,31 +313,19 @@ class ServerPool:
         """See `ServerMonitor.run`."""
         await self._monitor.run()
 
-    def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
-        """See `ServerSet.subscribe`."""
-        self._servers.subscribe(on_down=on_down, on_up=on_up)
-
-    def pick(self, *, num_rollouts: int) -> str | None:
-        """See `ServerSet.pick`."""
-        return self._servers.pick(num_rollouts=num_rollouts)
-
-    def release(self, root: str, *, num_rollouts: int) -> None:
-        """See `ServerSet.release`."""
-        self._servers.release(root, num_rollouts=num_rollouts)
-
     async def is_at_fault(self, root: str) -> bool:
         """See `ServerMonitor.is_at_fault`."""
         return await self._monitor.is_at_fault(root)
 
     def probe_metrics(self) -> dict[str, float]:
         """Return `probe/mismatch` of the admitted server that reproduces its policy least closely; nothing without a probe."""
-        statuses = [server.status for server in self._servers.admitted if server.status is not None]
+        statuses = [server.status for server in self.admitted if server.status is not None]
         known = [status.probe_mismatch for status in statuses if status.probe_mismatch is not None]
         return {"probe/mismatch": max(known)} if known else {}
 
     async def server_loads(self) -> list[ServerLoad]:
         """Return how busy the admitted servers are. Those that do not say are left out."""
-        questions = [server.client.server_load() for server in self._servers.admitted]
+        questions = [server.client.server_load() for server in self.admitted]
         answers = await asyncio.gather(*questions, return_exceptions=True)
         for error in answers:
             if isinstance(error, BaseException) and not isinstance(error, InferenceError):
@@ -242,8 +334,8 @@ class ServerPool:
 
     async def aclose(self) -> None:
         """Close every client. May be called again."""
-        for server in self._servers.known:
-            await self._servers.remove(server.root).client.aclose()
+        for server in self.known:
+            await self.remove(server.root).client.aclose()
 
     async def _ensure_on_most(self, servers: list[Server], policy: TargetPolicy) -> list[InferenceError | None]:
         """Return the error of each server that ended in time; servers that are much later than half of all are not waited for."""
@@ -275,7 +367,7 @@ class ServerPool:
                 task.cancel()
             await asyncio.gather(*loads, return_exceptions=True)
         for task in late:
-            self._servers.mark_unhealthy(loads[task], f"it did not load policy {policy.version} when half of the servers had")
+            self.mark_unhealthy(loads[task], f"it did not load policy {policy.version} when half of the servers had")
         return errors
 
     async def _ensure_on(self, server: Server, policy: TargetPolicy) -> InferenceError | None:
@@ -284,8 +376,8 @@ class ServerPool:
         except ForeignPolicy:
             raise
         except InferenceError as exc:
-            self._servers.mark_unhealthy(server, f"it did not load policy {policy.version}: {exc}")
+            self.mark_unhealthy(server, f"it did not load policy {policy.version}: {exc}")
             return exc
         if server.is_admitted:
-            self._servers.record_load(server, policy)
+            self.record_load(server, policy)
         return None

@@ -13,8 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trivet.client.inference_client import InferenceClient, PolicyStatus
+from trivet.client.server import Server, TargetPolicy
 from trivet.client.server_pool import ServerPool
-from trivet.client.server_set import Server, TargetPolicy
 from trivet.config.layout import SECRET_FILE, RunLayout
 from trivet.config.resolve import LOCAL_HOSTS
 from trivet.config.schema.inference import ClientConfig

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,17 +46,13 @@ def read_reports(files: Sequence[ReportFile]) -> RoleReports:
     readable: list[ProcessReport] = []
     stamps: dict[str, ReportStamp] = {}
     for file in files:
-        try:
+        stamps[file.process] = None
+        with suppress(FileNotFoundError):
             stat = file.path.stat()
             stamps[file.process] = stat.st_ino, stat.st_mtime_ns
-        except FileNotFoundError:
-            stamps[file.process] = None
-        try:
-            report = read_report(file.path)
-        except msgspec.DecodeError:
-            continue
-        if report is not None:
-            readable.append(report)
+        with suppress(msgspec.DecodeError):
+            if (report := read_report(file.path)) is not None:
+                readable.append(report)
     return RoleReports(readable=tuple(readable), stamps=stamps)
 
 
@@ -71,30 +68,24 @@ class HostedProcess(Protocol):
     @property
     def spec(self) -> ProcessSpec:
         """The command, environment and log that it was started with."""
-        ...
 
     @property
     def pid(self) -> int:
         """Process id on its node, which is also that of its group and session."""
-        ...
 
     @property
     def log_offset(self) -> int:
         """Byte of the log at which this attempt's output starts."""
-        ...
 
     @property
     def exit_code(self) -> int | None:
         """Exit code: None while it runs; -N when signal N ended it; `exits.NODE_LOST` when it was lost with its node."""
-        ...
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to it and to what it started; nothing once it has ended."""
-        ...
 
     def signal_leader(self, number: signal.Signals) -> None:
         """Send a signal to the role itself, not to what it started."""
-        ...
 
 
 class ProcessHost(Protocol):
@@ -102,7 +93,6 @@ class ProcessHost(Protocol):
 
     def start(self, spec: ProcessSpec) -> HostedProcess:
         """Start a process; its output is appended to its log. What an earlier one reported is removed."""
-        ...
 
     def stop(
         self, processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool]
@@ -112,26 +102,21 @@ class ProcessHost(Protocol):
         Args:
             is_hurried: asked while waiting; True ends the wait.
         """
-        ...
 
     def end_orphans(self, *, spared: Collection[HostedProcess] = ()) -> None:
         """Kill what outlived the processes that started it, except `spared` and all that descends from them.
 
         To be called when the processes that ended have been waited for.
         """
-        ...
 
     def show_stacks(self, process: HostedProcess, pids: Iterable[int]) -> None:
         """Have those of `pids` that descend from `process`, or are it, write their stacks into their logs."""
-        ...
 
     def find_stopped(self, processes: Sequence[HostedProcess]) -> Sequence[tuple[int, ...]]:
         """Return for each process the pids of those of its processes that a signal has stopped."""
-        ...
 
     def read_reports(self, process: HostedProcess) -> RoleReports:
         """Return what its processes report now."""
-        ...
 
     def lost_nodes(self) -> frozenset[int]:
         """Return the nodes of the run that are not there.
@@ -139,11 +124,9 @@ class ProcessHost(Protocol):
         Raises:
             RunDirectoryBusy: another node leads the run now.
         """
-        ...
 
     def leaving_nodes(self) -> frozenset[int]:
         """Return the nodes, besides this one, that a signal has asked to end."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +150,8 @@ class Child:
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to it and to what it started; nothing once it has ended."""
         if self.exit_code is None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
-            except ProcessLookupError:
-                return
 
     def signal_leader(self, number: signal.Signals) -> None:
         """Send a signal to the role itself, not to what it started."""
@@ -234,21 +215,17 @@ class LocalHost:
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while (pids := descendants(os.getpid(), spared=kept)) and time.monotonic() < deadline:
             for pid in pids:
-                try:
+                with suppress(ProcessLookupError, ChildProcessError):  # it is gone, or its own parent has not ended yet
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, os.WNOHANG)
-                except (ProcessLookupError, ChildProcessError):  # it is gone, or its own parent has not ended yet
-                    continue
             time.sleep(_POLL_INTERVAL_S)
 
     @staticmethod
     def show_stacks(process: HostedProcess, pids: Iterable[int]) -> None:
         """Have processes write their stacks, as `ProcessHost.show_stacks`. One that does not descend is another's by now."""
         for pid in set(pids).intersection([process.pid, *descendants(process.pid)]):
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)
-            except ProcessLookupError:
-                continue
 
     @staticmethod
     def find_stopped(processes: Sequence[HostedProcess]) -> list[tuple[int, ...]]:

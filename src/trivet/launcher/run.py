@@ -28,7 +28,6 @@ from trivet.launcher.plan import Ports, RunPlan, plan, trainer_process
 from trivet.launcher.processes import LocalHost, ProcessHost, role_environment
 from trivet.launcher.run_directory import RunDirectory, Scratch, wait_of_job
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine, inspect_machine
 from trivet.process.lifetime import adopt_orphans, module_command, tied_command
@@ -206,32 +205,14 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         file = held.enter_context(layout.log_file("rl.log").open("a"))
         log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
         _introduce(attempts, log, machine=machine)
-        exit_code = _supervise(attempts, log, environments=environments, host=leader.host if leader is not None else local)
+        adopt_orphans()
+        host: ProcessHost = leader.host if leader is not None else local
+        exit_code = Supervisor(attempts, environments=environments, host=host, log=log).run()
         if leader is not None:
             leader.exit_code = exit_code
         if exit_code == 0:
             log.say(f"weights: {layout.weights}  metrics: {layout.metrics}  rollouts: {layout.root / 'rollouts'}")
         return exit_code
-
-
-def _supervise(attempts: Attempts, log: RunLog, *, environments: EnvironmentProbe, host: ProcessHost) -> int:
-    config = attempts.config
-    adopt_orphans()
-    recovery = Recovery(
-        config.recovery,
-        stop_timeout_s=config.shutdown_timeout_s,
-        patience_s=config.trainer.rollout_transport.timeout_s,
-        deployment=config.deployment,
-    )
-    return Supervisor(
-        attempts,
-        environments=environments,
-        host=host,
-        config=config.recovery,
-        recovery=recovery,
-        log=log,
-        shutdown_timeout_s=config.shutdown_timeout_s,
-    ).run()
 
 
 def _open_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLease":

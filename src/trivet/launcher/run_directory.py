@@ -154,7 +154,12 @@ class RunDirectory:
         Raises:
             ConfigError: the checkpoint to resume from is damaged; nothing was removed.
         """
-        if resumed_from is None or resume_from is not None:
+        if resumed_from is not None and resume_from is None:
+            try:
+                verify_checkpoint(self.layout, resumed_from)
+            except CheckpointError as exc:
+                raise ConfigError(str(exc)) from exc
+        else:
             self.renew_secret()
             for path in (self.layout.root / name for name in self._entries()):
                 if path.is_dir() and not path.is_symlink():
@@ -163,22 +168,13 @@ class RunDirectory:
                     path.unlink()
             if resumed_from is not None and resume_from is not None:
                 adopt(resume_from, resumed_from, into=self.layout, versions=versions)
-        else:
-            try:
-                verify_checkpoint(self.layout, resumed_from)
-            except CheckpointError as exc:
-                raise ConfigError(str(exc)) from exc
-            self._remove_uncommitted()
-        write_run(self.layout, run)
+        self.begin_next(run)
 
     def begin_next(self, run: RunIdentity) -> None:
-        """Prepare the directory for the next attempt of the run that holds it: no role writes to it now."""
-        self._remove_uncommitted()
-        write_run(self.layout, run)
-
-    def _remove_uncommitted(self) -> None:
+        """Prepare the directory for an attempt of the run that holds it: no role writes to it now."""
         discard_staging(self.layout)
         drop_torn_line(self.layout.events)
+        write_run(self.layout, run)
 
     def _entries(self) -> list[str]:
         return [name for name in ENTRIES if (self.layout.root / name).exists()]

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 from trivet.algorithms.staleness import required_version, target_version
+from trivet.client.server import TargetPolicy
 from trivet.client.server_pool import ServerPool
-from trivet.client.server_set import TargetPolicy
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import WaitTimeout, WeightsError
 from trivet.storage.durable import is_listed

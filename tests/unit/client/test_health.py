@@ -8,27 +8,22 @@ import pytest
 
 from support.simulated_run import SimulatedServer
 from support.virtual_time import run_virtually
-from trivet.client.health import ServerMonitor
-from trivet.client.server_set import ServerSet, TargetPolicy
+from trivet.client.server_pool import ServerPool
 from trivet.config.schema.inference import ClientConfig, ElasticConfig
 from trivet.errors import InferenceError
-from trivet.wire.versions import PolicyVersion
 
 
 class Name:
-    """A DNS name whose addresses the test sets."""
+    """A DNS name whose addresses the test sets, and a pool of the servers behind it."""
 
     def __init__(self, *addresses: str, config: ElasticConfig | None = None) -> None:
         self.addresses: list[str] | OSError = list(addresses)
-        clock = asyncio.get_running_loop().time
-        self.servers = ServerSet(write_event=lambda event: None, clock=clock)
-        self.servers.target = TargetPolicy(version=PolicyVersion(0), digest=None, directory=None)
-        self.monitor = ServerMonitor(
+        self.pool = ServerPool(
             ClientConfig(elastic=config or ElasticConfig(hostname="inference.local", port=80), wait_for_ready_timeout=5.0),
-            self.servers,
             make_client=lambda url: SimulatedServer(url, random.Random(0)),  # type: ignore[arg-type, return-value]
+            write_event=lambda event: None,
             resolve=self._resolve,
-            clock=clock,
+            clock=asyncio.get_running_loop().time,
         )
 
     async def _resolve(self, hostname: str) -> list[str]:
@@ -38,16 +33,17 @@ class Name:
 
     @property
     def roots(self) -> list[str]:
-        return [server.root for server in self.servers.known]
+        return [server.root for server in self.pool.known]
 
 
 def test_the_start_waits_for_a_server_that_answers():
     async def scenario() -> None:
         name = Name()
         with pytest.raises(InferenceError, match="was ready within 5 s: it names no address"):
-            await name.monitor.start()
+            await name.pool.start()
         name.addresses = ["10.0.0.1", "::1"]
-        assert [server.root for server in await name.monitor.start()] == ["http://10.0.0.1:80", "http://[::1]:80"]
+        await name.pool.start()
+        assert name.roots == ["http://10.0.0.1:80", "http://[::1]:80"]
 
     run_virtually(scenario(), limit_s=60)
 
@@ -58,12 +54,12 @@ def test_a_file_of_a_run_over_nodes_says_where_its_servers_are_now(tmp_path: Pat
     async def scenario() -> None:
         name = Name(config=ElasticConfig(servers_file=file))
         with pytest.raises(InferenceError, match=r"no server of client\.elastic\.servers_file = '.*' was ready"):
-            await name.monitor.start()
+            await name.pool.start()
         file.write_text("http://10.0.0.1:8000/v1\nhttp://10.0.0.2:8001/v1\n")
-        await name.monitor.start()
+        await name.pool.start()
         assert name.roots == ["http://10.0.0.1:8000", "http://10.0.0.2:8001"]
         file.write_text("http://10.0.0.1:8000/v1\nhttp://10.0.0.3:8001/v1\n")
-        await name.monitor.start()
+        await name.pool.start()
         assert name.roots == ["http://10.0.0.1:8000", "http://10.0.0.3:8001"]
 
     run_virtually(scenario(), limit_s=60)
@@ -78,15 +74,15 @@ def test_one_source_says_where_servers_are(values: dict[str, str]):
 def test_servers_follow_the_name_and_stay_while_it_cannot_be_looked_up():
     async def scenario() -> None:
         name = Name("a")
-        await name.monitor.start()
-        running = asyncio.create_task(name.monitor.run())
+        await name.pool.start()
+        running = asyncio.create_task(name.pool.run())
         name.addresses = OSError("no answer")
         await asyncio.sleep(6)
         assert name.roots == ["http://a:80"]
         name.addresses = ["b"]
         await asyncio.sleep(6)
         assert name.roots == ["http://b:80"]
-        assert await name.monitor.is_at_fault("http://a:80")
+        assert await name.pool.is_at_fault("http://a:80")
         running.cancel()
 
     run_virtually(scenario(), limit_s=60)

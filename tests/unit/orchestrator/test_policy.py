@@ -6,7 +6,7 @@ import pytest
 
 from support.fake_servers import FakeServers
 from support.virtual_time import run_virtually
-from trivet.client.server_set import TargetPolicy
+from trivet.client.server import TargetPolicy
 from trivet.config.layout import RunLayout
 from trivet.errors import WaitTimeout
 from trivet.faults import damage

@@ -4,7 +4,8 @@ Owned by `launcher.run`; the supervisor asks it.
 The run directory and the ports are kept from the first attempt to the last.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -21,7 +22,7 @@ from trivet.errors import CheckpointError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog
 from trivet.launcher.placement import HEAD
-from trivet.launcher.plan import ProcessSpec, RecoveryUnit, RunPlan
+from trivet.launcher.plan import RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory, Scratch, write_configs
 from trivet.storage.durable import write_atomically
 from trivet.telemetry.events import EventWriter, read_events
@@ -75,14 +76,6 @@ class Attempts:
         last = self.last_commit
         return last is not None and self.max_steps is not None and last >= self.max_steps
 
-    def specs(self) -> Sequence[ProcessSpec]:
-        """Return the processes of the current attempt."""
-        return self.planned.processes
-
-    def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
-        """Return where the servers answer that this run starts, by their units."""
-        return self.planned.server_urls
-
     def begin(self) -> None:
         """Take the directory for the first attempt, and write the roles' configurations.
 
@@ -98,7 +91,7 @@ class Attempts:
                     # `begin` reads every file of both parts, before anything is removed.
                     choose_resume_step(section, is_whole_verified=True)
             if self.from_step is not None:
-                self.notices += _other_servers(self.planned)
+                self.notices += self._describe_changed_servers()
         elif self.from_step:
             # Older policies of the other run that a fork of its checkpoint samples from or compares with.
             versions = needed_to_resume([self.from_step], lag=trainer.max_async_level if self.config.deterministic else 0)
@@ -120,8 +113,12 @@ class Attempts:
         require_newest_attempt(self.layout, self.run)
         newest = self._newest_whole(log)
         if newest is not None and newest != self.from_step:
-            self.config = _keep_every_part(self.config)
             self.from_step = newest
+            # What `ckpt.skip_*` leaves out of the checkpoint that a run starts from, the run commits itself.
+            nothing = {name: False for name in CkptConfig.model_fields if name.startswith("skip_")}
+            for name, role in (("trainer", self.config.trainer), ("orchestrator", self.config.orchestrator)):
+                ckpt = role.ckpt.model_copy(update=nothing)
+                self.config = self.config.model_copy(update={name: role.model_copy(update={"ckpt": ckpt})})
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
         self.directory.begin_next(self.run)
         self.planned = self._plan()
@@ -136,25 +133,21 @@ class Attempts:
 
     def has_completed(self, role: str) -> bool:
         """Return whether `role` recorded in events.jsonl that this attempt reached the last step, or the end of its record."""
-        if not self.layout.events.exists():
-            return False
         try:
             events = list(read_events(self.layout.events))
-        except msgspec.DecodeError:
+        except (FileNotFoundError, msgspec.DecodeError):
             return False
-        stops = [each for each in events if isinstance(each, Stop) and (each.role, each.attempt) == (role, self.run.attempt)]
         return any(
-            stop.reason == "exhausted" or (stop.reason == "done" and self.max_steps is not None and stop.step >= self.max_steps)
-            for stop in stops
+            event.reason == "exhausted"
+            or (event.reason == "done" and self.max_steps is not None and event.step >= self.max_steps)
+            for event in events
+            if isinstance(event, Stop) and (event.role, event.attempt) == (role, self.run.attempt)
         )
 
     def record(self, event: Event) -> None:
         """Append an event of the launcher to events.jsonl."""
-        writer = EventWriter(self.layout.events, role="launcher", attempt=self.run.attempt)
-        try:
+        with closing(EventWriter(self.layout.events, role="launcher", attempt=self.run.attempt)) as writer:
             writer.write(event)
-        finally:
-            writer.close()
 
     def name_servers(self, *, without: Collection[RecoveryUnit] = ()) -> None:
         """Write where the orchestrator finds the servers of a run over several nodes; all of them when none would remain.
@@ -191,24 +184,13 @@ class Attempts:
             )
         return None
 
-
-def _other_servers(planned: RunPlan) -> list[str]:
-    """Return a notice for each setting of a server by which it samples otherwise than when this run was last started."""
-    notices: list[str] = []
-    for path, config in planned.configs.items():
-        if isinstance(config, InferenceConfig) and path.exists():
-            saved, now, defaults = read_settings(path), values_of(config), values_of(InferenceConfig())
-            section = "teacher_inference" if config.is_teacher else "inference"
-            changed = describe(changes(saved, now, defaults=defaults, allowed=SERVER_MAY_CHANGE))
-            notices += [f"{section}.{line}: the server may answer otherwise than before the resume" for line in changed]
-    return list(dict.fromkeys(notices))
-
-
-def _keep_every_part(config: RLConfig) -> RLConfig:
-    """Return `config` without ckpt.skip_*: what is left out of the checkpoint that a run starts from, it commits itself."""
-    nothing = {name: False for name in CkptConfig.model_fields if name.startswith("skip_")}
-    roles = {
-        name: role.model_copy(update={"ckpt": role.ckpt.model_copy(update=nothing)})
-        for name, role in (("trainer", config.trainer), ("orchestrator", config.orchestrator))
-    }
-    return config.model_copy(update=roles)
+    def _describe_changed_servers(self) -> list[str]:
+        """Return a notice for each setting by which a server samples otherwise than when this run was last started."""
+        notices: list[str] = []
+        for path, config in self.planned.configs.items():
+            if isinstance(config, InferenceConfig) and path.exists():
+                saved, now, defaults = read_settings(path), values_of(config), values_of(InferenceConfig())
+                section = "teacher_inference" if config.is_teacher else "inference"
+                changed = describe(changes(saved, now, defaults=defaults, allowed=SERVER_MAY_CHANGE))
+                notices += [f"{section}.{line}: the server may answer otherwise than before the resume" for line in changed]
+        return list(dict.fromkeys(notices))

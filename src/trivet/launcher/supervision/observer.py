@@ -8,16 +8,17 @@ none of them sees: that is a stall, of which the log warns. Reports are compared
 import http.client
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from trivet.config.schema.deployment import RecoveryConfig
+import msgspec
+
+from trivet.exits import describe_exit
 from trivet.launcher.logs import LogFollower, RunLog, is_for_terminal, last_lines
-from trivet.launcher.plan import ORCHESTRATOR, TRAINER, TRAINING, RecoveryUnit
+from trivet.launcher.plan import ORCHESTRATOR, TRAINER, TRAINING, ProcessSpec, RecoveryUnit
 from trivet.launcher.processes import HostedProcess, ProcessHost, ReportStamp, RoleReports
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.decisions import RoleObservation, RunObservation
 from trivet.process.signals import Interrupts
 from trivet.wire.status import RUNNING_GROUPS, ProcessReport
 
@@ -51,21 +52,84 @@ class Clock:
 SYSTEM_CLOCK = Clock()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleObservation:
+    """The state of a role at one moment, since it was started last. Times are of one monotonic clock."""
+
+    spec: ProcessSpec
+    exit_code: int | None = None
+    ended_at: float = 0.0
+    is_complete: bool = False
+    """True when it recorded that it reached the last step."""
+    last_output_at: float = 0.0
+    has_progressed: bool = False
+    """True when a step was finished since the start of its unit, or its servers have answered."""
+    is_waiting: bool = False
+    """True when it waits for another role: it takes no more memory of its GPUs, and frees none."""
+    stuck: str = ""
+    """The reason why the watchdog treats it as stuck; empty when it does not."""
+    last_log_line: str = ""
+    """The last line of the log of a role that ended, without numbers: it tells one error from another."""
+
+    @property
+    def name(self) -> str:
+        """Name of the role."""
+        return self.spec.name
+
+    @property
+    def unit(self) -> RecoveryUnit:
+        """The unit with which it is restarted."""
+        return self.spec.unit
+
+    @property
+    def was_killed(self) -> bool:
+        """True when it was ended from outside: by a signal, or with its node."""
+        return self.exit_code is not None and (self.exit_code < 0 or self.exit_code > 128)
+
+    @property
+    def cause(self) -> str:
+        """The way in which it failed, for people."""
+        if self.exit_code is None:
+            return f"stuck: {self.stuck}"
+        return describe_exit(self.exit_code) + (" before its last step" if self.exit_code == 0 else "")
+
+    @property
+    def signature(self) -> str:
+        """Return the role and cause of the failure. Two failures with equal ones count as the same."""
+        if self.exit_code is None:
+            return f"{self.name} stuck"
+        return f"{self.name} {self.exit_code} {'' if self.was_killed else self.last_log_line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunObservation:
+    """The state of a run at one moment: what a decision is made from."""
+
+    now: float
+    roles: Mapping[str, RoleObservation]
+    interrupted_by: int | None = None
+    """Number of the first signal that came."""
+    is_repeated: bool = False
+    """True when a second one came."""
+    is_last_step_committed: bool = False
+    lost_nodes: frozenset[int] = frozenset()
+    leaving_nodes: frozenset[int] = frozenset()
+    """Nodes that a signal has asked to end, while this one goes on."""
+
+    def by_unit(self) -> Mapping[RecoveryUnit, Sequence[RoleObservation]]:
+        """Return the roles of each unit."""
+        units: dict[RecoveryUnit, list[RoleObservation]] = {}
+        for role in self.roles.values():
+            units.setdefault(role.unit, []).append(role)
+        return units
+
+
 class RoleProcess:
     """One started role, and what was observed of it."""
 
     def __init__(self, child: HostedProcess, *, now: float, watched_s: float) -> None:
-        spec = child.spec
         self.child = child
-        self.seen = RoleObservation(
-            name=spec.name,
-            unit=spec.unit,
-            node=spec.node,
-            work=spec.work,
-            does_finish=spec.does_finish,
-            starts_after=spec.starts_after,
-            last_output_at=now,
-        )
+        self.seen = RoleObservation(spec=child.spec, last_output_at=now)
         """The role at the last look, but for what its reports say."""
         self.reports = RoleReports()
         """Reports of its processes when the host was last asked."""
@@ -78,7 +142,7 @@ class RoleProcess:
         self.started_at = watched_s
         self.heard: dict[str, tuple[ReportStamp, float]] = {}
         """The newest stamp of each process, and the watched time at which it was new."""
-        self._follower = LogFollower(spec.log, offset=child.log_offset)
+        self._follower = LogFollower(child.spec.log, offset=child.log_offset)
 
     @property
     def name(self) -> str:
@@ -115,25 +179,27 @@ class RoleProcess:
 class Observer:
     """The newest process of each role, and the state of the run as their reports show it."""
 
-    def __init__(self, attempts: Attempts, *, config: RecoveryConfig, host: ProcessHost, log: RunLog, clock: Clock) -> None:
+    def __init__(self, attempts: Attempts, *, host: ProcessHost, log: RunLog, clock: Clock) -> None:
         self.roles: dict[str, RoleProcess] = {}
         """The newest process of each role, by the role's name."""
         self._attempts = attempts
-        self._config = config
+        self._config = attempts.config.recovery
         self._host = host
         self._log = log
         self._clock = clock
         self._began = clock.now()
-        self._unanswered: dict[RecoveryUnit, list[str]] = {unit: list(urls) for unit, urls in attempts.server_urls().items()}
+        self._unanswered: dict[RecoveryUnit, list[str]] = {
+            unit: list(urls) for unit, urls in attempts.planned.server_urls.items()
+        }
         """Addresses of each unit's servers that have not answered since its last start."""
         self._watched_s = 0.0
         """Seconds for which this launcher has watched: its clock without the time in which it was stopped itself."""
         self._read_at: float | None = None
         self._read_due = self._scan_due = self._probe_due = 0.0
-        self._situation: object = None
+        self._situation: list[ProcessReport] = []
         """Everything that the processes report but the time, when that changed last."""
         self._unchanged_since = 0.0
-        self._stall_due_s = config.stall_warn_s
+        self._stall_due_s = self._config.stall_warn_s
 
     def add(self, child: HostedProcess) -> None:
         """Observe a process from its start on, in the place of the one before of the same role."""
@@ -142,7 +208,7 @@ class Observer:
     def restart(self, unit: RecoveryUnit, *, names: Iterable[str]) -> None:
         """Note that `unit` is started again with the roles `names`: its servers have to answer anew."""
         if unit in self._unanswered:
-            self._unanswered[unit] = list(self._attempts.server_urls()[unit])
+            self._unanswered[unit] = list(self._attempts.planned.server_urls[unit])
         # An attempt may have fewer nodes.
         gone = {name for name, role in self.roles.items() if role.seen.unit == unit}.difference(names)
         for name in gone:
@@ -161,20 +227,16 @@ class Observer:
                     self._log.show(line)
         if now >= self._probe_due:
             self._probe_due = now + _PROBE_INTERVAL_S
-            self._ask_servers(now)
+            # A server that was lost with its node would have the supervisor wait, each time, for an answer that cannot come.
+            ended = {role.seen.unit for role in self.roles.values() if not role.is_running}
+            for unit, url in [(unit, url) for unit, urls in self._unanswered.items() if unit not in ended for url in urls]:
+                if answers(url):
+                    self._unanswered[unit].remove(url)
+                    self._log.say(f"{unit} ready url={url} after {now - self._began:.0f} s")
         if now < self._read_due:
             return []
         self._read_due = now + _REPORT_INTERVAL_S
         return self._read_reports(now)
-
-    def _ask_servers(self, now: float) -> None:
-        # A server that was lost with its node would have the supervisor wait, each time, for an answer that cannot come.
-        ended = {role.seen.unit for role in self.roles.values() if not role.is_running}
-        for unit, urls in self._unanswered.items():
-            for url in list(urls) if unit not in ended else ():
-                if answers(url):
-                    urls.remove(url)
-                    self._log.say(f"{unit} ready url={url} after {now - self._began:.0f} s")
 
     def _read_reports(self, now: float) -> list[RoleProcess]:
         if self._read_at is not None and now - self._read_at <= _MAX_GAP_S:
@@ -222,7 +284,15 @@ class Observer:
         """Warn when nothing that the roles report has changed for a time, and again after twice the time."""
         running = [role for role in self.roles.values() if role.is_running]
         reports = [report for role in running for report in role.reports.readable]
-        if (situation := [_progress_of(report) for report in reports]) != self._situation:
+        situation = [
+            msgspec.structs.replace(
+                report,
+                time=0.0,
+                workers=[msgspec.structs.replace(worker, scoring_for_s=0.0, blocked_for_s=0.0) for worker in report.workers],
+            )
+            for report in reports
+        ]
+        if situation != self._situation:
             self._situation, self._unchanged_since = situation, self._watched_s
             self._stall_due_s = self._config.stall_warn_s
         if (still_s := self._watched_s - self._unchanged_since) < self._stall_due_s:
@@ -293,15 +363,6 @@ def answers(base_url: str) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _progress_of(report: ProcessReport) -> tuple[object, ...]:
-    """Return what changes when a run moves: anything that a process says but the time."""
-    workers = [(each.env, each.pid, each.num_pending, each.num_generating, each.num_scoring) for each in report.workers]
-    return (
-        *(report.role, report.rank, report.attempt, report.activity, report.waits_for, report.since),
-        *(report.step, report.policy_version, report.num_ready, report.num_in_flight, workers),
-    )
 
 
 def pids_of(reports: Iterable[ProcessReport]) -> Iterator[int]:

@@ -11,24 +11,16 @@ SIGTERM, and SIGHUP of a closed terminal, ask for a commit first: the roles fini
 """
 
 import signal
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trivet.backoff import backoff_s
-from trivet.config.schema.deployment import DeploymentConfig, RecoveryConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.errors import NodesMissing
 from trivet.exits import NODE_LOST, describe_exit
 from trivet.launcher.plan import TRAINING, RecoveryUnit
-from trivet.launcher.supervision.decisions import (
-    AnnounceRestart,
-    FinishRun,
-    PreemptRun,
-    RecoveryAction,
-    RoleObservation,
-    RunObservation,
-    StartUnit,
-    StopRoles,
-)
+from trivet.launcher.supervision.observer import RoleObservation, RunObservation
 from trivet.wire.status import RoleState, RunState
 
 MAX_BACKOFF_S = 60.0
@@ -39,7 +31,57 @@ _RETRIED = NodesMissing.exit_code
 """Exit code of a role that may succeed later: it waited in vain for a lock that a file system keeps for a machine that died."""
 _REPORTS_LATE_S = 3.0
 """A finished step is known this much later at most: its process reports once a second, and reports are read once a second."""
-_ONE_NODE = DeploymentConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRoles:
+    """End these roles, by SIGTERM or by SIGKILL."""
+
+    roles: tuple[str, ...]
+    by_kill: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceRestart:
+    """Say that a unit failed and will be restarted after `delay_s`."""
+
+    unit: RecoveryUnit
+    roles: tuple[str, ...]
+    """The roles of the unit."""
+    role: str
+    """The role that failed first."""
+    cause: str
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUnit:
+    """Start a unit again; what it left has ended."""
+
+    unit: RecoveryUnit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptRun:
+    """Have the roles finish the step, commit a checkpoint and end."""
+
+    reason: str
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishRun:
+    """End the run: stop what still runs."""
+
+    outcome: RunState
+    """Done, failed or interrupted."""
+    exit_code: int
+    reason: str
+    role: str | None = None
+    """The role whose failure ended the run."""
+
+
+RecoveryAction = StopRoles | AnnounceRestart | StartUnit | PreemptRun | FinishRun
 
 
 @dataclass(slots=True)
@@ -59,26 +101,14 @@ class _UnitState:
 class Recovery:
     """The decisions about one run, and what they depend on: when each unit failed, and how often."""
 
-    def __init__(
-        self,
-        config: RecoveryConfig,
-        *,
-        stop_timeout_s: float,
-        patience_s: float,
-        deployment: DeploymentConfig = _ONE_NODE,
-    ) -> None:
-        """Begin with every unit running.
-
-        Args:
-            stop_timeout_s: between the request to stop and the kill.
-            patience_s: how long a role may write nothing after the other has finished.
-            deployment: which nodes the run can do without, and for how long.
-        """
-        self._config = config
-        self._deployment = deployment
-        self._stop_timeout_s = stop_timeout_s
-        self._patience_s = patience_s
-        self._units: dict[RecoveryUnit, _UnitState] = {}
+    def __init__(self, config: RLConfig) -> None:
+        """Begin with every unit running."""
+        self._config = config.recovery
+        self._deployment = config.deployment
+        self._stop_timeout_s = config.shutdown_timeout_s
+        self._patience_s = config.trainer.rollout_transport.timeout_s
+        """For so long a role may write nothing after the other has finished."""
+        self._units: defaultdict[RecoveryUnit, _UnitState] = defaultdict(_UnitState)
         self._interruption: FinishRun | None = None
         """The end of a run that was asked to stop."""
         self._interrupted_at = 0.0
@@ -86,14 +116,11 @@ class Recovery:
 
     def state_of(self, unit: RecoveryUnit) -> RoleState:
         """Return whether `unit` runs, stops, or waits for its restart."""
-        return self._unit(unit).state
+        return self._units[unit].state
 
     def is_running(self, unit: RecoveryUnit) -> bool:
         """Return whether `unit` is neither stopping nor waiting for its restart."""
         return self.state_of(unit) is RoleState.RUNNING
-
-    def _unit(self, unit: RecoveryUnit) -> _UnitState:
-        return self._units.setdefault(unit, _UnitState())
 
     @property
     def is_preempted(self) -> bool:
@@ -102,7 +129,7 @@ class Recovery:
 
     def decide(self, run: RunObservation) -> list[RecoveryAction]:
         """Return what to do now. It is called in every round of the supervisor; an action is returned once."""
-        finishing = [role for role in run.roles.values() if role.does_finish]
+        finishing = [role for role in run.roles.values() if role.spec.does_finish]
         if all(self._is_done(role, run) for role in finishing):
             return [FinishRun(outcome=RunState.DONE, exit_code=0, reason="every step is done")]
         if interruption := self._find_interruption(run):
@@ -115,7 +142,7 @@ class Recovery:
             return [silent]
         actions: list[RecoveryAction] = []
         for unit, roles in run.by_unit().items():
-            state = self._unit(unit)
+            state = self._units[unit]
             if state.state is RoleState.RUNNING:
                 actions += self._watch(unit, state, roles, run)
             elif state.state is RoleState.STOPPING:
@@ -167,12 +194,12 @@ class Recovery:
         A starting vLLM counts memory that others take as its own, and it fails when others free some.
         """
         names = {role.name for role in roles}
-        servers = {server for role in roles for server in role.starts_after}
+        servers = {server for role in roles for server in role.spec.starts_after}
         for other in run.roles.values():
             has_ended = other.exit_code is not None
             if other.name in servers and (has_ended or not (self.is_running(other.unit) and other.has_progressed)):
                 return False
-            is_after = not has_ended and not names.isdisjoint(other.starts_after)
+            is_after = not has_ended and not names.isdisjoint(other.spec.starts_after)
             if is_after and not (other.has_progressed if other.unit != TRAINING else other.is_waiting):
                 return False
         return True
@@ -181,14 +208,14 @@ class Recovery:
         self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
     ) -> Iterator[RecoveryAction]:
         """Start a unit again once its nodes are there, or enough of them, or end the run that waits for one in vain."""
-        missing = {role.node for role in roles} & run.lost_nodes
+        missing = {role.spec.node for role in roles} & run.lost_nodes
         if not missing or (unit == TRAINING and self._can_train_without(missing, run.lost_nodes)):
             state.state, state.missing_since = RoleState.RUNNING, None
             yield StartUnit(unit=unit)
             return
-        works = {role.work for role in roles if role.work}
-        others = [role for role in run.roles.values() if role.unit != unit and role.node not in run.lost_nodes]
-        if unit != TRAINING and any(role.work in works for role in others):
+        works = {role.spec.work for role in roles if role.spec.work}
+        others = [role for role in run.roles.values() if role.unit != unit and role.spec.node not in run.lost_nodes]
+        if unit != TRAINING and any(role.spec.work in works for role in others):
             state.missing_since = None
             return
         if state.missing_since is None:
@@ -210,7 +237,7 @@ class Recovery:
         config = self._config
         if role.exit_code in _FINAL or config.max_restarts == 0:
             return ""
-        if run.is_last_step_committed and role.does_finish:
+        if run.is_last_step_committed and role.spec.does_finish:
             return " after the last step was committed"
         if role.exit_code is None and config.on_stuck == "stop":
             return ' (recovery.on_stuck = "stop")'
@@ -239,7 +266,7 @@ class Recovery:
         if (number := run.interrupted_by) is not None:
             reason = f"interrupted by {signal.Signals(number).name}"
             return FinishRun(outcome=RunState.INTERRUPTED, exit_code=128 + number, reason=reason)
-        leaving = sorted({role.node for role in run.by_unit().get(TRAINING, [])} & run.leaving_nodes)
+        leaving = sorted({role.spec.node for role in run.by_unit().get(TRAINING, [])} & run.leaving_nodes)
         if not leaving or self._can_train_without(leaving, run.lost_nodes | run.leaving_nodes):
             return None
         reason = f"a signal has asked node {', '.join(map(str, leaving))} to end"
@@ -282,7 +309,7 @@ class Recovery:
 
     def _is_done(self, role: RoleObservation, run: RunObservation) -> bool:
         """Return whether the role finished, or all that it was there for is on disk when a signal ended it or it hangs."""
-        if not role.does_finish:
+        if not role.spec.does_finish:
             return False
         if role.exit_code == 0:
             return role.is_complete or run.is_last_step_committed
@@ -314,7 +341,9 @@ def _is_loss_alone(role: RoleObservation, run: RunObservation) -> bool:
     if role.exit_code != NODE_LOST:
         return False
     others = (other for other in run.roles.values() if other.unit != role.unit and other.exit_code is None)
-    return role.has_progressed or (role.unit != TRAINING and any(role.work and other.work == role.work for other in others))
+    return role.has_progressed or (
+        role.unit != TRAINING and any(role.spec.work and other.spec.work == role.spec.work for other in others)
+    )
 
 
 def _fail(role: RoleObservation, reason: str) -> FinishRun:

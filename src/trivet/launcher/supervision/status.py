@@ -12,9 +12,8 @@ from trivet.exits import describe_exit, describe_restart
 from trivet.launcher.logs import RunLog, describe_activity, finished_step, quote_log
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.decisions import AnnounceRestart, FinishRun
 from trivet.launcher.supervision.observer import Clock, Observer, RoleProcess
-from trivet.launcher.supervision.recovery import Recovery
+from trivet.launcher.supervision.recovery import AnnounceRestart, FinishRun, Recovery
 from trivet.storage.durable import replace_file
 from trivet.telemetry.events import num_complete_bytes
 from trivet.wire.status import RestartRecord, RoleState, RoleStatus, RunState, RunStatus
@@ -46,13 +45,10 @@ class StatusReporter:
         """Units that failed and have not progressed since."""
         return tuple(self._down)
 
-    def warn_stuck(self, role: RoleProcess, *, hint: str) -> None:
-        """Say that the watchdog found `role` stuck.
-
-        Args:
-            hint: the settings that made it so.
-        """
-        self.last_error = f"{role.name} stuck: {role.stuck}"
+    def warn_stuck(self, role: RoleProcess) -> None:
+        """Say that the watchdog found `role` stuck, and which settings made it so."""
+        config, self.last_error = self._attempts.config.recovery, f"{role.name} stuck: {role.stuck}"
+        hint = f'(recovery.watchdog_timeout_s = {config.watchdog_timeout_s:g}, recovery.on_stuck = "{config.on_stuck}")'
         self._log.say(f"WARNING {self.last_error}; {_quote(role)}\n{hint}")
 
     def announce_restart(self, action: AnnounceRestart, *, role: RoleProcess, last_step: int) -> None:

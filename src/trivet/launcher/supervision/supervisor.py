@@ -15,7 +15,6 @@ Unblocked by the clock. The loop ends with the verdict of `Recovery`, and decide
 
 import signal
 
-from trivet.config.schema.deployment import RecoveryConfig
 from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.errors import EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.key_names import key_name
@@ -23,16 +22,16 @@ from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ORCHESTRATOR, TRAINING, ProcessSpec, RecoveryUnit
 from trivet.launcher.processes import ProcessHost
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.decisions import (
+from trivet.launcher.supervision.observer import SYSTEM_CLOCK, Clock, Observer
+from trivet.launcher.supervision.recovery import (
     AnnounceRestart,
     FinishRun,
     PreemptRun,
+    Recovery,
     RecoveryAction,
     StartUnit,
     StopRoles,
 )
-from trivet.launcher.supervision.observer import SYSTEM_CLOCK, Clock, Observer
-from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.status import StatusReporter
 from trivet.process.signals import STACKS_WITHIN_S, Interrupts
 from trivet.wire.events import Restart
@@ -48,36 +47,24 @@ class Supervisor:
     """Runs one run."""
 
     def __init__(
-        self,
-        attempts: Attempts,
-        *,
-        environments: EnvironmentProbe,
-        host: ProcessHost,
-        config: RecoveryConfig,
-        recovery: Recovery,
-        log: RunLog,
-        shutdown_timeout_s: float,
-        clock: Clock = SYSTEM_CLOCK,
+        self, attempts: Attempts, *, environments: EnvironmentProbe, host: ProcessHost, log: RunLog, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         """Prepare the parts; nothing is started.
 
         Args:
             environments: the environments of the run, which are being loaded to find what is wrong with them.
-            shutdown_timeout_s: between the request to stop and the kill.
         """
         self._attempts = attempts
         self._environments = environments
         self._host = host
-        self._config = config
-        self._recovery = recovery
         self._log = log
         self._clock = clock
-        self._shutdown_timeout_s = shutdown_timeout_s
         self._started = clock.now()
         self._error: TrivetError | None = None
         """The error that ended the run in the place of a decision."""
-        self._observer = Observer(attempts, config=config, host=host, log=log, clock=clock)
-        self._status = StatusReporter(attempts, observer=self._observer, recovery=recovery, log=log, clock=clock)
+        self._recovery = Recovery(attempts.config)
+        self._observer = Observer(attempts, host=host, log=log, clock=clock)
+        self._status = StatusReporter(attempts, observer=self._observer, recovery=self._recovery, log=log, clock=clock)
 
     def run(self) -> int:
         """Start the roles and watch them to the end; returns the exit code of the run.
@@ -93,7 +80,15 @@ class Supervisor:
             finally:
                 if not self._must_not_lead:
                     self._log.close()
-                self._stop_all(interrupts)
+                patient_until, timeout_s = self._clock.now() + _REPEATED_SIGNAL_S, self._attempts.config.shutdown_timeout_s
+                killed = self._host.stop(
+                    [role.child for role in self._observer.roles.values()],
+                    timeout_s=timeout_s,
+                    is_hurried=lambda: interrupts.has_any_since(patient_until),
+                )
+                self._host.end_orphans()
+                for child in killed:
+                    self._log.say(f"{child.spec.name} did not end within {timeout_s:g} s of SIGTERM and was killed")
             if self._must_not_lead:  # written only now: the log may be in a directory that does not answer
                 self._log.close()
                 self._announce(end)
@@ -127,7 +122,7 @@ class Supervisor:
         """Start the roles at once, except those that `_may_start` keeps waiting. When a role ends or a signal comes, start these
         too: what follows is for `_watch`, which handles whole runs alone.
         """
-        waiting = list(self._attempts.specs())
+        waiting = list(self._attempts.planned.processes)
         while True:
             self._host.lost_nodes()  # raises when another node leads the run
             self._look()
@@ -176,10 +171,8 @@ class Supervisor:
             self._clock.sleep(_POLL_INTERVAL_S)
 
     def _look(self) -> None:
-        config = self._config
         for role in self._observer.look():
-            hint = f'(recovery.watchdog_timeout_s = {config.watchdog_timeout_s:g}, recovery.on_stuck = "{config.on_stuck}")'
-            self._status.warn_stuck(role, hint=hint)
+            self._status.warn_stuck(role)
             self._host.show_stacks(role.child, (report.pid for report in role.reports.readable))
             self._clock.sleep(STACKS_WITHIN_S)
 
@@ -214,7 +207,7 @@ class Supervisor:
         self._name_servers()
         record = self._status.begin_restart(unit, from_step=step)
         self._attempts.record(Restart(roles=record.roles, cause=record.cause, from_step=record.from_step))
-        specs = [spec for spec in self._attempts.specs() if spec.unit == unit]
+        specs = [spec for spec in self._attempts.planned.processes if spec.unit == unit]
         self._observer.restart(unit, names=[spec.name for spec in specs])
         for spec in specs:
             self._start(spec)
@@ -227,14 +220,3 @@ class Supervisor:
         self._status.announce_failure(end, role=self._observer.roles.get(end.role or ""))
         after_s = self._clock.now() - self._started
         self._log.say(f"{end.outcome} after {after_s:.0f} s: {end.reason}; stopping what still runs")
-
-    def _stop_all(self, interrupts: Interrupts) -> None:
-        patient_until = self._clock.now() + _REPEATED_SIGNAL_S
-        killed = self._host.stop(
-            [role.child for role in self._observer.roles.values()],
-            timeout_s=self._shutdown_timeout_s,
-            is_hurried=lambda: interrupts.has_any_since(patient_until),
-        )
-        self._host.end_orphans()
-        for child in killed:
-            self._log.say(f"{child.spec.name} did not end within {self._shutdown_timeout_s:g} s of SIGTERM and was killed")

@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeHost, make_log, make_spec, write_report
+from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeHost, make_config, make_log, make_spec, write_report
 from support.processes import find_free_port
 from trivet.config.layout import RunLayout
-from trivet.config.schema.deployment import RecoveryConfig
 from trivet.exits import NODE_LOST
 from trivet.launcher.plan import TRAINING, RecoveryUnit, report_files
 from trivet.launcher.processes import forget_reports, read_reports
@@ -34,9 +33,9 @@ class Observed:
         self.layout.logs.mkdir()
         self.clock, self.host = FakeClock(), FakeHost()
         self.log, self.written = make_log(tmp_path)
-        self.attempts = FakeAttempts(layout=self.layout, urls=urls or ())
-        self.config = RecoveryConfig.model_validate({"watchdog_timeout_s": TIMEOUT_S, **recovery})
-        self.observer = Observer(self.attempts, config=self.config, host=self.host, log=self.log, clock=self.clock)
+        config = make_config(**{"watchdog_timeout_s": TIMEOUT_S, **recovery})
+        self.attempts = FakeAttempts(layout=self.layout, config=config, urls=urls or ())
+        self.observer = Observer(self.attempts, host=self.host, log=self.log, clock=self.clock)
         self.found_stuck: list[str] = []
         spec = make_spec(self.layout, "trainer")
         self.trainer = FakeChild(spec=replace(spec, reports=report_files(self.layout, "trainer", num_ranks=num_ranks)), pid=7)

@@ -4,18 +4,17 @@ import signal
 
 import pytest
 
-from support.recovery_history import INFERENCE, PATIENCE_S, SIGINT, SIGTERM, STOP_S, TEACHER, History
+from support.recovery_history import INFERENCE, PATIENCE_S, SIGINT, SIGTERM, STOP_S, TEACHER, History, make_role
 from trivet.launcher.plan import TRAINING
-from trivet.launcher.supervision.decisions import (
+from trivet.launcher.supervision.recovery import (
+    MAX_BACKOFF_S,
     AnnounceRestart,
     FinishRun,
     PreemptRun,
     RecoveryAction,
-    RoleObservation,
     StartUnit,
     StopRoles,
 )
-from trivet.launcher.supervision.recovery import MAX_BACKOFF_S
 from trivet.wire.status import RunState
 
 
@@ -44,7 +43,7 @@ def test_inference_is_restarted_alone_after_the_delay() -> None:
 
 def test_a_teacher_is_restarted_alone_too() -> None:
     history = History(backoff_s=4)
-    history.roles["teacher"] = RoleObservation(name="teacher", unit=TEACHER, does_finish=False, has_progressed=True)
+    history.roles["teacher"] = make_role("teacher", unit=TEACHER)
     history.ends("teacher", -9, at=10)
     assert history.at(10) == [
         AnnounceRestart(unit=TEACHER, roles=("teacher",), role="teacher", cause="teacher killed by SIGKILL", delay_s=4)
@@ -118,7 +117,7 @@ def test_a_server_does_not_wait_for_a_trainer_that_has_ended() -> None:
 
 def test_a_teacher_waits_for_the_server_that_starts_on_its_gpu() -> None:
     history = History(backoff_s=0).knows("inference", starts_after=("teacher",), has_progressed=False)
-    history.roles["teacher"] = RoleObservation(name="teacher", unit=TEACHER, does_finish=False, has_progressed=True)
+    history.roles["teacher"] = make_role("teacher", unit=TEACHER)
     history.ends("teacher", -9, at=10)
     history.at(10)
     history.at(11)

@@ -1,12 +1,10 @@
 """Give recovery histories of nodes that are lost and come back, and check its decisions."""
 
-from dataclasses import replace
-
-from support.recovery_history import History
+from support.recovery_history import INFERENCE, History, make_role
 from trivet.config.schema.deployment import DeploymentConfig
 from trivet.exits import NODE_LOST
 from trivet.launcher.plan import TRAINING, RecoveryUnit
-from trivet.launcher.supervision.decisions import (
+from trivet.launcher.supervision.recovery import (
     AnnounceRestart,
     PreemptRun,
     StartUnit,
@@ -25,11 +23,11 @@ def over_nodes(*, min_train_nodes: int | None = None, num_servers: int = 1) -> H
         return_timeout_s=100,
     )
     history = History(deployment=deployment, backoff_s=1)
-    history.roles["inference"] = replace(history.roles["inference"], node=2, work="serving")
-    history.roles["trainer-1"] = replace(history.roles["trainer"], name="trainer-1", node=1)
+    history.roles["inference"] = make_role("inference", unit=INFERENCE, node=2, work="serving")
+    history.roles["trainer-1"] = make_role("trainer-1", unit=TRAINING, node=1)
     if num_servers == 2:
         unit = RecoveryUnit("inference-1")
-        history.roles["inference-1"] = replace(history.roles["inference"], name="inference-1", unit=unit, node=3)
+        history.roles["inference-1"] = make_role("inference-1", unit=unit, node=3, work="serving")
     return history
 
 
@@ -93,8 +91,8 @@ def test_lost_environment_workers_are_waited_for_while_others_do_their_work() ->
     unit = RecoveryUnit("env-workers-2")
     for work, is_replaced in (("environments", True), ("", False)):
         history = over_nodes()
-        history.roles["orchestrator"] = replace(history.roles["orchestrator"], work=work)
-        history.roles[unit] = replace(history.roles["inference"], name=unit, unit=unit, node=3, work="environments")
+        history.knows("orchestrator", work=work)
+        history.roles[unit] = make_role(unit, unit=unit, node=3, work="environments")
         history.ends(unit, NODE_LOST, at=10)
         history.lost_nodes = frozenset({3})
         history.at(10)
@@ -108,7 +106,7 @@ def test_lost_environment_workers_are_waited_for_while_others_do_their_work() ->
 
 def test_a_lost_orchestrator_is_nothing_that_training_can_do_without() -> None:
     history = over_nodes(min_train_nodes=1)
-    history.roles["orchestrator"] = replace(history.roles["orchestrator"], node=2)
+    history.knows("orchestrator", node=2)
     history.ends("orchestrator", NODE_LOST, at=10)
     history.lost_nodes = frozenset({2})
     history.at(10)
@@ -121,8 +119,8 @@ def test_every_lost_node_that_trains_counts_against_those_that_must_remain() -> 
     history = over_nodes(min_train_nodes=1)
     history.lost_nodes = frozenset({1})  # lost before: the attempt has no role there
     del history.roles["trainer-1"]
-    history.roles["trainer"] = replace(history.roles["trainer"], node=0)
-    history.roles["trainer-2"] = replace(history.roles["trainer"], name="trainer-2", node=0)
+    history.knows("trainer", node=0)
+    history.roles["trainer-2"] = make_role("trainer-2", unit=TRAINING, node=0)
     history.ends("trainer-2", NODE_LOST, at=10)
     history.lost_nodes = frozenset({0, 1})
     history.at(10)
@@ -185,7 +183,7 @@ def test_a_failure_before_the_first_step_is_tried_again_as_a_lost_node_may_be_be
     history.at(11)
     assert history.at(12) == [StartUnit(unit=TRAINING)]
     history.starts("orchestrator", "trainer")
-    history.roles["trainer-1"] = replace(history.roles["trainer"], name="trainer-1", node=1)
+    history.roles["trainer-1"] = make_role("trainer-1", unit=TRAINING, node=1)
     history.ends("trainer", 1, at=20, has_progressed=False, last_log_line="connection closed by peer")
     assert "in the same way" in history.verdict(at=20).reason
 
@@ -200,7 +198,7 @@ def test_two_losses_of_a_node_before_the_first_step_are_no_mistake_of_the_run() 
         history.at(at + 1)
         assert history.at(at + 10) == [StartUnit(unit=TRAINING)]
         history.starts("orchestrator", "trainer")
-        history.roles["trainer-1"] = replace(history.roles["trainer"], name="trainer-1", node=1)
+        history.roles["trainer-1"] = make_role("trainer-1", unit=TRAINING, node=1)
 
 
 def test_lost_nodes_that_had_trained_do_not_count_as_restarts_that_end_a_run() -> None:
@@ -208,8 +206,8 @@ def test_lost_nodes_that_had_trained_do_not_count_as_restarts_that_end_a_run() -
     for number in range(10):
         at = 10 + 20 * number
         for name in ("trainer", "orchestrator"):
-            history.roles[name] = replace(history.roles[name], exit_code=None, has_progressed=True)
-        history.roles["trainer-1"] = replace(history.roles["trainer-1"], exit_code=None, has_progressed=True)
+            history.knows(name, exit_code=None, has_progressed=True)
+        history.knows("trainer-1", exit_code=None, has_progressed=True)
         history.ends("trainer-1", NODE_LOST, at=at)
         announced, *_ = history.at(at)
         assert isinstance(announced, AnnounceRestart)
@@ -221,10 +219,10 @@ def test_lost_nodes_that_had_trained_do_not_count_as_restarts_that_end_a_run() -
 
 def test_a_node_that_is_lost_again_and_again_before_its_server_answers_does_not_end_a_run_that_has_others() -> None:
     history = over_nodes(num_servers=2)
-    history.roles["inference"] = replace(history.roles["inference"], has_progressed=True)
+    history.knows("inference", has_progressed=True)
     for number in range(10):
         at = 10 + 20 * number
-        history.roles["inference-1"] = replace(history.roles["inference-1"], exit_code=None, has_progressed=False)
+        history.knows("inference-1", exit_code=None, has_progressed=False)
         history.ends("inference-1", NODE_LOST, at=at)
         (announced,) = history.at(at)
         assert isinstance(announced, AnnounceRestart)
@@ -236,12 +234,12 @@ def test_a_node_that_is_lost_again_and_again_before_the_only_server_answers_ends
     history = over_nodes()
     for number in range(3):
         at = 10 + 20 * number
-        history.roles["inference"] = replace(history.roles["inference"], exit_code=None, has_progressed=False)
+        history.knows("inference", exit_code=None, has_progressed=False)
         history.ends("inference", NODE_LOST, at=at)
         history.at(at)
         history.at(at + 1)
         assert history.at(at + 10) == [StartUnit(unit=RecoveryUnit("inference"))]
-    history.roles["inference"] = replace(history.roles["inference"], exit_code=None)
+    history.knows("inference", exit_code=None)
     history.ends("inference", NODE_LOST, at=80)
     assert "after 3 restarts" in history.verdict(at=80).reason
 

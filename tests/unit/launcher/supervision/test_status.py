@@ -7,11 +7,9 @@ import pytest
 
 from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeHost, make_log, make_spec, write_report
 from trivet.config.layout import RunLayout
-from trivet.config.schema.deployment import RecoveryConfig
 from trivet.launcher.plan import TRAINING, RecoveryUnit
-from trivet.launcher.supervision.decisions import AnnounceRestart, FinishRun
 from trivet.launcher.supervision.observer import Observer, RoleProcess
-from trivet.launcher.supervision.recovery import Recovery
+from trivet.launcher.supervision.recovery import AnnounceRestart, FinishRun, Recovery
 from trivet.launcher.supervision.status import StatusReporter
 from trivet.wire.status import RoleState, RunState, RunStatus, WorkerStatus
 from trivet.wire.versions import Step
@@ -25,12 +23,12 @@ class Reported:
     def __init__(self, tmp_path: Path, *, exit_code: int | None = None) -> None:
         self.layout, self.clock, (self.log, self.written) = RunLayout(tmp_path), FakeClock(), make_log(tmp_path)
         attempts = FakeAttempts(layout=self.layout)
-        self.observer = Observer(attempts, config=RecoveryConfig(), host=FakeHost(), log=self.log, clock=self.clock)
+        self.observer = Observer(attempts, host=FakeHost(), log=self.log, clock=self.clock)
         self.observer.add(FakeChild(spec=make_spec(self.layout, "trainer"), pid=7, exit_code=exit_code))
         self.status = StatusReporter(
             attempts,
             observer=self.observer,
-            recovery=Recovery(RecoveryConfig(), stop_timeout_s=1.0, patience_s=1.0),
+            recovery=Recovery(attempts.config),
             log=self.log,
             clock=self.clock,
         )
@@ -121,7 +119,7 @@ def test_a_unit_that_fails_again_before_progress_is_down_since_the_second_failur
 def test_the_log_of_a_stuck_role_is_quoted_once(tmp_path: Path) -> None:
     run, role = Reported(tmp_path), make_role(tmp_path, "inference")
     role.stuck = "inference has not reported for 61 s"
-    run.status.warn_stuck(role, hint="(hint)")
+    run.status.warn_stuck(role)
     action = AnnounceRestart(unit=INFERENCE, roles=("inference",), role="inference", cause="inference stuck", delay_s=1)
     run.status.announce_restart(action, role=role, last_step=0)
     assert run.written.getvalue().count("| out of memory") == 1

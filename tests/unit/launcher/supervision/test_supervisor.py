@@ -9,13 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeEnvironments, FakeHost, write_report
+from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeEnvironments, FakeHost, make_config, write_report
 from trivet.config.layout import RunLayout
-from trivet.config.schema.deployment import RecoveryConfig
 from trivet.errors import CheckpointError, EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.exits import NODE_LOST
 from trivet.launcher.logs import RunLog
-from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.wire.events import Restart
 from trivet.wire.status import RunState, RunStatus
@@ -30,18 +28,14 @@ class SimulatedRun:
         self.layout.logs.mkdir()
         self.clock = FakeClock()
         self.host = FakeHost(clock=self.clock)
-        self.attempts = FakeAttempts(layout=self.layout, urls=urls)
+        self.attempts = FakeAttempts(layout=self.layout, config=make_config(**{"backoff_s": 4, **recovery}), urls=urls)
         self.environments = FakeEnvironments()
         self.written = io.StringIO()
-        limits = RecoveryConfig.model_validate({"backoff_s": 4, **recovery})
         self.supervisor = Supervisor(
             self.attempts,
             environments=self.environments,  # type: ignore[arg-type]  # as far as it is asked
             host=self.host,
-            config=limits,
-            recovery=Recovery(limits, stop_timeout_s=20.0, patience_s=60.0),
             log=RunLog(io.StringIO(), self.written),
-            shutdown_timeout_s=20.0,
             clock=self.clock,
         )
 
