@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from trivet.checkpoints.run_record import read_run
 from trivet.config.command import run_command
@@ -111,11 +111,8 @@ def serve(config: InferenceConfig) -> int:
     if shard is not None and not shard.is_first:
         return _run_shard(args)
     roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs]
-    return _end(uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process, shard=shard)))
-
-
-def _end(exit_code: int) -> NoReturn:
-    """End this process without taking the interpreter apart, when triton's bindings would report what they still hold as leaks."""
+    exit_code = uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process, shard=shard))
+    # Without taking the interpreter apart, when triton's bindings would report what they still hold as leaks.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

@@ -242,17 +242,14 @@ class PolicyLoader:
             if "kv_cache" in self._parts_asleep:
                 await self._wake("kv_cache")
                 process_report.begin("serving")
-            result = await self._compare_probe(manifest)
+            result = None
+            if manifest.probe is not None:
+                where, dtype = f"policy {manifest.version} as this server computes it", convert_dtype(self._engine.dtype)
+                scores = await self._engine.score(manifest.probe.token_ids)
+                # Every engine reproduces the probe; the one that is furthest from it counts.
+                results = [compare(manifest.probe, found, dtype=dtype, where=where) for found in scores]
+                result = max(results, key=lambda result: result.mismatch)
         self._directory, self._policy, self.probe_result = directory, manifest, result
-
-    async def _compare_probe(self, manifest: Manifest) -> ProbeResult | None:
-        """Have every engine reproduce the policy's probe; return the result that is furthest from it."""
-        if manifest.probe is None:
-            return None
-        where, dtype = f"policy {manifest.version} as this server computes it", convert_dtype(self._engine.dtype)
-        scores = await self._engine.score(manifest.probe.token_ids)
-        results = [compare(manifest.probe, found, dtype=dtype, where=where) for found in scores]
-        return max(results, key=lambda result: result.mismatch)
 
     async def _wake(self, part: EnginePart) -> None:
         """Take GPU memory for a part that sleeps. It keeps what a failed attempt got for it."""

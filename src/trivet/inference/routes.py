@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import ipaddress
 from collections.abc import Awaitable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -171,14 +172,17 @@ class Gate:
         await (refused or self._app)(scope, receive, send)
 
     def _refuse(self, scope: Scope) -> JSONResponse | None:
-        headers = Headers(scope=scope)
-        name = _host_name(headers.get("host", ""))
+        headers, name = Headers(scope=scope), ""
+        with suppress(ValueError):  # else the header is no address
+            name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
         if self._hosts is not None and name not in self._hosts:
             return _refusal(
                 403, f"the Host header says {name[:100]!r}; this server answers to {', '.join(sorted(self._hosts))}"
             )
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if _is_open(path) or hmac.compare_digest(headers.get("authorization", "").encode(), self._expected):
+        if path in _OPEN or (path.startswith("/v1/") and path.split("/")[2] in _OPEN_BELOW_V1):
+            return None
+        if hmac.compare_digest(headers.get("authorization", "").encode(), self._expected):
             return None
         return _refusal(
             401,
@@ -192,22 +196,11 @@ def guard(app: FastAPI, *, token: str, host: str) -> None:
     app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token=token, host=host)
 
 
-def _is_open(path: str) -> bool:
-    return path in _OPEN or (path.startswith("/v1/") and path.split("/")[2] in _OPEN_BELOW_V1)
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _host_name(header: str) -> str:
-    try:
-        return urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def _describe(loader: PolicyLoader, *, model_name: str) -> ServedPolicy:

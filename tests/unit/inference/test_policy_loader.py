@@ -1,7 +1,9 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,17 +21,28 @@ from trivet.wire.versions import PolicyVersion
 class FakeEngine:
     """An engine that records its calls and loads every directory except those to be refused."""
 
-    def __init__(self, *, serves_adapters: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        serves_adapters: bool = False,
+        refused: Sequence[str] = (),
+        cannot_suspend: bool = False,
+        scores: list[list[list[float]]] | None = None,
+        num_wakes_refused: int = 0,
+    ) -> None:
+        """
+        Args:
+            scores: what each engine computes for the probe.
+            num_wakes_refused: attempts to take GPU memory that fail before one succeeds.
+        """
         self.serves_adapters = serves_adapters
         self.ledger = PolicyLedger()
         self.calls: list[str] = []
-        self.refused: set[str] = set()
-        self.cannot_suspend = False
+        self.refused = refused
+        self.cannot_suspend = cannot_suspend
         self.dtype = "float32"
-        self.scores = [[[-1.0, -2.0]]]
-        """What each engine computes for the probe."""
-        self.num_wakes_refused = 0
-        """Attempts to take GPU memory that fail before one succeeds."""
+        self.scores = scores or [[[-1.0, -2.0]]]
+        self.num_wakes_refused = num_wakes_refused
 
     async def pause(self) -> None:
         self.calls.append("pause")
@@ -70,16 +83,21 @@ class FakeEngine:
             raise RuntimeError("CUDA Error: out of memory")
 
 
+PROBE = Probe(dtype="float32", samples=[ProbeSample([1, 2, 3], [-1.0, -2.0])])
+
+
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
+    """A run with a start model and the policies 1, 2 and, with a probe, 3."""
     layout = RunLayout(tmp_path)
-    for version in (1, 2):
+    for version in (1, 2, 3):
         content = f"weights {version}".encode()
         publish(
             layout,
             version=PolicyVersion(version),
             run_id="test",
             write=lambda directory, content=content: (directory / "model.safetensors").write_bytes(content) and None,
+            probe=PROBE if version == 3 else None,
         )
     start = tmp_path / "start"
     start.mkdir()
@@ -87,9 +105,11 @@ def layout(tmp_path: Path) -> RunLayout:
     return layout
 
 
-def run(layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader], Awaitable[None]]) -> list[str]:
-    """Return what was reported broken."""
-    broken: list[str] = []
+def run(
+    layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader], Awaitable[None]], **options: Any
+) -> list[str]:
+    """Return what was reported broken, in the list `broken` if it is given."""
+    broken: list[str] = options.pop("broken", [])
     now_s = 0.0
 
     async def sleep(seconds: float) -> None:
@@ -106,6 +126,7 @@ def run(layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader]
             on_broken=lambda: broken.append("broken"),
             clock=lambda: now_s,
             sleep=sleep,
+            **options,
         )
         await loader.prepare()
         await scenario(loader)
@@ -114,113 +135,140 @@ def run(layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader]
     return broken
 
 
-def test_a_policy_is_loaded_between_a_pause_and_a_resume(layout: RunLayout) -> None:
-    engine = FakeEngine()
+def take_steps(layout: RunLayout, engine: FakeEngine, steps: str, **options: Any) -> list[int]:
+    """Carry out steps such as `1` (load policy 1), `start` and `sleep`; return the version after each."""
+    versions: list[int] = []
 
     async def scenario(loader: PolicyLoader) -> None:
-        manifest = await loader.load(layout.weights_step(1))
-        assert loader.policy == manifest
-        assert manifest.version == engine.ledger.current == 1
+        for step in steps.split():
+            if step.isdigit():
+                await loader.load(layout.weights_step(int(step)))
+            else:
+                await (loader.load_start() if step == "start" else loader.sleep())
+            versions.append(loader.policy.version)
+            assert loader.is_asleep is (step == "sleep")
 
-    assert run(layout, engine, scenario) == []
-    assert engine.calls == ["pause", "load step_1", "drop_caches", "resume"]
-
-
-PROBE = Probe(dtype="float32", samples=[ProbeSample([1, 2, 3], [-1.0, -2.0])])
-
-
-def publish_with_probe(layout: RunLayout, *, version: int) -> Path:
-    publish(
-        layout,
-        version=PolicyVersion(version),
-        run_id="test",
-        write=lambda directory: (directory / "model.safetensors").write_bytes(b"proven") and None,
-        probe=PROBE,
-    )
-    return layout.weights_step(version)
+    assert run(layout, engine, scenario, **options) == []
+    return versions
 
 
-def test_a_policy_is_served_once_the_engine_reproduces_its_probe(layout: RunLayout) -> None:
-    engine = FakeEngine()
-    directory = publish_with_probe(layout, version=3)
+_LOAD_1, _LOAD_2 = ["pause", "load step_1", "drop_caches", "resume"], ["pause", "load step_2", "drop_caches", "resume"]
 
+
+@pytest.mark.parametrize(
+    ("engine", "steps", "versions", "calls"),
+    [
+        pytest.param({}, "1", [1], _LOAD_1, id="a policy is loaded between a pause and a resume"),
+        pytest.param(
+            {}, "1 start", [1, 0], [*_LOAD_1, "pause", "load start", "drop_caches", "resume"], id="the start weights again"
+        ),
+        pytest.param(
+            {"scores": [[[-1.0, -2.0]], [[-1.0, -2.0002]]]},
+            "3",
+            [3],
+            ["pause", "load step_3", "drop_caches", "score [[1, 2, 3]]", "resume"],
+            id="a probe is reproduced before the policy is served",
+        ),
+        pytest.param(
+            {},
+            "sleep sleep 1 2",  # an orchestrator that was started again may ask twice
+            [0, 0, 1, 2],
+            ["pause", "suspend", "wake weights", "load step_1", "drop_caches", "wake kv_cache", "resume", *_LOAD_2],
+            id="a sleeping engine gets its weights before a load and its cache after it",
+        ),
+        pytest.param(
+            {"num_wakes_refused": 3},
+            "sleep 1",
+            [0, 1],
+            ["pause", "suspend", *["wake weights"] * 4, "load step_1", "drop_caches", "wake kv_cache", "resume"],
+            id="memory that is freed a moment late is waited for",
+        ),
+    ],
+)
+def test_what_an_engine_does_for_a_policy(
+    layout: RunLayout, engine: dict[str, Any], steps: str, versions: list[int], calls: list[str]
+) -> None:
+    fake = FakeEngine(**engine)
+    assert take_steps(layout, fake, steps) == versions
+    assert fake.calls == calls
+    assert fake.ledger.current == versions[-1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "steps", "message", "calls"),
+    [
+        pytest.param(
+            {"scores": [[[-1.0, -2.0]], [[-1.0, -9.0]]]},
+            "1 3",
+            r"policy 3 as this server computes it is not.*policy 1 is served again",
+            ["score [[1, 2, 3]]", "discard", "load step_1", "drop_caches", "resume"],
+            id="a probe that is not reproduced",
+        ),
+        pytest.param(
+            {"refused": ["step_2"]},
+            "1 2",
+            r"step_2 .*\(RuntimeError: shapes differ\); policy 1 is served",
+            ["pause", "load step_2", "discard", "load step_1", "drop_caches", "resume"],
+            id="a failed load",
+        ),
+        pytest.param(
+            {"refused": ["step_1"]},
+            "sleep 1",
+            "policy 0 is served again",
+            ["wake weights", "load step_1", "discard", "load start", "drop_caches", "wake kv_cache", "resume"],
+            id="a failed load of an engine that slept",
+        ),
+    ],
+)
+def test_what_cannot_be_served_leaves_the_policy_before(
+    layout: RunLayout, engine: dict[str, Any], steps: str, message: str, calls: list[str]
+) -> None:
+    fake = FakeEngine(**engine)
+    with pytest.raises((InferenceError, WeightsError), match=message):
+        take_steps(layout, fake, steps)
+    assert fake.calls[-len(calls) :] == calls
+
+
+@pytest.mark.parametrize(
+    ("engine", "steps", "message"),
+    [
+        ({"refused": ["step_1", "start"]}, "1", "the server ends"),
+        ({"cannot_suspend": True}, "sleep", r"out of main memory.*the server ends"),
+        (
+            {"num_wakes_refused": 10_000},
+            "sleep 1",
+            r"weights got no GPU memory for 100 s .*lower inference.gpu_memory_utilization",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_go_back_stays_paused_and_is_reported_broken(
+    layout: RunLayout, engine: dict[str, Any], steps: str, message: str
+) -> None:
+    fake, broken = FakeEngine(**engine), list[str]()
+    with pytest.raises(InferenceError, match=message):
+        take_steps(layout, fake, steps, broken=broken)
+    assert broken == ["broken"]
+    assert "resume" not in fake.calls
+    assert fake.calls.count("wake weights") in (0, 2 * 51)
+
+
+def test_the_mismatch_is_that_of_the_engine_that_is_furthest_and_gone_with_a_policy_without_a_probe(layout: RunLayout) -> None:
     async def scenario(loader: PolicyLoader) -> None:
-        engine.scores = [[[-1.0, -2.0]], [[-1.0, -2.0002]]]
-        await loader.load(directory)
+        await loader.load(layout.weights_step(3))
         assert loader.probe_result is not None
         assert loader.probe_result.mismatch == pytest.approx(1e-4)
         await loader.load(layout.weights_step(1))
         assert loader.probe_result is None
 
-    assert run(layout, engine, scenario) == []
-    assert engine.calls[:5] == ["pause", "load step_3", "drop_caches", "score [[1, 2, 3]]", "resume"]
-
-
-def test_a_policy_that_the_engine_does_not_reproduce_is_refused_and_the_one_before_served_again(layout: RunLayout) -> None:
-    engine = FakeEngine()
-    directory = publish_with_probe(layout, version=3)
-
-    async def scenario(loader: PolicyLoader) -> None:
-        await loader.load(layout.weights_step(1))
-        engine.scores = [[[-1.0, -2.0]], [[-1.0, -9.0]]]
-        with pytest.raises(WeightsError, match=r"policy 3 as this server computes it is not.*policy 1 is served again"):
-            await loader.load(directory)
-        assert loader.policy.version == engine.ledger.current == 1
-
-    assert run(layout, engine, scenario) == []
-    assert engine.calls[-5:] == ["score [[1, 2, 3]]", "discard", "load step_1", "drop_caches", "resume"]
-
-
-def test_the_start_weights_are_version_0_again(layout: RunLayout) -> None:
-    engine = FakeEngine()
-
-    async def scenario(loader: PolicyLoader) -> None:
-        start = loader.policy
-        await loader.load(layout.weights_step(1))
-        assert await loader.load_start() == start == loader.policy
-        assert engine.ledger.current == 0
-
-    run(layout, engine, scenario)
-    assert engine.calls[4:] == ["pause", "load start", "drop_caches", "resume"]
+    run(layout, FakeEngine(scores=[[[-1.0, -2.0]], [[-1.0, -2.0002]]]), scenario)
 
 
 def test_a_directory_that_is_not_whole_does_not_even_pause_the_engine(layout: RunLayout) -> None:
-    engine = FakeEngine()
     (layout.weights_step(1) / "model.safetensors").write_bytes(b"weights X")
-
-    async def scenario(loader: PolicyLoader) -> None:
-        with pytest.raises(WeightsError, match="altered"):
-            await loader.load(layout.weights_step(1))
-        assert loader.policy.version == 0
-
-    run(layout, engine, scenario)
+    engine = FakeEngine()
+    with pytest.raises(WeightsError, match="altered"):
+        take_steps(layout, engine, "1")
     assert engine.calls == []
-
-
-def test_a_failed_load_brings_the_policy_before_back_and_resumes(layout: RunLayout) -> None:
-    engine = FakeEngine()
-    engine.refused = {"step_2"}
-
-    async def scenario(loader: PolicyLoader) -> None:
-        await loader.load(layout.weights_step(1))
-        with pytest.raises(InferenceError, match=r"step_2 .*\(RuntimeError: shapes differ\); policy 1 is served"):
-            await loader.load(layout.weights_step(2))
-        assert loader.policy.version == engine.ledger.current == 1
-
-    assert run(layout, engine, scenario) == []
-    assert engine.calls[4:] == ["pause", "load step_2", "discard", "load step_1", "drop_caches", "resume"]
-
-
-def test_an_engine_that_cannot_go_back_stays_paused_and_is_reported_broken(layout: RunLayout) -> None:
-    engine = FakeEngine()
-    engine.refused = {"step_1", "start"}
-
-    async def scenario(loader: PolicyLoader) -> None:
-        with pytest.raises(InferenceError, match="the server ends"):
-            await loader.load(layout.weights_step(1))
-
-    assert run(layout, engine, scenario) == ["broken"]
-    assert "resume" not in engine.calls
 
 
 def test_loads_at_the_same_time_happen_one_after_the_other(layout: RunLayout) -> None:
@@ -232,7 +280,7 @@ def test_loads_at_the_same_time_happen_one_after_the_other(layout: RunLayout) ->
                 tasks.create_task(loader.load(layout.weights_step(version)), name=f"load {version}")
 
     run(layout, engine, scenario)
-    assert engine.calls == ["pause", "load step_1", "drop_caches", "resume", "pause", "load step_2", "drop_caches", "resume"]
+    assert engine.calls == [*_LOAD_1, *_LOAD_2]
 
 
 def publish_adapter(layout: RunLayout, version: int, *, base: str) -> None:
@@ -243,66 +291,48 @@ def publish_adapter(layout: RunLayout, version: int, *, base: str) -> None:
     publish(layout, version=PolicyVersion(version), run_id="test", write=write)
 
 
-def test_beside_the_start_model_only_the_adapter_is_loaded(layout: RunLayout) -> None:
-    engine = FakeEngine(serves_adapters=True)
-    for version in (3, 4):
+@pytest.mark.parametrize(
+    ("refused", "steps", "loads"),
+    [
+        pytest.param([], "4 5 start", ["adapter step_4", "adapter step_5", "adapter None"], id="on the start model, it alone"),
+        pytest.param(
+            [],
+            "1 4",
+            ["load step_1", "adapter None", "load start", "adapter step_4"],
+            id="after whole weights, on the start model again",
+        ),
+        pytest.param(
+            ["step_1"],
+            "4 1",
+            ["adapter step_4", "load step_1", "load start", "adapter step_4"],
+            id="a failed load of whole weights is undone below it",
+        ),
+    ],
+)
+def test_what_is_loaded_for_an_adapter(layout: RunLayout, refused: list[str], steps: str, loads: list[str]) -> None:
+    engine = FakeEngine(serves_adapters=True, refused=refused)
+    for version in (4, 5):
         publish_adapter(layout, version, base=str(layout.root / "start"))
-
-    async def scenario(loader: PolicyLoader) -> None:
-        assert engine.calls == ["adapter None"]
-        for version in (3, 4):
-            assert (await loader.load(layout.weights_step(version))).version == version
-        await loader.load_start()
-
-    run(layout, engine, scenario)
-    loads = [call for call in engine.calls if call.startswith(("load", "adapter"))]
-    assert loads == ["adapter None", "adapter step_3", "adapter step_4", "adapter None"]
+    with pytest.raises(InferenceError, match="policy 4 is served again") if refused else nullcontext():
+        take_steps(layout, engine, steps)
+    assert [call for call in engine.calls if call.startswith(("load", "adapter"))] == ["adapter None", *loads]
 
 
-def test_an_adapter_after_whole_weights_brings_the_start_model_back(layout: RunLayout) -> None:
-    engine = FakeEngine(serves_adapters=True)
-    publish_adapter(layout, 3, base=str(layout.root / "start"))
-
-    async def scenario(loader: PolicyLoader) -> None:
-        for version in (1, 3):
-            await loader.load(layout.weights_step(version))
-
-    run(layout, engine, scenario)
-    loads = [call for call in engine.calls if call.startswith(("load", "adapter"))]
-    assert loads == ["adapter None", "load step_1", "adapter None", "load start", "adapter step_3"]
-
-
-def test_a_failed_load_of_whole_weights_is_undone_with_the_start_model_below_the_adapter(layout: RunLayout) -> None:
-    engine = FakeEngine(serves_adapters=True)
-    engine.refused = {"step_1"}
-    publish_adapter(layout, 3, base=str(layout.root / "start"))
-
-    async def scenario(loader: PolicyLoader) -> None:
-        await loader.load(layout.weights_step(3))
-        with pytest.raises(InferenceError, match="policy 3 is served again"):
-            await loader.load(layout.weights_step(1))
-
-    run(layout, engine, scenario)
-    loads = [call for call in engine.calls if call.startswith(("load", "adapter"))]
-    assert loads == ["adapter None", "adapter step_3", "load step_1", "load start", "adapter step_3"]
-
-
-def test_an_adapter_that_cannot_be_served_does_not_even_pause_the_engine(layout: RunLayout) -> None:
-    publish_adapter(layout, 3, base=str(layout.root / "start"))
-    publish_adapter(layout, 4, base="org/other")
-    without, engine = FakeEngine(), FakeEngine(serves_adapters=True)
-
-    async def refuses_adapters(loader: PolicyLoader) -> None:
-        with pytest.raises(WeightsError, match=r"started without inference\.enable_lora = true"):
-            await loader.load(layout.weights_step(3))
-
-    async def refuses_others(loader: PolicyLoader) -> None:
-        with pytest.raises(WeightsError, match=r"an adapter for org/other, and this server serves .*start: start one with"):
-            await loader.load(layout.weights_step(4))
-
-    run(layout, without, refuses_adapters)
-    run(layout, engine, refuses_others)
-    assert (without.calls, engine.calls) == ([], ["adapter None"])
+@pytest.mark.parametrize(
+    ("serves_adapters", "base", "message"),
+    [
+        (False, "start", r"started without inference\.enable_lora = true"),
+        (True, "org/other", r"an adapter for org/other, and this server serves .*start: start one with"),
+    ],
+)
+def test_an_adapter_that_cannot_be_served_does_not_even_pause_the_engine(
+    layout: RunLayout, serves_adapters: bool, base: str, message: str
+) -> None:
+    publish_adapter(layout, 4, base=str(layout.root / base) if base == "start" else base)
+    engine = FakeEngine(serves_adapters=serves_adapters)
+    with pytest.raises(WeightsError, match=message):
+        take_steps(layout, engine, "4")
+    assert engine.calls == (["adapter None"] if serves_adapters else [])
 
 
 def test_weights_from_elsewhere_are_not_read(layout: RunLayout, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -338,86 +368,6 @@ def test_a_sparse_file_does_not_keep_the_other_loads_waiting(layout: RunLayout) 
     run(layout, FakeEngine(), scenario)
 
 
-def test_a_sleeping_engine_gets_its_weights_before_a_load_and_its_cache_after_it(layout: RunLayout) -> None:
-    engine = FakeEngine()
-
-    async def scenario(loader: PolicyLoader) -> None:
-        await loader.sleep()
-        await loader.sleep()  # an orchestrator that was started again may ask twice
-        assert loader.is_asleep
-        await loader.load(layout.weights_step(1))
-        assert not loader.is_asleep
-        await loader.load(layout.weights_step(2))
-
-    assert run(layout, engine, scenario) == []
-    asleep = ["pause", "suspend", "wake weights", "load step_1", "drop_caches", "wake kv_cache", "resume"]
-    assert engine.calls == [*asleep, "pause", "load step_2", "drop_caches", "resume"]
-
-
-def test_a_sleeping_engine_that_cannot_load_a_policy_wakes_with_the_one_before(layout: RunLayout) -> None:
-    engine = FakeEngine()
-    engine.refused = {"step_1"}
-
-    async def scenario(loader: PolicyLoader) -> None:
-        await loader.sleep()
-        with pytest.raises(InferenceError, match="policy 0 is served again"):
-            await loader.load(layout.weights_step(1))
-        assert not loader.is_asleep
-
-    assert run(layout, engine, scenario) == []
-    expected = [
-        "pause",
-        "suspend",
-        "wake weights",
-        "load step_1",
-        "discard",
-        "load start",
-        "drop_caches",
-        "wake kv_cache",
-        "resume",
-    ]
-    assert engine.calls == expected
-
-
-def test_an_engine_that_cannot_sleep_is_reported_broken(layout: RunLayout) -> None:
-    engine = FakeEngine()
-    engine.cannot_suspend = True
-
-    async def scenario(loader: PolicyLoader) -> None:
-        with pytest.raises(InferenceError, match=r"out of main memory.*the server ends"):
-            await loader.sleep()
-
-    assert run(layout, engine, scenario) == ["broken"]
-
-
-def test_a_sleeping_engine_waits_for_gpu_memory_that_is_freed_a_moment_late(layout: RunLayout) -> None:
-    engine = FakeEngine()
-
-    async def scenario(loader: PolicyLoader) -> None:
-        await loader.sleep()
-        engine.num_wakes_refused = 3
-        assert (await loader.load(layout.weights_step(1))).version == 1
-
-    assert run(layout, engine, scenario) == []
-    woken = ["wake weights"] * 4 + ["load step_1", "drop_caches", "wake kv_cache", "resume"]
-    assert engine.calls == ["pause", "suspend", *woken]
-
-
-def test_gpu_memory_that_stays_taken_ends_the_server_with_what_to_lower(layout: RunLayout) -> None:
-    engine = FakeEngine()
-
-    async def scenario(loader: PolicyLoader) -> None:
-        await loader.sleep()
-        engine.num_wakes_refused = 10_000
-        with pytest.raises(
-            InferenceError, match=r"weights got no GPU memory for 100 s .*lower inference.gpu_memory_utilization"
-        ):
-            await loader.load(layout.weights_step(1))
-
-    assert run(layout, engine, scenario) == ["broken"]
-    assert engine.calls.count("wake weights") == 2 * 51
-
-
 def test_an_engine_changes_in_another_way_only_while_it_is_awake_and_does_not_sleep_meanwhile(layout: RunLayout) -> None:
     engine = FakeEngine()
 
@@ -438,20 +388,9 @@ def test_an_engine_changes_in_another_way_only_while_it_is_awake_and_does_not_sl
     assert engine.calls == ["pause", "suspend"]
 
 
-def test_a_change_that_the_engine_never_ends_is_reported_broken(tmp_path: Path) -> None:
-    broken: list[str] = []
-
-    async def main() -> None:
-        loader = PolicyLoader(
-            FakeEngine(),  # type: ignore[arg-type]  stands in for VersionedEngine
-            model_name="m",
-            start_directory=tmp_path,
-            roots=[tmp_path],
-            on_broken=lambda: broken.append("broken"),
-            timeout_s=0.01,
-        )
+def test_a_change_that_the_engine_never_ends_is_reported_broken(layout: RunLayout) -> None:
+    async def scenario(loader: PolicyLoader) -> None:
         with pytest.raises(InferenceError, match="did not answer within 0 s: the server ends"):
             await loader.while_awake(asyncio.Event().wait)
 
-    asyncio.run(main())
-    assert broken == ["broken"]
+    assert run(layout, FakeEngine(), scenario, timeout_s=0.01) == ["broken"]

@@ -1,4 +1,4 @@
-"""Each name of vLLM that trivet uses is there: where one went missing in a new release, the failing case says which."""
+"""Each name of vLLM that trivet uses is there: where one went missing in a new release, the failure says which."""
 
 import ast
 import json
@@ -64,8 +64,9 @@ ATTRIBUTES = {
 """What is used of each class. A class that trivet meets but does not import stands here with its module."""
 
 PROGRAM = """
-import importlib, inspect, json, re, sys
+import gc, importlib, inspect, json, re, sys
 
+gc.disable()  # importing vLLM takes a quarter less time
 from trivet.errors import InferenceError
 from trivet.inference import vllm_names
 
@@ -187,15 +188,8 @@ def found() -> dict:
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", MODULE_OF)
-def test_vllm_has_the_name(found: dict, name: str) -> None:
-    assert name not in found["missing"], found["missing"][name]
-
-
-@pytest.mark.parametrize("name", [f"{owner}.{name}" for owner, names in ATTRIBUTES.items() for name in ["", *sorted(names)]])
-def test_vllm_has_the_attribute(found: dict, name: str) -> None:
-    name = name.removesuffix(".")
-    assert name not in found["missing"], found["missing"][name]
+def test_vllm_has_every_name_and_attribute(found: dict) -> None:
+    assert found["missing"] == {}
 
 
 def test_vllm_has_every_argument_that_the_server_is_started_with(found: dict) -> None:
@@ -227,9 +221,10 @@ def test_vllm_computes_float32_logits_where_it_is_asked_to(found: dict) -> None:
     assert found["head_dtype"] == "torch.float32"
 
 
-def test_vllm_reads_every_variable_that_the_server_sets(found: dict) -> None:
-    named = set(re.findall(r"\bVLLM_[A-Z_]+\b", "".join(path.read_text() for path in (SOURCE / "inference").glob("*.py"))))
-    assert "VLLM_HOST_IP" in named
+def test_vllm_reads_every_variable_that_the_server_sets_or_the_documentation_names(found: dict) -> None:
+    files = [*(SOURCE / "inference").glob("*.py"), *(SOURCE.parents[1] / "docs").glob("*.md")]
+    named = set(re.findall(r"\bVLLM_[A-Z0-9_]+\b", "".join(path.read_text() for path in files)))
+    assert named > {"VLLM_HOST_IP", "VLLM_USE_V2_MODEL_RUNNER"}  # the latter is the fallback in troubleshooting.md
     assert not named - {"VLLM_KEYS", "COMPUTED_VLLM_ARGUMENTS"} - set(found["variables"])
 
 
@@ -250,13 +245,6 @@ def test_vllms_client_keeps_a_restarted_request_until_it_ends(found: dict) -> No
     assert found["routes"] == [[1, 1], [1, 1], [0, 0]]
 
 
-def test_vllm_reads_every_variable_that_the_documentation_names(found: dict) -> None:
-    documents = "".join(path.read_text() for path in (SOURCE.parents[1] / "docs").glob("*.md"))
-    named = set(re.findall(r"\bVLLM_[A-Z0-9_]+\b", documents))
-    assert "VLLM_USE_V2_MODEL_RUNNER" in named  # the fallback in troubleshooting.md
-    assert not named - set(found["variables"])
-
-
 def imports_of_vllm(path: Path) -> Iterator[tuple[str, str]]:
     """Yield module and name of everything that `path` imports from vLLM, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -267,12 +255,10 @@ def imports_of_vllm(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_no_other_module_imports_vllm() -> None:
-    assert [path.name for path in sorted(SOURCE.rglob("*.py")) if any(imports_of_vllm(path))] == ["vllm_names.py"]
-
-
-def test_type_checkers_see_the_names_where_they_are_imported_from() -> None:
-    declared = {name: module for module, name in imports_of_vllm(Path(vllm_names.__file__))}
-    assert declared == MODULE_OF
+    named = [
+        path for path in sorted(SOURCE.rglob("*.py")) if "import vllm" in (text := path.read_text()) or "from vllm" in text
+    ]
+    assert [path.name for path in named if any(imports_of_vllm(path))] == ["vllm_names.py"]
 
 
 def test_the_names_are_imported_when_they_are_asked_for() -> None:
