@@ -4,14 +4,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from trivet.config.arguments import Arguments, parse_arguments
 from trivet.config.check_files import require_files
 from trivet.config.compute_dtype import settle_compute_dtype
 from trivet.config.findings import Findings
-from trivet.config.load import LoadedConfig, SectionT, load_arguments
+from trivet.config.load import LoadedConfig, load_arguments
 from trivet.config.schema.base import Section
+from trivet.config.sources import Arguments, parse_arguments
 from trivet.errors import ConfigError, DiskFull, TrivetError
 from trivet.key_names import from_variable, use_names
 from trivet.machine import inspect_machine
@@ -32,13 +32,13 @@ class Submit(Protocol[TargetT]):
 
 
 def run_command(
-    kind: type[SectionT],
-    main: Callable[[SectionT], int],
+    kind: type[TargetT],
+    main: Callable[[TargetT], int],
     argv: Sequence[str] | None = None,
     *,
-    check: Callable[[SectionT], None] | None = None,
-    dry_run: Callable[[SectionT], None] | None = None,
-    submit: Submit[SectionT] | None = None,
+    check: Callable[[TargetT], None] | None = None,
+    dry_run: Callable[[TargetT], None] | None = None,
+    submit: Submit[TargetT] | None = None,
 ) -> int:
     """Load a `kind` from the command line and hand it to `main`: `run_translated` without a translation.
 
@@ -49,11 +49,11 @@ def run_command(
 
 
 def run_translated(
-    kind: type[SectionT],
+    kind: type[Section],
     main: Callable[[TargetT], int],
     argv: Sequence[str] | None = None,
     *,
-    translate: Callable[[LoadedConfig[SectionT]], LoadedConfig[TargetT]],
+    translate: Callable[[LoadedConfig[Any]], LoadedConfig[TargetT]],
     check: Callable[[TargetT], None] | None = None,
     dry_run: Callable[[TargetT], None] | None = None,
     submit: Submit[TargetT] | None = None,
@@ -62,41 +62,37 @@ def run_translated(
 
     Args:
         argv: the words after the command's name; None takes those of this process.
-        check: raises a TrivetError for what only this command can know, such as an environment that is not installed.
-            It starts nothing, and runs for `--dry-run` too.
+        check: raises a TrivetError for what only this command can know. It starts nothing, and runs for `--dry-run` too.
         dry_run: checks, for `--dry-run`, what takes long and what `main` therefore checks while it starts.
         submit: has a scheduler carry the command out if the configuration says so.
 
     Returns:
-        The process's exit code: `main`'s, that of the TrivetError that ended it (2 for a bad configuration), or 141 when the
-        reader of the output had closed the pipe.
+        The exit code: `main`'s, that of the TrivetError that ended it, or 141 when the reader of the output had closed the pipe.
     """
     words = sys.argv[1:] if argv is None else argv
+    findings = Findings()
+    arguments = parse_arguments(kind, words, findings)
 
     def run() -> int:
-        findings = Findings()
-        arguments = parse_arguments(kind, words, findings)
-        try:
-            if arguments.help_section is not None:
-                from trivet.config.reference import help_text  # here: it imports what only help needs
-
-                print(help_text(kind, arguments.help_section))
-                return 0
-            loaded = translate(_load(kind, arguments, findings, shows_usage=not words))
-            loaded = replace(loaded, omits_defaults=arguments.omits_defaults)
-            if submit is not None and (exit_code := submit(loaded, is_dry_run=arguments.is_dry_run)) is not None:
-                return exit_code
-            require_files(loaded.config)
-            loaded = settle_compute_dtype(loaded, machine=inspect_machine(), does_record=not arguments.is_dry_run)
-            if check is not None:
-                check(loaded.config)
-            _print_notices(loaded.notices)
-            if arguments.is_dry_run:
-                if dry_run is not None:
-                    dry_run(loaded.config)
-                print(loaded.to_shown_toml(), end="")
-                return 0
+        loaded = translate(_load(kind, arguments, findings, shows_usage=not words))
+        loaded = replace(loaded, omits_defaults=arguments.omits_defaults)
+        if submit is not None and (exit_code := submit(loaded, is_dry_run=arguments.is_dry_run)) is not None:
+            return exit_code
+        require_files(loaded.config)
+        loaded = settle_compute_dtype(loaded, machine=inspect_machine(), does_record=not arguments.is_dry_run)
+        if check is not None:
+            check(loaded.config)
+        _print_notices(loaded.notices)
+        if not arguments.is_dry_run:
             return main(loaded.config)
+        if dry_run is not None:
+            dry_run(loaded.config)
+        print(loaded.to_shown_toml(), end="")
+        return 0
+
+    def run_or_report() -> int:
+        try:
+            return run() if arguments.help_section is None else _print_help(kind, arguments.help_section)
         except TrivetError as exc:
             print_error(exc)
             return exc.exit_code
@@ -106,10 +102,23 @@ def run_translated(
             print_error(describe_full_disk(exc))
             return DiskFull.exit_code
 
-    return run_until_output_closes(run)
+    return run_until_output_closes(run_or_report)
 
 
-def _load(kind: type[SectionT], arguments: Arguments, findings: Findings, *, shows_usage: bool) -> LoadedConfig[SectionT]:
+def _print_notices(notices: Sequence[str]) -> None:
+    unusable = find_unusable(os.environ)
+    for notice in (*notices, *([f"{unusable}; {OWN_DIRECT}"] if unusable else [])):
+        print(f"notice: {printable(notice)}", file=sys.stderr)
+
+
+def _print_help(kind: type[Section], section: str) -> int:
+    from trivet.config.reference import help_text  # here: it imports what only help needs
+
+    print(help_text(kind, section))
+    return 0
+
+
+def _load(kind: type[Section], arguments: Arguments, findings: Findings, *, shows_usage: bool) -> LoadedConfig[Any]:
     """Load the configuration; print how the command is called if it was called without the arguments that it needs."""
     try:
         return load_arguments(kind, arguments, findings, environ=os.environ)
@@ -119,9 +128,3 @@ def _load(kind: type[SectionT], arguments: Arguments, findings: Findings, *, sho
 
             print(usage_text(kind), file=sys.stderr)
         raise
-
-
-def _print_notices(notices: Sequence[str]) -> None:
-    unusable = find_unusable(os.environ)
-    for notice in (*notices, *([f"{unusable}; {OWN_DIRECT}"] if unusable else [])):
-        print(f"notice: {printable(notice)}", file=sys.stderr)

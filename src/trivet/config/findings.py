@@ -39,7 +39,7 @@ ROOT = Key()
 
 @dataclass(slots=True)
 class Findings:
-    """Collected from every stage, so that one load reports all its problems together."""
+    """Collected from every stage, so that one load reports all its problems together, each once."""
 
     problems: list[str] = field(default_factory=list[str])
     num_unlisted: int = 0
@@ -49,25 +49,18 @@ class Findings:
     def refuse(self, problem: str) -> None:
         """Add a problem, unless it was added before: two keys of a run can be one key of the user's."""
         text = hide_in_addresses(problem)
-        if text in self.problems:
-            return
-        if len(self.problems) < _MAX_LISTED:
+        if text not in self.problems and len(self.problems) < _MAX_LISTED:
             self.problems.append(text)
-        else:
+        elif text not in self.problems:
             self.num_unlisted += 1
 
     def notice(self, notice: str) -> None:
-        """Add a notice, unless it was added before."""
-        text = hide_in_addresses(notice)
-        if text not in self.notices:
+        """Add a notice."""
+        if (text := hide_in_addresses(notice)) not in self.notices:
             self.notices.append(text)
 
     def raise_problems(self) -> None:
-        """Raise the problems as one error, if there are any.
-
-        Raises:
-            ConfigError: there is a problem; its text lists them all.
-        """
+        """Raise a ConfigError that lists the problems, if there are any."""
         if len(self.problems) == 1:
             raise ConfigError(self.problems[0])
         if self.problems:

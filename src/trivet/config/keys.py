@@ -1,16 +1,15 @@
 """Finds keys in a configuration model: which key stands at a path, and which one a misspelled path was meant to be."""
 
 import difflib
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from trivet.config.schema.base import Section
+from trivet.config.schema.base import Section, members
 
 KeyPath = tuple[str | int, ...]
 
@@ -50,6 +49,7 @@ def dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
+@lru_cache(maxsize=4096)
 def find_key(kind: type[Section], path: KeyPath) -> ConfigKey | None:
     """Return the key that `kind` has at `path`, or None. A list of sections may be entered with or without an index."""
     key = ConfigKey(shape=Shape.SECTION, sections=(kind,))
@@ -92,25 +92,23 @@ def nearest_key(kind: type[Section], path: KeyPath) -> str | None:
     if any(len(str(part)) > _MAX_NAME_CHARS for part in path):
         return None
     known = next(length for length in range(len(path)) if find_key(kind, path[: length + 1]) is None)
-    parent, name = path[:known], str(path[known])
+    parent, name, last = path[:known], str(path[known]), str(path[-1])
     key = find_key(kind, parent)
     siblings = [sibling for section in (key.sections if key else ()) for sibling in section.model_fields]
     closest = max(siblings, key=lambda sibling: _likeness(sibling, name), default="")
     if _likeness(closest, name) >= _ALIKE:
         return dotted((*parent, closest))
-    last = str(path[-1])
-    names = _names_by_key(kind)
-    same = [candidate for candidate, candidate_name in names.items() if candidate_name == last]
-    alike = same or [candidate for candidate, candidate_name in names.items() if _likeness(candidate_name, last) >= _ALIKE]
+    everywhere = _all_keys_of(kind)
+    same = [candidate for candidate in everywhere if candidate[-1] == last]
+    alike = same or [candidate for candidate in everywhere if _likeness(str(candidate[-1]), last) >= _ALIKE]
     is_unmistakable = len(same) == 1
-    close = difflib.get_close_matches(dotted(path), alike, n=1, cutoff=0.0 if is_unmistakable else 0.6)
+    close = difflib.get_close_matches(dotted(path), map(dotted, alike), n=1, cutoff=0.0 if is_unmistakable else 0.6)
     return close[0] if close else None
 
 
 @lru_cache
-def _names_by_key(kind: type[Section]) -> dict[str, str]:
-    """Return the last part of every key of `kind`, by the whole key."""
-    return {dotted(candidate): str(candidate[-1]) for candidate, _ in all_keys(kind)}
+def _all_keys_of(kind: type[Section]) -> list[KeyPath]:
+    return list(dict.fromkeys(path for path, _ in all_keys(kind)))  # sections of several types share keys
 
 
 def _likeness(known: str, typed: str) -> float:
@@ -123,26 +121,21 @@ def _likeness(known: str, typed: str) -> float:
 def key_of(field: FieldInfo) -> ConfigKey:
     """Return the key that a field of a model is."""
     choices = [member for member in members(field.annotation) if member is not type(None)]
-    sections = tuple(member for member in choices if isinstance(member, type) and issubclass(member, Section))
+    first, sections = choices[0], tuple(member for member in choices if _is_section(member))
+    if get_origin(first) is list and _is_section(item := get_args(first)[0]):
+        return ConfigKey(shape=Shape.SECTION_LIST, sections=(item,), field=field)
     if sections:
-        return ConfigKey(shape=Shape.SECTION, sections=sections, field=field)
-    member = choices[0]
-    if get_origin(member) is list:
-        (item,) = get_args(member)
-        if isinstance(item, type) and issubclass(item, Section):
-            return ConfigKey(shape=Shape.SECTION_LIST, sections=(item,), field=field)
-        return ConfigKey(shape=Shape.LIST, field=field)
-    if get_origin(member) is dict:
-        return ConfigKey(shape=Shape.TABLE, field=field)
-    if bool in choices:
-        return ConfigKey(shape=Shape.BOOL if len(choices) == 1 else Shape.BOOL_OR_VALUE, field=field)
-    return ConfigKey(shape=Shape.VALUE, field=field)
+        shape = Shape.SECTION
+    elif get_origin(first) is list:
+        shape = Shape.LIST
+    elif get_origin(first) is dict:
+        shape = Shape.TABLE
+    elif bool in choices:
+        shape = Shape.BOOL if len(choices) == 1 else Shape.BOOL_OR_VALUE
+    else:
+        shape = Shape.VALUE
+    return ConfigKey(shape=shape, sections=sections, field=field)
 
 
-def members(annotation: Any) -> list[Any]:
-    """Return the types that a union is made of, or the type itself."""
-    if get_origin(annotation) is Annotated:
-        return members(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [inner for member in get_args(annotation) for inner in members(member)]
-    return [annotation]
+def _is_section(member: object) -> bool:
+    return isinstance(member, type) and issubclass(member, Section)

@@ -12,7 +12,6 @@ from trivet.config.tables import as_list, as_table
 HIDDEN = "(not shown: it may be a secret)"
 _STARS = "***"
 """Replaces a secret inside an address, where HIDDEN would not fit."""
-
 _SECRET = re.compile(r"key|token|secret|passw|pwd|auth|cookie|credential|bearer|signature", re.IGNORECASE)
 _HARMLESS = re.compile(r"tokenizer|hash_keys|api_key_var|author(?!i)|(?:max|min|micro_batch|no_loss)_tokens", re.IGNORECASE)
 """Parts of names that hold no secret, though they look like it."""
@@ -24,17 +23,13 @@ _PATH_OF_ADDRESS = re.compile(r"(?<=[^/:]/)[^/].*", re.DOTALL)
 _HEADERS = "headers"
 """The table of HTTP headers. Every value in it is hidden, because any header may carry a secret."""
 _HEARTBEAT = ("heartbeat", "url")
-"""The path of this address is a secret: whoever knows it can send beats."""
+"""The path of this address is a secret: whoever knows it can send heartbeats."""
 _MIN_SECRET_CHARS = 4
 """Shorter values are not looked for in texts: too many words contain them."""
 
 
 def mask(path: Sequence[str | int], value: object) -> object:
-    """Return what may be shown of the value of a key. Masking twice changes nothing more.
-
-    Args:
-        path: the key with the tables that hold it.
-    """
+    """Return what may be shown of the value of the key `path`. Masking twice changes nothing more."""
     names = [str(part) for part in path]
     if (table := as_table(value)) is not None:
         return {name: mask((*path, name), item) for name, item in table.items()}
@@ -42,14 +37,16 @@ def mask(path: Sequence[str | int], value: object) -> object:
         return [mask(path, item) for item in items]
     if value is None or isinstance(value, bool) or value == "":
         return value
-    if any(_is_secret(name, value) for name in names) or _HEADERS in names[:-1]:
+    is_number = isinstance(value, int | float)
+    secrets = (name for name in names if names_secret(name) and not (is_number and _COUNTED.search(name)))
+    if any(secrets) or _HEADERS in names[:-1]:
         return HIDDEN
-    if isinstance(value, str):
-        shown = hide_in_addresses(value)
-        if tuple(names[-2:]) != _HEARTBEAT:
-            return shown
-        return _PATH_OF_ADDRESS.sub(HIDDEN, shown) if "://" in shown else HIDDEN
-    return value
+    if not isinstance(value, str):
+        return value
+    shown = hide_in_addresses(value)
+    if tuple(names[-2:]) != _HEARTBEAT:
+        return shown
+    return _PATH_OF_ADDRESS.sub(HIDDEN, shown) if "://" in shown else HIDDEN
 
 
 def names_secret(name: str) -> bool:
@@ -69,28 +66,16 @@ def hide_in_addresses(text: str) -> str:
 
 def hide_values(text: str, table: Mapping[str, object]) -> str:
     """Return `text`, which code with access to `table` wrote, without the secret values of `table`."""
-    for secret in sorted(set(_secrets(table)), key=len, reverse=True):
+    pairs = zip(_scalars(mask_table(table)), _scalars(table), strict=True)
+    secrets = {str(value) for shown, value in pairs if shown == HIDDEN and len(str(value)) >= _MIN_SECRET_CHARS}
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return hide_in_addresses(text)
 
 
-def _is_secret(name: str, value: object) -> bool:
-    is_count = isinstance(value, int | float) and _COUNTED.search(name) is not None
-    return not is_count and names_secret(name)
-
-
-def _secrets(table: Mapping[str, object]) -> Iterator[str]:
-    for shown, value in zip(_scalars(mask_table(table)), _scalars(table), strict=True):
-        if shown == HIDDEN and len(text := str(value)) >= _MIN_SECRET_CHARS:
-            yield text
-
-
 def _scalars(value: object) -> Iterator[object]:
-    if (table := as_table(value)) is not None:
-        for item in table.values():
-            yield from _scalars(item)
-    elif (items := as_list(value)) is not None:
-        for item in items:
-            yield from _scalars(item)
-    else:
+    table, items = as_table(value), as_list(value)
+    if table is None and items is None:
         yield value
+    for item in table.values() if table is not None else items or ():
+        yield from _scalars(item)

@@ -14,8 +14,8 @@ from trivet.config.keys import find_key
 from trivet.config.schema.inference import ServerConfig
 from trivet.config.schema.model import Dtype
 from trivet.config.schema.rl import RLConfig
-from trivet.config.sources import UNSET, Values
 from trivet.config.tables import as_list, as_table
+from trivet.config.values import UNSET, Values
 from trivet.key_names import key_name
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from trivet.config.dump import literal
 from trivet.config.findings import Findings, Key
-from trivet.config.keys import Shape, find_key
+from trivet.config.keys import KeyPath, Shape, dotted, find_key
 from trivet.config.schema.base import Section
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import VLLM_KEYS, InferenceConfig
@@ -18,9 +18,9 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import TrainerConfig
-from trivet.config.schema.vf_rl import VfRLConfig
-from trivet.config.sources import Entry, Text
+from trivet.config.schema.vf_rl import ENV_RESPONSES_ARE_MASKED, VfRLConfig
 from trivet.config.tables import as_list, as_table
+from trivet.config.values import Entry, Text
 
 ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     TrainerConfig: ("trainer",),
@@ -44,16 +44,19 @@ def _at(prefixes: Sequence[str], names: Sequence[str], text: str) -> dict[str, s
     return {f"{prefix}{name}": text for prefix in prefixes for name in names}
 
 
+_EFFORT = "sampling.extra_body.reasoning_effort"
 RENAMED = {
     **dict.fromkeys(("environment", "orchestrator.environment", "orchestrator.train.env"), "orchestrator.env"),
     "orchestrator.train.sampling": "orchestrator.sampling",
     "orchestrator.sampling.max_completion_tokens": "orchestrator.sampling.max_tokens",
     "orchestrator.group_size": "orchestrator.rollouts_per_example",
-    "orchestrator.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
-    "orchestrator.train.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
+    **_at(
+        ["orchestrator.", "orchestrator.train."],
+        ["filter_zero_advantages"],
+        "orchestrator.buffer.online_difficulty_filtering",
+    ),
     "orchestrator.model.client": "orchestrator.client",
-    "orchestrator.sampling.reasoning_effort": "orchestrator.sampling.extra_body.reasoning_effort",
-    **{f"{evals}sampling.reasoning_effort": f"{evals}sampling.extra_body.reasoning_effort" for evals in _EVALS},
+    **{f"{section}sampling.reasoning_effort": f"{section}{_EFFORT}" for section in ("orchestrator.", *_EVALS)},
     "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
     "rollout_transport": "trainer.rollout_transport",
     **{f"{role}monitors.wandb": f"{role}wandb" for role in _TRAINING},
@@ -69,10 +72,8 @@ RENAMED = {
         for argument, key in VLLM_KEYS.items()
         if argument not in ("host", "port")  # refused by config.check_roles, which names the key
     },
-    "trainer.model.rope_scaling.type": "trainer.model.rope_scaling.rope_type",
-    "inference.model.rope_scaling.type": "inference.model.rope_scaling.rope_type",
-    "inference.vllm.hf_overrides.rope_scaling": "inference.model.rope_scaling",
-    "inference.vllm.hf_overrides.rope_parameters": "inference.model.rope_scaling",
+    **{f"{role}.model.rope_scaling.type": f"{role}.model.rope_scaling.rope_type" for role in ("trainer", "inference")},
+    **_at(["inference.vllm.hf_overrides."], ["rope_scaling", "rope_parameters"], "inference.model.rope_scaling"),
     "inference.vllm": "inference.vllm_args",
     "eval.save.disk.path": "eval.output_dir",
     "eval.eval_base_model": "eval.eval_base",
@@ -80,10 +81,13 @@ RENAMED = {
 }
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
 
-_AS_FILES = "policies go to the servers as safetensors in weights/, which they load while they run; remove the key"
-
+_MORE_RANKS = "remove the key, and for memory use more ranks, or trainer.model.fsdp_cpu_offload on a GPU"
 REFUSED = {
-    **_at(_ROLES, ["weight_broadcast"], _AS_FILES),
+    **_at(
+        _ROLES,
+        ["weight_broadcast"],
+        "policies go to the servers as safetensors in weights/, which they load while they run; remove the key",
+    ),
     "trainer.max_concurrent_runs": "a trainer trains one model; start a run for each",
     "orchestrator.optim": "set trainer.optim",
     "orchestrator.model.lora": "set trainer.model.lora",
@@ -93,9 +97,7 @@ REFUSED = {
     " or orchestrator.max_concurrent",
     "orchestrator.token_batch_size": "batches are counted in rollouts: set orchestrator.batch_size",
     "orchestrator.algo": "set orchestrator.advantage",
-    "orchestrator.mask_env_responses": "what the environment says is always masked: the policy did not sample it, so there is no"
-    " log-probability to weigh it by; remove the key, and to learn such texts too, train on conversations with `uv run sft` and"
-    " data.loss_mask.tool = true or data.loss_mask.user = true",
+    "orchestrator.mask_env_responses": ENV_RESPONSES_ARE_MASKED,
     **_at(
         _TRAINING,
         ["rollout_transport.type"],
@@ -105,9 +107,7 @@ REFUSED = {
     "orchestrator.buffer.skip_verification": "set trainer.loss.adv_tau = 0 to learn from a teacher alone; rewards are computed"
     " and recorded all the same",
     **_at(
-        _TRAINING,
-        ["events.sign"],
-        "events are not signed: `trivet check` compares them with each other and with the run's files; remove the key",
+        _TRAINING, ["events.sign"], "events are not signed: `trivet check` compares them with the run's files; remove the key"
     ),
     "run": "the launcher names the run; set output_dir to choose where it is kept",
     "orchestrator.ckpt.wait_for_weights_timeout": "set orchestrator.rollout_transport.timeout_s",
@@ -118,17 +118,11 @@ REFUSED = {
     "slurm.shared_fs": "the node must see output_dir and this environment; remove the key",
     **_at(_EVALS, ["save.hf"], "results stay on this machine: upload evals/ with `hf upload` if others should have them"),
     **_at(_EVALS, ["save.env_hub"], "results stay on this machine: upload evals/ by other means if others should have them"),
-    **_at(
-        _EVALS,
-        ["per_rollout"],
-        "the rollouts of an example are scored together, as rewards of groups need it; remove the key",
-    ),
-    "trainer.model.ep": "experts are not spread over ranks: FSDP shards them like every other parameter; remove the key,"
-    " and for memory use more ranks, or trainer.model.fsdp_cpu_offload on a GPU",
-    "trainer.model.tp": "FSDP shards parameters, and no matrix product is split over ranks; remove the key, and for memory use"
-    " more ranks, or trainer.model.fsdp_cpu_offload on a GPU",
-    "trainer.model.cp": "a row is not split over ranks: torch's ring attention handles one causal sequence, and would let the"
-    " samples of a packed row see each other; lower trainer.model.seq_len, or set trainer.model.ac to have memory for long rows",
+    **_at(_EVALS, ["per_rollout"], "the rollouts of an example are scored together, for rewards of groups; remove the key"),
+    "trainer.model.ep": f"experts are not spread over ranks: FSDP shards them like every other parameter; {_MORE_RANKS}",
+    "trainer.model.tp": f"FSDP shards parameters, and no matrix product is split over ranks; {_MORE_RANKS}",
+    "trainer.model.cp": "a row is not split over ranks: torch's ring attention handles one causal sequence, not a packed row;"
+    " lower trainer.model.seq_len, or set trainer.model.ac to have memory for long rows",
 }
 """Old prefix to what replaced it."""
 
@@ -148,15 +142,9 @@ IGNORED = {
     **_at(_EVALS, ["save.disk"], "results are always written, to evals/step_N/<env>/ in output_dir"),
     **_at(_EVALS, ["save.stream"], "results are always written as examples finish"),
     "eval.skip_eval_on_resume": "resume_path never repeats what is finished",
-    **_at(
-        _EVALS,
-        ["reasoning_field"],
-        "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with the message",
-    ),
+    **_at(_EVALS, ["reasoning_field"], "thinking is found under each of its usual names, and kept with the message"),
     "orchestrator.eval.retry": "a rollout that a server fails is tried three times, and on another server when its own was lost",
-    **_at(
-        ["", "trainer."], ["ckpt.weights.save_adapter_separately"], "with LoRA the adapter's own files are what is published"
-    ),
+    **_at(["", "trainer."], ["ckpt.weights.save_adapter_separately"], "with LoRA the adapter's files are what is published"),
     "trainer.loss_impl": "head and loss are computed together, in chunks of model.fused_lm_head_chunk_size tokens",
     "trainer.data.num_workers": "a batch is read and tokenized in the milliseconds before its step",
     **_at(
@@ -188,15 +176,11 @@ SINGLE_VALUES = {
     "orchestrator.buffer.skip_verification": "false",
 }
 """The one value of a prime-rl key whose other values do not exist here. Setting it is right and changes nothing."""
-
 SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile", "bench", "trainer.bench")
 """Tables that `true` turns on as they are, and `false` off."""
-
 GPU_COUNTS = {
-    "inference_gpus": "inference",
-    "deployment.num_infer_gpus": "inference",
-    "trainer_gpus": "trainer",
-    "deployment.num_train_gpus": "trainer",
+    **dict.fromkeys(("inference_gpus", "deployment.num_infer_gpus"), "inference"),
+    **dict.fromkeys(("trainer_gpus", "deployment.num_train_gpus"), "trainer"),
 }
 """Role by the key that says how many GPUs it has."""
 
@@ -238,35 +222,28 @@ def use_underscores(kind: type[Section], entry: Entry, findings: Findings) -> En
 
     Names of the user's own, such as an environment's arguments, stay. A key in both spellings is refused.
     """
-    items, table = as_list(entry.value), as_table(entry.value)
-    if table is not None:
+    if (table := as_table(entry.value)) is not None:
         typed: dict[str, str] = {}
         spelled: dict[str, object] = {}
         for name, item in table.items():
-            key = _underscored(kind, entry.path, name)
-            other = typed.setdefault(key, name)
-            if other != name:
-                names = " and ".join(".".join((*entry.path, spelling)) for spelling in sorted((other, name)))
+            underscored = name.replace("-", "_")
+            path = current_path(kind, (*entry.path, underscored))
+            if any((key := find_key(kind, path[:end])) and key.shape is Shape.TABLE for end in range(len(path))):
+                underscored = name
+            if (other := typed.setdefault(underscored, name)) != name:
+                names = " and ".join(dotted((*entry.path, spelling)) for spelling in sorted((other, name)))
                 findings.refuse(f"{names} are two spellings of one key ({entry.origin}); remove one")
-            inner = replace(entry, path=(*entry.path, key), value=item)
-            spelled[key] = use_underscores(kind, inner, findings).value
+            inner = replace(entry, path=(*entry.path, underscored), value=item)
+            spelled[underscored] = use_underscores(kind, inner, findings).value
         return replace(entry, value=spelled)
-    key_here = find_key(kind, current_path(kind, entry.path)) if items else None
-    if items is None or key_here is None or key_here.shape is not Shape.SECTION_LIST:
+    items, key = as_list(entry.value), find_key(kind, current_path(kind, entry.path))
+    if items is None or key is None or key.shape is not Shape.SECTION_LIST:
         return entry
     elements = (replace(entry, path=(*entry.path, str(index)), value=item) for index, item in enumerate(items))
     return replace(entry, value=[use_underscores(kind, element, findings).value for element in elements])
 
 
-def _underscored(kind: type[Section], parent: tuple[str, ...], name: str) -> str:
-    """Return `name` with underscores, unless it is a name of the user's own below a free table."""
-    spelled = name.replace("-", "_")
-    path = current_path(kind, (*parent, spelled)) if spelled != name else ()
-    is_free = any((key := find_key(kind, path[:length])) and key.shape is Shape.TABLE for length in range(len(path)))
-    return name if is_free else spelled
-
-
-def current_path(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...]:
+def current_path(kind: type[Section], path: KeyPath) -> KeyPath:
     """Return the path of a key by its name here; `path` itself if it exists, or if the tables do not lead to a key."""
     if find_key(kind, path):
         return path
@@ -294,18 +271,18 @@ def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
 
 
 def _current_value(kind: type[Section], entry: Entry) -> Entry:
-    name, key = _full_name(kind, entry.path), find_key(kind, entry.path)
-    if name in SWITCHES and str(entry.value).lower() in ("true", "false"):
-        return replace(entry, value={} if str(entry.value).lower() == "true" else None)
-    if name == "orchestrator.advantage" and entry.value in (None, "None"):
+    name, key, text = _full_name(kind, entry.path), find_key(kind, entry.path), str(entry.value)
+    if name in SWITCHES and text.lower() in ("true", "false"):
+        return replace(entry, value={} if text.lower() == "true" else None)
+    if name == "orchestrator.advantage" and text == "None":
         return replace(entry, path=(*entry.path, "type"), value="none")
-    if key and key.shape is Shape.LIST and type(entry.value) is str and entry.value != "None":
-        return replace(entry, value=Text(entry.value))
+    if key and key.shape is Shape.LIST and type(entry.value) is str and text != "None":
+        return replace(entry, value=Text(text))
     return entry
 
 
-def _full_name(kind: type[Section], path: tuple[str, ...]) -> str:
-    return ".".join((*ROLE_PREFIXES.get(kind, ()), *path))
+def _full_name(kind: type[Section], path: KeyPath) -> str:
+    return dotted((*ROLE_PREFIXES.get(kind, ()), *path))
 
 
 def _longest_prefix(name: str, table: dict[str, str]) -> str | None:
@@ -314,13 +291,15 @@ def _longest_prefix(name: str, table: dict[str, str]) -> str | None:
 
 def _gpu_ids(counts: dict[str, Entry], findings: Findings) -> list[Entry]:
     """Return lists of GPU ids for counts of GPUs: inference gets the first ids. A count not given is 1."""
-    for entry in counts.values():
+    numbers = {"inference": 1, "trainer": 1}
+    for role, entry in counts.items():
         text = str(entry.value)
         if not text.isdecimal() or int(text) < 1:
-            findings.refuse(f"{'.'.join(entry.path)} must be a number of GPUs >= 1, got {text!r} ({entry.origin})")
+            findings.refuse(f"{dotted(entry.path)} must be a number of GPUs >= 1, got {text!r} ({entry.origin})")
             return []
-    num_inference, num_trainer = (int(str(counts[role].value)) if role in counts else 1 for role in ("inference", "trainer"))
-    origin = ", ".join(dict.fromkeys(entry.origin for entry in counts.values()))
-    ids = list(range(num_inference + num_trainer))
-    keys = {"inference_gpu_ids": ids[:num_inference], "trainer_gpu_ids": ids[num_inference:]} if counts else {}
-    return [Entry(path=(key,), value=value, origin=origin) for key, value in keys.items()]
+        numbers[role] = int(text)
+    if not counts:
+        return []
+    origin, first = ", ".join(dict.fromkeys(entry.origin for entry in counts.values())), numbers["inference"]
+    ids = {"inference_gpu_ids": range(first), "trainer_gpu_ids": range(first, first + numbers["trainer"])}
+    return [Entry(path=(key,), value=list(value), origin=origin) for key, value in ids.items()]

@@ -20,15 +20,13 @@ MAX_INTEGER = 2**63 - 1
 """The range that TOML promises."""
 MAX_TOML_BYTES = 1 << 20
 """Configurations have some KB; tomllib reads about 1 MB a second."""
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+_IN_UTF8 = "unset PYTHONUTF8, or set LC_ALL=C.UTF-8"
+"""The remedy with which Python reads file names and arguments as UTF-8."""
 
 
 def read_toml_file(path: Path) -> dict[str, object]:
-    """Return the content of a TOML file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is too large, is no text, is no TOML, or breaks a limit.
-    """
+    """Return the content of a TOML file; raise ValueError if it is too large, is no text, is no TOML, or breaks a limit."""
     with path.open("rb") as file:
         data = file.read(MAX_TOML_BYTES + 1)
     if len(data) > MAX_TOML_BYTES:
@@ -36,17 +34,13 @@ def read_toml_file(path: Path) -> dict[str, object]:
     try:
         content: dict[str, object] = tomllib.loads(decode_text(data))
     except RecursionError:
-        raise ValueError(_describe_depth()) from None
+        raise ValueError(_TOO_DEEP) from None
     require_limits(content)
     return content
 
 
 def decode_text(data: bytes) -> str:
-    """Return the text of a file, without its byte order mark: in UTF-8, or in UTF-16 if it has one.
-
-    Raises:
-        ValueError: it is in another encoding; names the line.
-    """
+    """Return the text of a file in UTF-8, or UTF-16 with a byte order mark, without that mark; ValueError names the bad line."""
     encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     try:
         return data.decode(encoding)
@@ -56,27 +50,18 @@ def decode_text(data: bytes) -> str:
 
 
 def parse_json(text: str) -> object:
-    """Return the value of a JSON text.
-
-    Raises:
-        json.JSONDecodeError: it is no JSON.
-        ValueError: it is nested too deep, or holds an integer of thousands of digits.
-    """
+    """Return the value of a JSON text; raise ValueError if it is nested too deep or holds an integer of thousands of digits."""
     try:
         value: object = json.loads(text)
     except RecursionError:
-        raise ValueError(_describe_depth()) from None
+        raise ValueError(_TOO_DEEP) from None
     if text.count("[") + text.count("{") > MAX_DEPTH:  # else it cannot be nested deeper
         _require_depth(value)
     return value
 
 
 def require_limits(value: object) -> None:
-    """Refuse a value that is too large to handle.
-
-    Raises:
-        ValueError: `value` is nested too deep, or holds an integer beyond 64 bits.
-    """
+    """Raise ValueError for a value that is nested too deep or holds an integer beyond 64 bits."""
     for inner in _require_depth(value):
         if isinstance(inner, int) and not -MAX_INTEGER <= inner <= MAX_INTEGER:
             raise ValueError(f"an integer has more than 64 bits: {describe_integer(inner)}")
@@ -102,34 +87,17 @@ def _require_depth(value: object) -> list[object]:
         if not below:
             return scalars
         level = below
-    raise ValueError(_describe_depth())
-
-
-def _describe_depth() -> str:
-    return f"it is nested more than {MAX_DEPTH} levels deep"
-
-
-_IN_UTF8 = "unset PYTHONUTF8, or set LC_ALL=C.UTF-8"
-"""The remedy with which Python reads file names and arguments as UTF-8."""
+    raise ValueError(_TOO_DEEP)
 
 
 def usable_path(path: str | Path, *, key: str) -> Path:
-    """Return `path` with its `~` expanded; it need not exist.
-
-    Args:
-        key: names the path in the error.
-
-    Raises:
-        ConfigError: no file can have this path.
-    """
+    """Return `path` with its `~` expanded; it need not exist. A ConfigError names `key` if no file can have this path."""
     expanded = Path(path)
     try:
         if str(path).startswith("~"):
             expanded = expanded.expanduser()
         str(expanded.absolute()).encode()  # what is written into files and messages must be text
         expanded.stat()
-    except FileNotFoundError:
-        return expanded
     except RuntimeError:  # pathlib's error for a home directory that is not known
         problem = "names the home directory of a user who does not exist"
     except UnicodeEncodeError:
@@ -137,10 +105,10 @@ def usable_path(path: str | Path, *, key: str) -> Path:
     except ValueError:
         problem = "holds a character that no path can have"
     except OSError as exc:
-        if not is_hopeless(exc):
-            return expanded
-        problem = f"cannot be a path: {exc.strerror}"
+        problem = f"cannot be a path: {exc.strerror}" if is_hopeless(exc) else ""
     else:
+        problem = ""
+    if not problem:
         return expanded
     raise ConfigError(f"{key} ({shorten(str(path))}) {problem}; give another path")
 

@@ -11,7 +11,7 @@ from trivet.config.schema.environment import parse_environment_id
 from trivet.config.schema.inference import VLLM_KEYS
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs, VfWandbConfig
-from trivet.config.sources import Entry
+from trivet.config.values import Entry
 from trivet.key_names import key_name
 
 _ARGS = "trainer.args"

@@ -20,8 +20,8 @@ from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.shared import CkptConfig, DetectorsConfig, LogConfig, WeightsConfig
 from trivet.config.schema.trainer import LossConfig, TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
-from trivet.config.sources import Entry
 from trivet.config.spellings import use_current_names
+from trivet.config.values import Entry
 from trivet.key_names import use_names
 from trivet.library.process import PYTHON_NAMES
 from trivet.shown_text import printable

@@ -15,7 +15,7 @@ from trivet.config.load import load_sources
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
-from trivet.config.sources import Entry
+from trivet.config.values import Entry
 from trivet.dialects.vf_translation import load_run
 from trivet.environments.apis.load import LOADER, require_installed
 from trivet.errors import ConfigError

@@ -31,10 +31,10 @@ def load_orchestrator(*argv: str) -> OrchestratorConfig:
 
 def test_one_variable_holds_the_key_of_all_servers_or_each_has_its_own() -> None:
     config = ClientConfig(base_url=URLS, api_key_var=["KEY_A"])
-    assert [config.api_key(url, ENVIRON) for url in URLS] == ["a", "a"]
+    assert [config.access.api_key(url, ENVIRON) for url in URLS] == ["a", "a"]
     config = ClientConfig(base_url=URLS, api_key_var=["KEY_A", "KEY_B"])
-    assert [config.api_key(url, ENVIRON) for url in ("http://b:8000", "http://b:8000/v1/", URLS[0])] == ["b", "b", "a"]
-    assert config.api_key(URLS[0], {}) is None
+    assert [config.access.api_key(url, ENVIRON) for url in ("http://b:8000", "http://b:8000/v1/", URLS[0])] == ["b", "b", "a"]
+    assert config.access.api_key(URLS[0], {}) is None
 
 
 @pytest.mark.parametrize(

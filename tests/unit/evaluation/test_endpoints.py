@@ -37,7 +37,7 @@ def test_a_key_is_found_in_its_variable_or_handed_on_under_a_name_of_its_own(tmp
 
     client, endpoint = chosen("a", {"A_KEY": "x"})
     assert (client.base_url, client.timeout, endpoint.model) == (["http://a/v1"], 7, "m")
-    assert client.api_key("http://a/v1", {"A_KEY": "x"}) == "x"
+    assert client.access.api_key("http://a/v1", {"A_KEY": "x"}) == "x"
     client, endpoint = chosen("b", {})
     assert (endpoint.key, client.api_key_var) == ("k", [KEY_VARIABLE])
     with pytest.raises(ConfigError, match=r"endpoint 'c' in .* has no api_key"):

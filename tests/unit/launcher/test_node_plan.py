@@ -183,7 +183,7 @@ def test_servers_of_someone_else_keep_their_addresses() -> None:
 def test_the_key_of_the_servers_opens_every_one_of_them() -> None:
     planned = make_plan({"num_infer_replicas": 2}, inference={"server": {"api_key": "ours"}})
     client, environment = orchestrator_section(planned).client, process(planned, "orchestrator").env
-    assert [client.api_key(url, environment) for url in client.base_url] == ["ours", "ours"]
+    assert [client.access.api_key(url, environment) for url in client.base_url] == ["ours", "ours"]
     assert server_section(planned, "inference-1").server.api_key == "ours"
 
 
@@ -261,7 +261,7 @@ def test_environment_workers_of_other_nodes_connect_to_the_orchestrator() -> Non
 def test_environment_workers_of_other_nodes_have_the_key_of_the_servers() -> None:
     planned = make_plan({"env_worker_nodes": [1]}, inference={"server": {"api_key": "ours"}})
     client = orchestrator_section(planned).client
-    assert [client.api_key(url, process(planned, "env-workers-1").env) for url in client.base_url] == ["ours"]
+    assert [client.access.api_key(url, process(planned, "env-workers-1").env) for url in client.base_url] == ["ours"]
 
 
 def test_a_replay_starts_no_environment_workers() -> None:

@@ -283,8 +283,8 @@ def test_the_key_of_a_server_reaches_the_orchestrator_by_its_environment_alone()
     config = orchestrator_config(planned)
     assert config.teacher_model is not None
     environment = process(planned, "orchestrator").env
-    assert config.client.api_key(config.client.base_url[0], environment) == "ours"
-    assert config.teacher_model.client.api_key(config.teacher_model.client.base_url[0], environment) == "theirs"
+    assert config.client.access.api_key(config.client.base_url[0], environment) == "ours"
+    assert config.teacher_model.client.access.api_key(config.teacher_model.client.base_url[0], environment) == "theirs"
     assert "ours" not in to_toml(config) + to_toml(trainer_config(planned))
 
 

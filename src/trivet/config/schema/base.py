@@ -3,12 +3,13 @@
 Sections are frozen, refuse unknown keys, and document each field by the string under it.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, cast, get_args, get_origin
+import types
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Annotated, Any, Self, Union, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
 
 MAX_TOKENS = 2**24
 """Upper bound of lengths: longer than the context of any model."""
@@ -37,43 +38,41 @@ class Section(BaseModel):
         """Give pydantic true and false as text where a number is wanted, so that it refuses them: it takes them for 1 and 0."""
         if not isinstance(data, dict):
             return data
-        return {
-            name: _as_text(value) if _holds_boolean(value) and _is_numeric(cls.model_fields.get(name)) else value
-            for name, value in cast("dict[str, object]", data).items()
-        }
+        given = cast("dict[str, Any]", data)
+        numeric = (name for name in given if name in cls.model_fields and _is_numeric(cls.model_fields[name].annotation))
+        return given | {name: _with_booleans_as_text(given[name]) for name in numeric}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong between the keys of this section. The first problem is raised."""
+        return iter(())
 
 
-def _holds_boolean(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_boolean, cast("dict[str, object]", value).values()))
-    return isinstance(value, bool) or (isinstance(value, list) and any(map(_holds_boolean, cast("list[object]", value))))
+def members(annotation: Any) -> list[Any]:
+    """Return the types that a union is made of, or the type itself."""
+    if get_origin(annotation) is Annotated:
+        return members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [inner for member in get_args(annotation) for inner in members(member)]
+    return [annotation]
 
 
-def _as_text(value: object) -> object:
-    """Return `value` with the booleans in it as TOML writes them."""
-    if isinstance(value, dict):
-        return {name: _as_text(item) for name, item in cast("dict[str, object]", value).items()}
+@cache
+def _is_numeric(annotation: Any) -> bool:
+    """Return whether a key holds numbers, alone or in a list, and nothing that may be a boolean."""
+    kinds = {kind for member in members(annotation) for kind in (get_args(member) if get_origin(member) is list else (member,))}
+    return bool({int, float} & kinds) and bool not in kinds
+
+
+def _with_booleans_as_text(value: Any) -> Any:
     if isinstance(value, list):
-        return [_as_text(item) for item in cast("list[object]", value)]
+        return [_with_booleans_as_text(item) for item in cast("list[Any]", value)]
     return str(value).lower() if isinstance(value, bool) else value
-
-
-def _is_numeric(field: FieldInfo | None) -> bool:
-    """Return whether a field holds numbers, and nothing that may be a boolean."""
-    scalars: set[Any] = _scalars(field.annotation) if field is not None else set()
-    return not scalars.isdisjoint((int, float)) and scalars.isdisjoint((bool, Any, object))
-
-
-def _scalars(annotation: Any) -> set[Any]:
-    """Return the types inside `annotation` that hold no others. A section counts as one that holds anything."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return {Any}
-    if get_origin(annotation) is Literal:
-        return {type(part) for part in get_args(annotation)}
-    parts = get_args(annotation)
-    if parts:
-        return set[Any]().union(*map(_scalars, parts))
-    return {annotation} if isinstance(annotation, type) or annotation is Any else set()
 
 
 def type_or(default: str) -> Callable[[Any], str]:
@@ -87,7 +86,26 @@ def type_or(default: str) -> Callable[[Any], str]:
     return type_of
 
 
+def refuse_unless(is_allowed: Callable[[Any], bool], problem: str) -> AfterValidator:
+    """Return a validator that refuses a value with `problem` unless it is allowed."""
+
+    def validate(value: Any) -> Any:
+        if not is_allowed(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(validate)
+
+
 _EXAMPLE = "http://127.0.0.1:8000/v1"
+_NO_HOST = "is no name or address of a machine"
+
+
+def _is_host(name: str) -> bool:
+    try:
+        return name.isprintable() and bool(name.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _require_web_address(url: str) -> str:
@@ -98,32 +116,21 @@ def _require_web_address(url: str) -> str:
         raise ValueError(f"is no web address ({exc}); write it like {_EXAMPLE}") from exc
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or any(char.isspace() for char in url):
         raise ValueError(f"must start with http:// or https:// and name a host, like {_EXAMPLE}")
-    _require_host(parts.hostname)
+    if not _is_host(parts.hostname):
+        raise ValueError(_NO_HOST)
     return url
 
 
-def _require_no_password(url: str) -> str:
-    if urlsplit(url).username is not None:
-        raise ValueError(
-            "must not hold a user and password, because logs and events name servers by their addresses: send them as "
-            'headers = { Authorization = "Basic ..." }, or name a variable with the key in api_key_var'
-        )
-    return url
-
-
-def _require_host(host: str) -> str:
-    try:
-        is_sound = bool(host) and host.isprintable() and "\0" not in host and bool(host.encode("idna"))
-    except UnicodeError:
-        is_sound = False
-    if not is_sound:
-        raise ValueError("is no name or address of a machine")
-    return host
-
-
+Host = Annotated[str, Field(min_length=1), refuse_unless(_is_host, _NO_HOST)]
+"""The name or the address of a machine or of one of its interfaces."""
 WebAddress = Annotated[str, AfterValidator(_require_web_address)]
 """An address of the web: http or https, with a host."""
-ServerAddress = Annotated[WebAddress, AfterValidator(_require_no_password)]
+ServerAddress = Annotated[
+    WebAddress,
+    refuse_unless(
+        lambda url: urlsplit(str(url)).username is None,
+        "must not hold a user and password, because logs and events name servers by their addresses: send them as "
+        'headers = { Authorization = "Basic ..." }, or name a variable with the key in api_key_var',
+    ),
+]
 """The address of a server, which logs may name: it holds no password."""
-Host = Annotated[str, Field(min_length=1), AfterValidator(_require_host)]
-"""The name or the address of a machine or of one of its interfaces."""

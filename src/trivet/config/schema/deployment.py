@@ -1,21 +1,20 @@
 """Sections of the machines of a run: nodes, restarts, and the schedulers that have other machines carry a command out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
 from trivet.config.masking import names_secret
-from trivet.config.schema.base import MAX_PROCESSES, MAX_WAIT_S, Host, Section
+from trivet.config.schema.base import MAX_PROCESSES, MAX_WAIT_S, Host, Section, refuse_unless
 
 
 class RecoveryConfig(Section):
     """Inference is restarted alone; trainer and orchestrator go back to the newest checkpoint together."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of inference, and of trainer with orchestrator, within restart_window_s; one failure more ends the run. 0: none.
-    Over several nodes, one that is lost while its role works does not count."""
+    """Restarts within restart_window_s of inference, and of trainer with orchestrator. 0: none. A lost node does not count."""
     restart_window_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
     """Restarts longer ago than this many seconds no longer count."""
     backoff_s: float = Field(default=1.0, ge=0, le=MAX_WAIT_S)
@@ -25,8 +24,7 @@ class RecoveryConfig(Section):
     watchdog_timeout_s: float = Field(default=120.0, gt=2, le=MAX_WAIT_S)
     """A process that has not reported for this many seconds is named as stuck. Each reports every second, whatever it does."""
     stall_warn_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
-    """When no role's report has changed for this many seconds, the run logs which role waits for which, and each process writes its
-    stacks into its log. It repeats this after twice the time. No process is ended for it."""
+    """If no report changed for this long, the log says which role waits for which, and processes log their stacks, seconds."""
     on_stuck: Literal["warn", "restart", "stop"] = "restart"
     """Reaction to a stuck role: only a warning, a restart as if it had died, or the end of the run."""
 
@@ -48,11 +46,9 @@ class DeploymentConfig(Section):
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Nodes over which one copy of the trainer's model is sharded, which sets trainer.model.dp_replicate; unset: all that train."""
     orchestrator_on_inference: bool = False
-    """Run the orchestrator, and environments without nodes of their own, on the first node that serves instead of the first that
-    trains."""
+    """Run the orchestrator on the first node that serves instead of the first that trains; its environments too."""
     env_worker_nodes: list[int] | None = None
-    """Numbers of the nodes that run environment workers, orchestrator.workers_per_env of each environment on each; unset: the
-    orchestrator's node. A group runs on the node with the fewest pending ones."""
+    """Numbers of the nodes that each run workers_per_env workers of every environment; unset: the orchestrator's node."""
     gpus_per_node: int = Field(default=8, ge=0, le=MAX_PROCESSES)
     """GPUs of each node, all of which its role uses. 0: nodes without GPUs, on each of which trainer_cpu_ranks ranks train."""
     min_train_nodes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
@@ -60,8 +56,7 @@ class DeploymentConfig(Section):
     node_rank: int | None = Field(default=None, ge=0, lt=MAX_PROCESSES)
     """The number of this node, from 0. Unset: SLURM, JobSet, Kubeflow or SkyPilot has told it."""
     host: Host | None = None
-    """The address at which other nodes reach this one. Unset: that of the interface through which it reaches the first node; on the
-    first node the scheduler's name for it, else the address of the interface with the default route."""
+    """The address at which other nodes reach this one. Unset: that of the interface that leads to the first node."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first node to which the others connect; 0: any that is free. output_dir/.control.json tells it to them."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
@@ -69,39 +64,36 @@ class DeploymentConfig(Section):
     lost_after_s: float = Field(default=30.0, ge=10, le=MAX_WAIT_S)
     """A node that has said nothing for this long counts as lost. It ends its processes sooner, and itself after twice as long."""
     return_timeout_s: float = Field(default=120.0, ge=0, le=MAX_WAIT_S)
-    """How long a run that cannot go on without a lost node waits for its return. Then it ends with exit code 75, and the scheduler
-    may start it again."""
+    """How long the run waits for a node that it needs; then it ends with exit code 75, and the scheduler may start it again."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> "DeploymentConfig":
+    def _problems(self) -> Iterator[str]:
         if self.type == "single_node":
-            if given := sorted(self.model_fields_set - {"type", "gpus_per_node"} - _defaults_of(self)):
-                raise ValueError(f'{", ".join(given)} need type = "multi_node"; set it, or remove them')
-            return self
+            # A resolved configuration names all keys, so those with their default values do not count.
+            changed = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+            if given := sorted(changed - {"gpus_per_node"}):
+                yield f'{", ".join(given)} need type = "multi_node"; set it, or remove them'
+            return
         if self.servers_per_node > 1 and self.num_infer_nodes > 1:
-            raise ValueError(
-                f"a server of num_infer_nodes = {self.num_infer_nodes} has its nodes to itself; remove servers_per_node"
-            )
+            yield (f"a server of num_infer_nodes = {self.num_infer_nodes} has its nodes to itself; remove servers_per_node")
         if self.gpus_per_node % self.servers_per_node:
-            raise ValueError(
+            yield (
                 f"servers_per_node ({self.servers_per_node}) must divide gpus_per_node ({self.gpus_per_node}): each server of a"
                 " node has as many GPUs as the others"
             )
         group = self.nodes_per_fsdp_group
         if group is not None and self.num_train_nodes % group:
-            raise ValueError(f"nodes_per_fsdp_group ({group}) must divide num_train_nodes ({self.num_train_nodes})")
+            yield f"nodes_per_fsdp_group ({group}) must divide num_train_nodes ({self.num_train_nodes})"
         if (self.min_train_nodes or 1) > self.num_train_nodes:
-            raise ValueError(f"min_train_nodes ({self.min_train_nodes}) must be <= num_train_nodes ({self.num_train_nodes})")
+            yield f"min_train_nodes ({self.min_train_nodes}) must be <= num_train_nodes ({self.num_train_nodes})"
         if self.orchestrator_on_inference and self.num_infer_nodes == 0:
-            raise ValueError("orchestrator_on_inference needs a node that serves; raise num_infer_nodes or remove it")
+            yield "orchestrator_on_inference needs a node that serves; raise num_infer_nodes or remove it"
         workers = self.env_worker_nodes
         if workers is not None and not (
             workers and set(workers) <= set(range(self.num_nodes)) and len(set(workers)) == len(workers)
         ):
-            raise ValueError(
+            yield (
                 f"env_worker_nodes = {workers} must name nodes of the run, each once: there are nodes 0 to {self.num_nodes - 1}"
             )
-        return self
 
     @property
     def is_multi_node(self) -> bool:
@@ -119,11 +111,6 @@ class DeploymentConfig(Section):
         return self.num_train_nodes + self.num_serving_nodes if self.is_multi_node else 1
 
 
-def _defaults_of(config: DeploymentConfig) -> set[str]:
-    """Return the keys whose values are the default ones: a resolved configuration names them all."""
-    return {name for name, field in DeploymentConfig.model_fields.items() if getattr(config, name) == field.default}
-
-
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """A name as DNS has them (RFC 1035): a small letter, then small letters, digits and dashes, 63 characters at most."""
 JobName = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
@@ -132,32 +119,22 @@ Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
 """Name of an environment variable."""
 
 
-def _require_absolute(path: Path) -> Path:
-    if not path.is_absolute() or ".." in path.parts:
-        raise ValueError("must be an absolute path without ..: it is one on the machines of the job")
-    return path
+RemotePath = Annotated[
+    Path,
+    refuse_unless(
+        lambda path: path.is_absolute() and ".." not in path.parts,
+        "must be an absolute path without ..: it is one on the machines of the job",
+    ),
+]
 
 
-RemotePath = Annotated[Path, AfterValidator(_require_absolute)]
-
-
-def require_no_secrets(env: Iterable[str], *, given: Iterable[str], instead: str) -> None:
-    """Refuse variables that may be secret, and those that are given as secrets too.
-
-    Args:
-        env: names of variables whose values are written into a file that others read.
-        given: names of variables whose values are not.
-        instead: what to write for the name `{}`.
-
-    Raises:
-        ValueError: there are such variables.
-    """
+def _secret_problems(env: Iterable[str], *, given: Iterable[str], instead: str) -> Iterator[str]:
+    """Yield the problem of variables whose values a file would show. `instead` is what to write for the name `{}`."""
     if both := sorted(set(env) & set(given)):
-        raise ValueError(f"{', '.join(both)}: in env and among the secrets; keep one of each")
+        yield f"{', '.join(both)}: in env and among the secrets; keep one of each"
     if secret := sorted(name for name in env if names_secret(name)):
-        raise ValueError(
-            f"{', '.join(secret)} in env may be secret, and the file would show it; write in its place: {instead.format(secret[0])}"
-        )
+        remedy = instead.format(secret[0])
+        yield f"{', '.join(secret)} in env may be secret, and the file would show it; write in its place: {remedy}"
 
 
 OneLine = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r\x00]*$")]
@@ -198,11 +175,9 @@ class SlurmConfig(Section):
     pre_run_command: str | None = None
     """Shell text that runs on the node before the command, such as `module load cuda`."""
     requeue: bool = True
-    """Queue the job again when its time is up before the command is done, when a node fails, or when the command fails in a way
-    that may pass. It goes on from the newest commit."""
+    """Queue the job again after its time limit, a node failure or a failure that may pass. It resumes the newest commit."""
     kill_on_node_fail: bool = False
-    """Let SLURM end a job of several nodes when one of them fails, as it does by default. If false, SLURM takes the node out of
-    the job, and the run goes on as `[deployment]` and `[recovery]` allow."""
+    """Let SLURM end the job when one of several nodes fails. False: the run goes on as [deployment] and [recovery] allow."""
     signal_seconds: int = Field(default=300, ge=1, le=65_535)
     """Seconds before the time limit at which the command is asked to end; SLURM may ask up to a minute earlier."""
     srun_args: list[OneLine] = []
@@ -258,26 +233,21 @@ class KubernetesConfig(Section):
     shm_size: Quantity = "16Gi"
     """Most that /dev/shm may hold, which counts as memory of the pod: NCCL and vLLM have their buffers there."""
     max_restarts: int = Field(default=3, ge=0, le=MAX_PROCESSES)
-    """Restarts of all pods together, after a failure or an eviction; the command goes on from its newest commit. Exit codes 2 and 3
-    (a bad configuration, a loss that is not finite) restart nothing."""
+    """Restarts of all pods together, from the newest commit. Exit codes 2 (bad configuration) and 3 (diverged) restart nothing."""
     max_server_restarts: int = Field(default=100, ge=0, le=MAX_PROCESSES)
     """New pods for a node that serves, while the others go on; one more loss restarts all."""
     pod_overrides: dict[str, Any] = {}
-    """Merged last into the specification of every pod, for what has no key here. Tables are merged key by key; containers, volumes
-    and variables by name; other lists are replaced."""
+    """Merged last into the specification of every pod: tables key by key, containers, volumes and variables by name."""
 
-    @model_validator(mode="after")
-    def _variables_fit(self) -> "KubernetesConfig":
-        require_no_secrets(self.env, given=self.secret_env, instead='secret_env = {{ {} = "SECRET/KEY" }}')
-        return self
+    def _problems(self) -> Iterator[str]:
+        return _secret_problems(self.env, given=self.secret_env, instead='secret_env = {{ {} = "SECRET/KEY" }}')
 
 
 class SkyPilotConfig(Section):
     """The table that has a command written as a task to output_dir/skypilot. The user starts it with `sky jobs launch`."""
 
     working_dir: RemotePath
-    """Directory in which the nodes run the command; output_dir and other relative paths are relative to it. It must be on a volume
-    that all nodes share and that outlives them, which task_overrides names."""
+    """Directory of the command on the nodes, on a volume that all share and that outlives them; task_overrides names it."""
     name: JobName = "trivet"
     """Name of the task."""
     accelerator: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
@@ -301,10 +271,7 @@ class SkyPilotConfig(Section):
     secrets: list[Variable] = []
     """Environment variables whose values `sky jobs launch --secret NAME` takes from where it is typed."""
     task_overrides: dict[str, Any] = {}
-    """Merged last into the task, for what has no key here. Tables are merged key by key, and lists of tables that all have
-    a `name` by name; other lists are replaced."""
+    """Merged last into the task, for what has no key here: tables key by key, lists of named tables by name."""
 
-    @model_validator(mode="after")
-    def _variables_fit(self) -> "SkyPilotConfig":
-        require_no_secrets(self.env, given=self.secrets, instead='secrets = ["{}"]')
-        return self
+    def _problems(self) -> Iterator[str]:
+        return _secret_problems(self.env, given=self.secrets, instead='secrets = ["{}"]')

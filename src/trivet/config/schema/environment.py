@@ -1,16 +1,17 @@
 """Sections of environments: how they run, how tokens are sampled in them, and how a run is evaluated on them."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from packaging.version import InvalidVersion, Version
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from trivet.algorithms.schedules import cosine_value, linear_value
 from trivet.config.layout import SECRET_FILE
-from trivet.config.schema.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Host, Section
+from trivet.config.schema.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Host, Section, refuse_unless
 from trivet.process.imports import file_of
 
 
@@ -27,11 +28,7 @@ class TempSchedulerConfig(Section):
     """Steps from start to end. Unset: max_steps of the first start; a resume with another max_steps keeps it."""
 
     def temperature_at(self, step: int, *, max_steps: int | None) -> float:
-        """Return the temperature at `step`.
-
-        Args:
-            max_steps: the run's; needed, and checked before, if `total_steps` is not set.
-        """
+        """Return the temperature at `step`. The run's `max_steps` is needed, and checked before, if `total_steps` is not set."""
         schedule = {"linear": linear_value, "cosine": cosine_value}[self.type]
         num_steps = self.total_steps or max_steps or 1
         return schedule(step, start=self.start_temperature, end=self.end_temperature, num_steps=num_steps)
@@ -70,14 +67,12 @@ class SamplingConfig(RequestSamplingConfig):
     temp_scheduler: TempSchedulerConfig | None = None
     """A temperature that changes with the step, instead of `temperature`."""
 
-    @model_validator(mode="after")
-    def _one_temperature(self) -> "SamplingConfig":
+    def _problems(self) -> Iterator[str]:
         if self.temperature is not None and self.temp_scheduler is not None:
-            raise ValueError(
+            yield (
                 f"temperature ({self.temperature}) and temp_scheduler (start_temperature "
                 f"{self.temp_scheduler.start_temperature}) exclude each other; remove one"
             )
-        return self
 
     def temperature_at(self, step: int, *, max_steps: int | None) -> float:
         """Return the temperature of groups that start while batch `step` is being filled."""
@@ -124,11 +119,9 @@ class EnvSamplingConfig(Section):
     extra_body: dict[str, Any] = {}
     """Further request fields, merged over the run's field by field."""
 
-    @model_validator(mode="after")
-    def _one_temperature(self) -> "EnvSamplingConfig":
+    def _problems(self) -> Iterator[str]:
         if self.temperature is not None and self.temp_scheduler is not None:
-            raise ValueError(f"temperature ({self.temperature}) and temp_scheduler exclude each other; remove one")
-        return self
+            yield f"temperature ({self.temperature}) and temp_scheduler exclude each other; remove one"
 
     def over(self, run: RunSamplingT) -> RunSamplingT:
         """Return `run` with this environment's changes. Sampling of evaluations has no schedule."""
@@ -161,11 +154,7 @@ class EnvironmentId:
 
 
 def parse_environment_id(text: str) -> EnvironmentId:
-    """Return the parts of an id.
-
-    Raises:
-        ValueError: it is no name of a package, or its version is none.
-    """
+    """Return the parts of an id; raise ValueError if it is no name of a package, or its version is none."""
     found = _ID.fullmatch(text)
     if found is None:
         raise ValueError(
@@ -192,21 +181,20 @@ def _require_name(name: str) -> str:
 
 
 def _require_id(id_or_function: str) -> str:
-    if file_of(id_or_function) is not None and id_or_function.isprintable():
-        return id_or_function
-    parse_environment_id(_require_name(id_or_function))
+    if not (file_of(id_or_function) is not None and id_or_function.isprintable()):
+        parse_environment_id(_require_name(id_or_function))
     return id_or_function
-
-
-def _require_variable(name: str) -> str:
-    if name == SECRET_FILE or not name.isidentifier():
-        raise ValueError(f"names a variable of the environment, and never {SECRET_FILE}, which holds the secret of the run")
-    return name
 
 
 EnvName = Annotated[str, AfterValidator(_require_name)]
 EnvId = Annotated[str, AfterValidator(_require_id)]
-VariableName = Annotated[str, AfterValidator(_require_variable)]
+VariableName = Annotated[
+    str,
+    refuse_unless(
+        lambda name: name != SECRET_FILE and name.isidentifier(),
+        f"names a variable of the environment, and never {SECRET_FILE}, which holds the secret of the run",
+    ),
+]
 
 
 class EnvWorkersConfig(Section):
@@ -217,16 +205,13 @@ class EnvWorkersConfig(Section):
     max_env_worker_restarts: int = Field(default=5, ge=-1)
     """A worker that ended this often in a row, without finishing a group in between, ends the run or the evaluation; -1: never."""
     max_worker_memory: float | None = Field(default=None, gt=0)
-    """Most memory of one worker with all that it started, GiB. One that takes more is ended, named and started again. Unset: half
-    of the machine's memory, or of its container's."""
+    """Most memory of a worker with all that it started, GiB; one with more is restarted. Unset: half of the machine's."""
     strict_data: bool = False
-    """Refuse an environment whose data differ from those of the checkpoint resumed from, or from one worker to another, as data do
-    that are drawn without a seed. False: a warning says it."""
+    """Refuse an environment whose data differ from the checkpoint's, or between workers, as without a seed. False: only warn."""
     env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest time for load_environment, downloads of data included, seconds."""
     env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
-    """A worker whose event loop is blocked for longer, by synchronous code of its environment, is ended and started again,
-    seconds."""
+    """A worker whose event loop synchronous code blocks for longer is ended and started again, seconds."""
     rollout_timeout_s: float | None = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
     """Longest time for the rollouts of one example and their scores, seconds; a group that needs longer fails. None: any."""
 
@@ -248,21 +233,17 @@ class EnvConfig(Section):
     """An environment: its package, its arguments, and how the policy is sampled in it."""
 
     id: EnvId = "reverse-text"
-    """Package name of the environment, or `path/to/file.py:load_environment`: a function that returns one. `my-env@0.1.2` and
-    `my-env==0.1.2` ask for a version, which must be the installed one."""
+    """Package of the environment, with a version as `my-env@0.1.2` or `my-env==0.1.2`; or `path/to/file.py:function`."""
     name: EnvName | None = None
     """Name in logs and metrics; defaults to the id without its version, and for a function to the name of its file. Unique."""
     args: dict[str, Any] = {}
     """Passed to load_environment."""
     on_reward_error: Literal["drop", "zero"] = "drop"
-    """A reward function that raises, or returns no reward (text, a list, NaN): `drop` fails the group with that error, so that no
-    bug is trained on; `zero` takes 0 for it, as verifiers does."""
+    """A reward function that raises, or returns no number: `drop` fails the group, `zero` takes 0 for it, as verifiers does."""
     venv: str = "auto"
-    """Virtual environment of the environment's workers: the name of one that `trivet env install` made, or the path of another.
-    `auto` takes the one that the environment was installed into, else trivet's own; `trivet` takes trivet's own."""
+    """Virtual environment of its workers: a name of `trivet env install`, a path, `trivet`, or `auto`: where that is installed."""
     env_vars: list[VariableName] = []
-    """Variables that the workers get although their name is that of a secret (`KEY`, `TOKEN`, `PASSWORD` and the like in it), e.g.
-    `["HF_TOKEN", "JUDGE_API_KEY"]`. They always get every other variable, and the keys that `client.api_key_var` names."""
+    """Variables that workers get although their names look secret (`KEY`, `TOKEN`, …); those of api_key_var they get anyway."""
     keep_variables: list[VariableName] = []
     """An older name of `env_vars`. Both count."""
     sampling: EnvSamplingConfig = EnvSamplingConfig()

@@ -1,8 +1,9 @@
 """Sections of the command `eval`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trivet.backoff import backoff_s
 from trivet.config.schema.base import MAX_ROLLOUTS, MAX_WAIT_S, Section
@@ -18,15 +19,13 @@ class EvalClientConfig(ClientConfig):
     endpoint: str | None = None
     """Name of a server in `endpoints_path`, instead of base_url."""
     wait_for_ready_timeout: float = Field(default=60.0, gt=0, le=MAX_WAIT_S)
-    """Longest wait for a server that does not answer, at start and later, seconds; raise it when the server is started at the
-    same moment."""
+    """Longest wait for a server that does not answer, seconds; raise it if the server starts at the same moment."""
 
-    @model_validator(mode="after")
-    def _one_address(self) -> "EvalClientConfig":
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         is_addressed = self.base_url != ClientConfig().base_url or self.elastic is not None
         if self.endpoint is not None and is_addressed:
-            raise ValueError(f"endpoint ({self.endpoint!r}) and base_url (or elastic) both say where the server is; remove one")
-        return self
+            yield f"endpoint ({self.endpoint!r}) and base_url (or elastic) both say where the server is; remove one"
 
 
 class EvalModelConfig(Section):
@@ -87,8 +86,7 @@ class EvalConfig(EnvWorkersConfig):
     output_dir: Path | None = None
     """Results go to evals/step_N/<env>/ in it; unset: the directory that holds weights_dir, else `outputs`."""
     resume_path: Path | None = None
-    """Go on with an evaluation that was cut short: its output_dir, or one evals/step_N/<env> or results.jsonl in it. What is
-    finished is kept, what failed is tried again."""
+    """Go on with an evaluation that was cut short: its output_dir, or a directory or file of results in it."""
     use_tqdm: bool = True
     """Progress bars on a terminal; elsewhere, or when false, a line now and then."""
     wandb: WandbConfig | None = None

@@ -1,10 +1,10 @@
 """Sections of the inference server, and those that say how the orchestrator and `eval` reach servers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trivet.config.schema.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Host, Section, ServerAddress
 from trivet.config.schema.model import MAX_RANK, RopeScalingConfig
@@ -57,11 +57,9 @@ class ElasticConfig(Section):
     sync_interval: float = Field(default=5.0, gt=0, le=MAX_WAIT_S)
     """Time between two look-ups, seconds."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> "ElasticConfig":
+    def _problems(self) -> Iterator[str]:
         if (self.hostname is None) == (self.servers_file is None):
-            raise ValueError("set hostname or servers_file: one of them says where the servers are")
-        return self
+            yield "set hostname or servers_file: one of them says where the servers are"
 
     @property
     def source(self) -> str:
@@ -89,24 +87,18 @@ class ClientConfig(Section):
     wait_for_ready_timeout: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest wait for a server to become ready at start, or to sleep, and longest time without any server later, seconds."""
 
-    @model_validator(mode="after")
-    def _one_key_each(self) -> "ClientConfig":
+    def _problems(self) -> Iterator[str]:
         if len(self.api_key_var) not in (1, len(self.base_url)):
-            raise ValueError(
+            yield (
                 f"api_key_var names {len(self.api_key_var)} variables for {len(self.base_url)} servers in base_url; name one "
                 "for all, or one per server"
             )
         if len({server_root(url) for url in self.base_url}) != len(self.base_url):
-            raise ValueError(f"base_url names a server twice: {', '.join(self.base_url)}; name each once")
-        return self
-
-    def api_key(self, base_url: str, environ: Mapping[str, str]) -> str | None:
-        """Return the key for the server at `base_url`, None when its variable is not set."""
-        return self.access.api_key(base_url, environ)
+            yield f"base_url names a server twice: {', '.join(self.base_url)}; name each once"
 
     def request_headers(self, base_url: str, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the headers of every request to the server at `base_url`, with its key where the variable is set."""
-        key = self.api_key(base_url, environ)
+        key = self.access.api_key(base_url, environ)
         return {**self.headers, **({"Authorization": f"Bearer {key}"} if key else {})}
 
     @property
@@ -146,8 +138,7 @@ class ServerConfig(Section):
     port: int = Field(default=8000, ge=1, le=65535)
     """TCP port; the launcher replaces it by a free one if it is taken."""
     api_key: str | None = Field(default=None, min_length=1)
-    """Bearer token that requests for completions must carry; unset: anyone who reaches the server may ask. A run's own
-    orchestrator gets it; others read it from the variable that `client.api_key_var` names."""
+    """Bearer token that requests must carry; unset: anyone may ask. Other clients read it from the variable in api_key_var."""
     weight_dirs: list[Path] = []
     """Directories below which weights and adapters may be loaded from, besides `weights/` in output_dir."""
 
@@ -174,8 +165,7 @@ class InferenceModelConfig(Section):
     rope_scaling: RopeScalingConfig | None = None
     """Other rotary positions than the model's own. A run takes them from trainer.model.rope_scaling, or the other way round."""
     chat_template: str | None = None
-    """Jinja template that conversations are written with, or a file that holds it; unset: the tokenizer's own. A run takes it from
-    trainer.tokenizer.chat_template."""
+    """Jinja template, or its file; unset: the tokenizer's own. A run takes it from trainer.tokenizer.chat_template."""
 
 
 class ParallelConfig(Section):
@@ -200,8 +190,7 @@ class InferenceConfig(RoleConfig):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of GPU memory for weights and KV cache."""
     sleep_while_training: bool = False
-    """Free the GPU memory of weights and KV cache while the trainer learns, for a model that does not fit next to the trainer
-    on one GPU. The weights wait in main memory. Needs max_async_level = 0: nothing is generated meanwhile."""
+    """Free the GPU while the trainer learns, for a model that does not fit next to it. Needs max_async_level = 0."""
     cpu_kv_cache_gib: float = Field(default=1.0, gt=0, le=65536)
     """Size of the KV cache on a machine without a GPU, GiB."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)
@@ -213,8 +202,7 @@ class InferenceConfig(RoleConfig):
     max_cpu_loras: int = Field(default=100, ge=1, le=MAX_ROLLOUTS)
     """Adapters that stay loaded; the one unused for longest is evicted."""
     max_lora_rank: int = Field(default=16, ge=1, le=MAX_RANK)
-    """Largest rank of an adapter, rounded up to 1, 8, 16, 32, 64, 128, 256, 320 or 512. A run takes it from
-    trainer.model.lora.rank."""
+    """Largest rank of an adapter, rounded up to one that vLLM has. A run takes it from trainer.model.lora.rank."""
     seed: int = Field(default=0, ge=0)
     """Seeds sampling of requests that carry no seed."""
     deterministic: bool = False

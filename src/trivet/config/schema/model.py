@@ -1,9 +1,10 @@
 """`[trainer.model]`: the model, its dtypes, adapters and positions. `sft` has the same section."""
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from trivet.config.schema.base import MAX_PROCESSES, MAX_TOKENS, Section
 from trivet.config.schema.shared import DEFAULT_MODEL
@@ -15,8 +16,7 @@ class RopeScalingConfig(Section):
     """Stretch the model's positions, for contexts longer than those that it was trained on."""
 
     rope_type: Literal["linear", "yarn", "llama3"]
-    """How positions are stretched. Types that depend on the length of each request (`dynamic`, `longrope`) are left out: trainer
-    and server would compute different probabilities."""
+    """How positions are stretched. Types that depend on a request's length would differ between trainer and server."""
     factor: float = Field(gt=0)
     """How many times longer the context becomes."""
     original_max_position_embeddings: int | None = Field(default=None, ge=1)
@@ -32,27 +32,17 @@ class RopeScalingConfig(Section):
     high_freq_factor: float | None = Field(default=None, gt=0)
     """For `llama3`, which needs it: wavelengths below the original context over this stay as they are."""
 
-    @model_validator(mode="after")
-    def _has_what_its_type_needs(self) -> "RopeScalingConfig":
+    def _problems(self) -> Iterator[str]:
         needed = {
             "linear": (),
             "yarn": ("original_max_position_embeddings",),
             "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
         }[self.rope_type]
         if missing := [name for name in needed if getattr(self, name) is None]:
-            raise ValueError(f'rope_type "{self.rope_type}" needs {" and ".join(missing)}; set what is missing')
-        return self
+            yield f'rope_type "{self.rope_type}" needs {" and ".join(missing)}; set what is missing'
 
     def over(self, own: object, *, model: str) -> dict[str, object]:
-        """Return `rope_parameters` of config.json with these values over the model's own.
-
-        Args:
-            own: the model's `rope_parameters`.
-            model: its name, for messages.
-
-        Raises:
-            ConfigError: the model has no rotary positions that all its layers share.
-        """
+        """Return `rope_parameters` of config.json with these values over `own`, the model's, which all its layers must share."""
         parameters = as_table(own)
         if parameters is None or "rope_theta" not in parameters:
             raise ConfigError(
@@ -73,8 +63,7 @@ class LoRAConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     """Adapters are scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that are zeroed in training. Above 0 the trainer's log-probabilities are noisy, and loss and
-    gradient depend on how rows are packed."""
+    """Share of an adapter's inputs that are zeroed in training. Above 0 the loss depends on how rows are packed."""
     target_modules: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Linear modules that get an adapter: the last part or parts of their names, or a regular expression for the whole name."""
     modules_to_save: list[str] = []
@@ -82,17 +71,14 @@ class LoRAConfig(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
 
-    @field_validator("target_modules")
-    @classmethod
-    def _are_expressions(cls, targets: list[str]) -> list[str]:
-        if not targets:
-            raise ValueError('must name at least one module, e.g. ["q_proj", "v_proj"]')
-        for target in targets:
+    def _problems(self) -> Iterator[str]:
+        if not self.target_modules:
+            yield 'target_modules must name at least one module, e.g. ["q_proj", "v_proj"]'
+        for target in self.target_modules:
             try:
                 re.compile(target)
             except re.error as exc:
-                raise ValueError(f"{target!r} is neither a name nor a regular expression: {exc}") from exc
-        return targets
+                yield f"target_modules: {target!r} is neither a name nor a regular expression: {exc}"
 
 
 Dtype = Literal["bfloat16", "float32"]
@@ -109,17 +95,13 @@ class ActivationCheckpointConfig(Section):
     targets: list[str] = ["norm"]
     """Parts for mode `selective`: `norm`, `attn`, `mlp`, or names of a block's modules. Norms keep the most for the least work."""
     keep: list[Literal["attention", "products"]] = []
-    """Outputs that are kept in what is checkpointed, while the rest is computed again. `attention`: the most expensive part of a
-    long row, for 2 bytes per token and feature of its heads with bfloat16. `products`: those of all matrix products, which are
-    most of the work and most of the memory."""
+    """Outputs that are kept: `attention` costs 2 bytes per token and feature, `products` (of matrices) the most memory."""
 
-    @model_validator(mode="after")
-    def _has_targets(self) -> "ActivationCheckpointConfig":
+    def _problems(self) -> Iterator[str]:
         if self.mode == "selective" and not self.targets:
-            raise ValueError('targets must name at least one part of a block, e.g. ["norm", "mlp"]')
+            yield 'targets must name at least one part of a block, e.g. ["norm", "mlp"]'
         if self.mode == "full" and "targets" in self.model_fields_set and self.targets != ["norm"]:
-            raise ValueError('targets are for mode = "selective": "full" computes whole blocks again')
-        return self
+            yield 'targets are for mode = "selective": "full" computes whole blocks again'
 
 
 class ActivationOffloadConfig(Section):
@@ -138,17 +120,14 @@ class CompileConfig(Section):
     """Compile each block, and what follows the head's products, with torch.compile, for rows of any length."""
 
     fullgraph: bool = False
-    """Only `false`: with every attention but `flash_varlen` a block is two graphs, before and after its attention, which stays
-    outside. It loops over the samples of a row, so that inside a graph each new row would be compiled anew."""
+    """Only `false`: attention stays outside the graphs. It loops over a row's samples, so each new row would compile anew."""
 
-    @model_validator(mode="after")
-    def _leaves_attention_outside(self) -> "CompileConfig":
+    def _problems(self) -> Iterator[str]:
         if self.fullgraph:
-            raise ValueError(
+            yield (
                 "fullgraph = true cannot be used: most attentions loop over the samples of each row and stay outside of what is "
                 "compiled, so a block is one graph with flash_varlen alone; remove fullgraph, and all that can be is compiled"
             )
-        return self
 
 
 class DebugModelConfig(Section):
@@ -168,16 +147,14 @@ class TrainerModelConfig(Section):
     seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
     """Tokens of one packed row; longer samples are cut."""
     share_prefixes: bool = True
-    """Compute tokens that samples begin with in common once: the prompt of a group's rollouts, the past of a conversation's
-    branches. Loss and gradients are the same, up to rounding."""
+    """Compute common prefixes of samples once, such as the prompt of a group. Results are equal up to rounding."""
     attn: Literal["auto", "sdpa", "flash_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     """Attention over packed rows. On CUDA `flash_varlen` (torch's own); where those packages are installed `flash_attention_2`,
     `flash_attention_3` (compute capability 9.0) and `flash_attention_4` (9.0 and 10.0). `sdpa` (sample by sample) runs anywhere.
     `auto` takes the fastest that can: a package's only where it agrees with torch's own on a small row at the start. Models whose
     rows hold one sample each keep transformers' own attention."""
     compute_dtype: ComputeDtype = "auto"
-    """Dtype of forward and backward. `auto` takes bfloat16 on a GPU of compute capability 8.0 or higher and on a CPU with
-    instructions for bfloat16 products, float32 elsewhere. A run chooses once: servers and resumed attempts follow."""
+    """Dtype of forward and backward. `auto`: bfloat16 where the device multiplies in it, else float32; a run chooses once."""
     optimization_dtype: Dtype = "float32"
     """Dtype of the master weights and the optimizer state."""
     dither: bool = True
@@ -189,43 +166,33 @@ class TrainerModelConfig(Section):
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward: less memory, one more gather."""
     reduce_each_row: bool = True
-    """Reduce gradients over ranks after each row. `false`: once a step, which sends less; each rank then keeps the gradients of all
-    parameters whole, 4 bytes each with `reduce_dtype = "float32"`."""
+    """Reduce gradients over ranks after each row. `false`: once a step, with whole gradients in the memory of each rank."""
     fused_lm_head_chunk_size: int = Field(default=2048, ge=1, le=MAX_TOKENS)
     """Tokens whose logits exist at one time."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships."""
     rope_scaling: RopeScalingConfig | None = None
-    """Other rotary positions than the model's own, saved in the config.json of published weights. A run gives its server the same,
-    inference.model.rope_scaling."""
+    """Other rotary positions than the model's, saved with the weights. A run gives its server the same."""
     lora: LoRAConfig | None = None
     """Train adapters instead of all weights."""
     ac: ActivationCheckpointConfig | None = None
     ac_offloading: ActivationOffloadConfig | None = None
     fsdp_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in main memory; each block goes to the GPU while it computes. The
-    optimizer runs on the CPU."""
+    """Keep parameters, gradients and optimizer state in main memory. The optimizer runs on the CPU."""
     optim_cpu_offload: bool = False
     """Keep the optimizer's state alone in main memory; it comes to the GPU part by part for the update."""
     dp_replicate: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Copies of the model, each sharded over ranks / dp_replicate ranks: between nodes gradients are reduced, parameters are
-    not gathered."""
+    """Copies of the model, each sharded over ranks / dp_replicate ranks: less traffic between nodes, more memory."""
     compile: CompileConfig | None = None
     debug: DebugModelConfig = DebugModelConfig()
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> "TrainerModelConfig":
+    def _problems(self) -> Iterator[str]:
         if self.lora is not None and self.rope_scaling is not None:
-            raise ValueError(
+            yield (
                 "rope_scaling is saved in config.json, which adapters do not have: whoever loads one would compute with the"
                 " base model's positions; change rope_parameters in config.json of the base model instead, or train all weights"
             )
         if self.ac_offloading is not None and self.ac is None:
-            raise ValueError(
-                "ac_offloading keeps what checkpointed blocks start from: add ac, e.g. [trainer.model.ac] freq = 1"
-            )
+            yield ("ac_offloading keeps what checkpointed blocks start from: add ac, e.g. [trainer.model.ac] freq = 1")
         if self.fsdp_cpu_offload and self.optim_cpu_offload:
-            raise ValueError(
-                "fsdp_cpu_offload keeps the optimizer's state in main memory too: set it or optim_cpu_offload, not both"
-            )
-        return self
+            yield ("fsdp_cpu_offload keeps the optimizer's state in main memory too: set it or optim_cpu_offload, not both")

@@ -1,9 +1,10 @@
 """Sections of the orchestrator: which rollouts are trained on, how they are compared, and the teacher."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trivet.config.schema.base import MAX_ROLLOUTS, MAX_TOKENS, Section
 from trivet.config.schema.environment import (
@@ -24,8 +25,7 @@ class BufferConfig(Section):
     seed: int | None = Field(default=None, ge=0)
     """Seeds the order of examples; unset: orchestrator.seed."""
     env_ratios: list[float] | None = None
-    """Share of groups of each environment, in the order of [[orchestrator.env]]; any positive numbers, e.g. [2, 1].
-    Unset: by the number of examples."""
+    """Share of groups of each [[orchestrator.env]], in their order, as positive numbers; unset: by numbers of examples."""
     online_difficulty_filtering: bool = False
     """Leave out groups whose rollouts all have the same reward: they carry no gradient."""
     easy_threshold: float | None = None
@@ -41,21 +41,15 @@ class BufferConfig(Section):
     hash_keys: list[str] = Field(default=["task", "prompt"], min_length=1)
     """Columns of the data set that name an example when a run is resumed on data that has grown or changed."""
 
-    @model_validator(mode="after")
-    def _thresholds_leave_room(self) -> "BufferConfig":
+    def _problems(self) -> Iterator[str]:
         easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and easy <= hard:
-            raise ValueError(
+            yield (
                 f"easy_threshold ({easy}) must be > hard_threshold ({hard}): no reward would keep an example in the normal pool"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ratios_are_positive(self) -> "BufferConfig":
         for index, ratio in enumerate(self.env_ratios or []):
             if ratio <= 0:
-                raise ValueError(f"env_ratios must be positive numbers, got {ratio} at place {index}; remove the environment")
-        return self
+                yield f"env_ratios must be positive numbers, got {ratio} at place {index}; remove the environment"
 
 
 class AdvantageConfig(Section):
@@ -70,21 +64,17 @@ class AdvantageConfig(Section):
     eps: float = Field(default=1e-6, gt=0)
     """For `std_norm`: added to the standard deviation."""
     import_path: str | None = None
-    """For `custom`: `module.function` of (inputs, **kwargs), with inputs.rewards and inputs.completion_lengths of one group,
-    that returns one advantage per rollout. The module is installed, or in a directory that PYTHONPATH names;
-    `path/to/file.py:function` names one in any file."""
+    """For `custom`: `module.function` or `path/to/file.py:function` of (inputs, **kwargs); returns an advantage per rollout."""
     kwargs: dict[str, Any] = {}
     """For `custom`: further arguments of the function."""
 
-    @model_validator(mode="after")
-    def _keys_fit_the_type(self) -> "AdvantageConfig":
+    def _problems(self) -> Iterator[str]:
         owners = {"length_weighted_mean": "default", "eps": "std_norm", "import_path": "custom", "kwargs": "custom"}
         for name, owner in owners.items():
             if self.type != owner and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'{name} applies to type "{owner}", got type "{self.type}"; remove it or change the type')
+                yield f'{name} applies to type "{owner}", got type "{self.type}"; remove it or change the type'
         if self.type == "custom" and self.import_path is None:
-            raise ValueError('type "custom" needs import_path, e.g. import_path = "my_package.my_module.my_function"')
-        return self
+            yield 'type "custom" needs import_path, e.g. import_path = "my_package.my_module.my_function"'
 
     @property
     def needs_a_group(self) -> bool:
@@ -148,11 +138,9 @@ class TeacherModelConfig(Section):
     max_concurrent: int = Field(default=64, ge=1, le=MAX_ROLLOUTS)
     """Samples that the teacher scores at one time, over all its servers."""
 
-    @model_validator(mode="after")
-    def _servers_are_named(self) -> "TeacherModelConfig":
+    def _problems(self) -> Iterator[str]:
         if self.client.elastic is not None:
-            raise ValueError("client.elastic is for the policy's servers: name the teacher's in client.base_url")
-        return self
+            yield "client.elastic is for the policy's servers: name the teacher's in client.base_url"
 
 
 class PolicyModelConfig(Section):
@@ -189,11 +177,9 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
     max_async_level: int = Field(default=1, ge=0)
     """How many policies a new rollout may lag behind; 0 waits for each step."""
     strict_async_level: bool = False
-    """Always lag exactly max_async_level: independent of timing, more idle time. A resumed run starts from the policy that it
-    resumes, so its first batches lag less."""
+    """Always lag exactly max_async_level, whatever the timing: more idle time. First batches of a resumed run lag less."""
     deterministic: bool = False
-    """Form batches in the order of group ids, whatever the timing. Needs strict_async_level, a seed for sampling and no
-    oversampling. The run's own key sets all of it for every role."""
+    """Form batches in the order of group ids, whatever the timing. The run's own key sets all that it needs."""
     max_off_policy_steps: int = Field(default=8, ge=0)
     """A group whose oldest token is older than this many steps is dropped; steps that it waited in queues count."""
     max_concurrent: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)
@@ -209,18 +195,15 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
     zero_truncated_completions: bool = False
     """Give a rollout that was cut at a length limit the reward 0, before its group is compared."""
     record_rollouts: bool = False
-    """Keep the tokens and log-probabilities of trained rollouts in rollouts/step_N/groups.msgpack.z, for orchestrator.replay of
-    another run: about as many bytes as a recorded batch."""
+    """Keep trained rollouts in rollouts/step_N/groups.msgpack.z, for orchestrator.replay of another run."""
     replay: Path | None = None
-    """Output directory of a run with record_rollouts: train on its rollouts, once and in their order, instead of sampling. No
-    inference server and no environment is started. Its own output_dir must be another."""
+    """Output directory of a run with record_rollouts: train on its rollouts, in order, without servers and environments."""
     reload_weights_on_start: bool = True
     """A run that starts from step 0 resets the servers to the start weights."""
     max_fruitless_batches: int = Field(default=10, ge=1)
     """Stop when this many batches' worth of groups in a row failed or carried no signal."""
     sleep_servers: bool = False
-    """Have the servers free their GPU memory before a batch is sent. They take it again when they load the policy that the batch
-    leads to. They must have been started with inference.sleep_while_training; a run that starts them so sets this key."""
+    """Have the servers sleep while the trainer learns. A run with inference.sleep_while_training sets it."""
     client: ClientConfig = ClientConfig()
     model: PolicyModelConfig = PolicyModelConfig()
     teacher_model: TeacherModelConfig | None = None

@@ -44,8 +44,7 @@ class RLConfig(Section):
     max_async_level: int | None = Field(default=None, ge=0)
     """Fills trainer.max_async_level and orchestrator.max_async_level."""
     deterministic: bool = False
-    """Two runs give the same bytes, and a killed and resumed run those of an unbroken one: one sequence at a time, float32 on
-    a CPU, strict_async_level, seeded sampling, batches in the order of group ids. Slow; for debugging and for proofs."""
+    """Two runs give the same bytes, killed and resumed ones too: float32 on a CPU, one sequence at a time. Slow; for proofs."""
     seed: int | None = Field(default=None, ge=0)
     """Fills every role's seed."""
     inference_gpu_ids: list[int] = [0]

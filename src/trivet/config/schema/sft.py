@@ -26,8 +26,7 @@ class ConversationsConfig(Section):
     """The place of conversations, and how several sources of them become one."""
 
     name: str = "data.jsonl"
-    """File (JSONL, parquet, arrow or CSV), directory (saved by `datasets`, or with a file for each split), or data set of the
-    Hugging Face hub. Rows have `messages`, or `prompt` and `completion`, and may have `tools`."""
+    """File, directory or data set of the hub. Rows have `messages`, or `prompt` and `completion`, and may have `tools`."""
     subsets: list[str] | None = None
     """Configurations of the data set, or subdirectories. Several subsets or splits are interleaved."""
     splits: list[str] | None = None
@@ -49,8 +48,7 @@ class BatchingConfig(Section):
     micro_batch_size: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     """Rows of seq_len tokens (`cat`), or conversations (`stack`), that one forward takes. Memory and speed, never the result."""
     pack_function: Literal["cat", "stack"] = "cat"
-    """`cat` fills each forward up with whole conversations; `stack` gives each the same number of conversations, of alike length.
-    Neither pads, and conversations do not see each other."""
+    """`cat` fills each forward up with whole conversations; `stack` takes equally many, of alike length. Neither pads."""
 
 
 class SftDataConfig(ConversationsConfig, BatchingConfig):

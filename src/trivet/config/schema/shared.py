@@ -40,8 +40,7 @@ class DetectorsConfig(Section):
     entropy_share: float = Field(default=0.02, gt=0, lt=1)
     """Share of the first entropy below which `entropy_collapse` reports. Learning lowers it; a fiftieth explores nothing."""
     mismatch_kl: float = Field(default=0.1, gt=0)
-    """KL divergence above which `mismatch_drift` reports, nats per token. Healthy runs stay below 0.01
-    with full fine-tuning, one or two policies behind."""
+    """KL divergence above which `mismatch_drift` reports, nats per token. Healthy runs of full fine-tuning stay below 0.01."""
     gradient_factor: float = Field(default=20.0, gt=1)
     """Multiple of the median at which `gradient_spike` reports. With small batches the norm varies by a factor of a few."""
     stuck_policy_steps: int = Field(default=10, ge=2)
@@ -54,8 +53,7 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is written."""
     json_logging: bool = False
-    """Write each log line as one JSON object: level, time, role, logger, message and, after a failure, error. What libraries print
-    by themselves stays as it is."""
+    """Write each log line as a JSON object: level, time, role, logger, message, error. Libraries' own prints stay."""
 
 
 class LogExtrasConfig(Section):
@@ -129,18 +127,15 @@ class CkptConfig(Section):
     resume_step: int | None = Field(default=None, ge=-1)
     """Start from the checkpoint of this step; -1 takes the newest committed one."""
     resume_from: Path | None = None
-    """Output directory of another run: start a new run from its checkpoint `resume_step` (unset: its newest) and leave it as it
-    is. Every key may differ from that run's."""
+    """Output directory of another run, which stays as it is: start from its `resume_step` (unset: newest), with any keys."""
     allow_changes: list[str] = []
-    """Keys that may differ from those of the checkpoint resumed from, as the role spells them, e.g. ["optim.lr"]; ["*"]: any.
-    What has no part in the results (paths, ports, limits on time, logs, max_steps) may always change."""
+    """Keys that may differ from the checkpoint's, e.g. ["optim.lr"]; ["*"]: any. Paths, ports, limits and logs always may."""
     keep_last: int | None = Field(default=None, ge=1)
     """Keep this many of the newest checkpoints; unset with keep_interval unset: keep all."""
     keep_interval: int | None = Field(default=None, ge=1)
     """Keep the checkpoints of every multiple of this for ever, besides keep_last."""
     async_write: bool = True
-    """Write policies and checkpoints while the next step runs, from copies of the weights and of the state; false: the step waits
-    for the disk."""
+    """Write policies and checkpoints from copies while the next step runs; false: the step waits for the disk."""
     weights: CkptWeightsConfig = CkptWeightsConfig()
     skip_progress: bool = False
     """On resume: totals of tokens, samples and problems start at 0 again. Steps go on."""
@@ -162,8 +157,7 @@ class WeightsConfig(Section):
     """How policies are proven on their way to the servers."""
 
     probe_tokens: int = Field(default=64, ge=0, le=4096)
-    """Tokens of the run whose log-probabilities the trainer writes into the manifest of each policy. A server that loads the policy
-    must reproduce them before it serves it. 0: nothing is compared."""
+    """Tokens whose log-probabilities a server must reproduce before it serves a policy. 0: nothing is compared."""
 
 
 class TransportConfig(Section):

@@ -4,10 +4,11 @@ The formulas of the losses are in `trainer.losses`. There d is a token's log-pro
 r = exp(d) the importance ratio, A the advantage.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from trivet.config.schema.base import MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section, type_or
 from trivet.config.schema.model import TrainerModelConfig
@@ -66,11 +67,9 @@ class SGDConfig(CommonOptimizerConfig):
     nesterov: bool = True
     """Look one update ahead. Needs momentum."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> "SGDConfig":
+    def _problems(self) -> Iterator[str]:
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov looks ahead along the momentum, which is 0: set nesterov = false or momentum above 0")
-        return self
+            yield "nesterov looks ahead along the momentum, which is 0: set nesterov = false or momentum above 0"
 
 
 class MuonConfig(CommonOptimizerConfig):
@@ -135,8 +134,7 @@ class DefaultLossConfig(PolicyLossConfig):
     adv_tau: float = Field(default=1.0, ge=0)
     """Weight of the advantage."""
     teacher_tau: float = Field(default=0.0, ge=0)
-    """Weight of the pull towards a teacher, which orchestrator.teacher_model names: on-policy distillation. With adv_tau = 0 the
-    policy learns from the teacher alone."""
+    """Weight of the pull towards orchestrator.teacher_model. With adv_tau = 0 the policy learns from the teacher alone."""
     kl_tau: float = Field(default=0.0, ge=0)
     """Weight of the log-ratio penalty against the sampling policy."""
 
@@ -173,8 +171,7 @@ class GrpoLossConfig(PolicyLossConfig):
     clip_high: float = Field(default=0.2, ge=0)
     """Above 1 + clip_high the ratio is not increased further; DAPO raises it to 0.28."""
     normalization: Literal["token", "sample", "constant"] = "token"
-    """Divisor of the sum over tokens: all loss tokens (DAPO), each sample's own length and then the samples (GRPO), or
-    samples times normalization_length (Dr. GRPO)."""
+    """Divisor: all loss tokens (DAPO), each sample's own length (GRPO), or samples times normalization_length (Dr. GRPO)."""
     normalization_length: int = Field(default=1024, ge=1)
     """Tokens that a sample counts for with normalization "constant", whatever its length."""
 
@@ -220,8 +217,7 @@ class CustomLossConfig(PolicyLossConfig):
 
     type: Literal["custom"] = "custom"
     import_path: str = Field(pattern=r"^([\w.]+[.:]|.+\.py:)\w+$")
-    """`package.module.function`, of a package that is installed or of a directory that PYTHONPATH names, or
-    `path/to/file.py:function`. The working directory is not searched: files there would stand in for packages of the same name."""
+    """`package.module.function` of an installed package or of PYTHONPATH, or `path/to/file.py:function`."""
     kwargs: dict[str, Any] = {}
     """Passed to the function."""
     unit: Literal["token", "sample"] = "token"
@@ -247,8 +243,7 @@ class TokenizerConfig(Section):
     name: str | None = None
     """Defaults to the model's own tokenizer."""
     chat_template: str | None = None
-    """Jinja template that conversations are written with, or a file that holds it. It is saved with the weights. A run gives its
-    server the same, inference.model.chat_template; unset: the tokenizer's own."""
+    """Jinja template, or its file, saved with the weights and given to the run's server; unset: the tokenizer's own."""
 
 
 class ConstantSchedule(Section):
@@ -268,8 +263,7 @@ class LinearSchedule(Section):
     min_lr: float = Field(default=0.0, ge=0)
     """Rate at the end."""
     total_steps: int | None = Field(default=None, ge=1)
-    """The step at which the rate reaches min_lr, and where it stays. Unset: max_steps of the first start; a resume with another
-    max_steps keeps it."""
+    """The step from which the rate stays at min_lr. Unset: max_steps of the first start, which a resume keeps."""
 
 
 class CosineSchedule(Section):
@@ -281,8 +275,7 @@ class CosineSchedule(Section):
     min_lr: float = Field(default=0.0, ge=0)
     """Rate at the end."""
     total_steps: int | None = Field(default=None, ge=1)
-    """The step at which the rate reaches min_lr, and where it stays. Unset: max_steps of the first start; a resume with another
-    max_steps keeps it."""
+    """The step from which the rate stays at min_lr. Unset: max_steps of the first start, which a resume keeps."""
 
 
 ScheduleConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="type")]
@@ -295,18 +288,15 @@ class TrainingConfig(SteppingRoleConfig):
     """Seeds data order and initialisation."""
     model: TrainerModelConfig = TrainerModelConfig()
     micro_batch_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    """Tokens of a row that is computed at once: the batch's samples are packed anew into rows of at most so many, a longer sample
-    gets a row of its own. Less needs less memory, and changes no result. Unset: rows as they come, of at most model.seq_len."""
+    """Tokens of a row computed at once; a longer sample has its own. Saves memory, changes no result. Unset: model.seq_len."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     optim: OptimizerConfig = AdamWConfig()
     scheduler: ScheduleConfig = ConstantSchedule()
     metrics_server: MetricsServerConfig | None = None
     memory_profiler_path: Path | None = None
-    """Directory that gets a snapshot of the GPU's memory after every step, a file per rank, for pytorch.org/memory_viz. CUDA
-    only. Costs time and disk: for runs of a few steps."""
+    """Directory for a snapshot of CUDA memory after every step and rank, for pytorch.org/memory_viz. Costs time and disk."""
     trace_path: Path | None = None
-    """Directory that gets a trace of the third and fourth step of this start, a file per rank, for chrome://tracing or
-    ui.perfetto.dev. The steps before warm up; at least 4 steps are needed."""
+    """Directory for traces of the third and fourth step, a file per rank, for ui.perfetto.dev. Needs at least 4 steps."""
     bench: BenchConfig | None = None
     dist_timeout_seconds: int = Field(default=600, ge=1, le=MAX_WAIT_S)
     """Longest wait in a collective operation before the rank gives up."""
@@ -317,8 +307,7 @@ class TrainingConfig(SteppingRoleConfig):
     gpu_memory_utilization: float = Field(default=1.0, gt=0, le=1)
     """Largest share of a GPU's memory that a rank may take. A run lowers it to what the servers on the same GPU leave."""
     release_gpu_memory: bool = False
-    """Before a step's policy can be read, drop the gradients and give the GPU memory that is no longer needed back to the driver. A
-    run with inference.sleep_while_training sets it."""
+    """Give GPU memory back before a policy can be read. A run with inference.sleep_while_training sets it."""
 
 
 class FakeBatchesConfig(Section):
@@ -336,8 +325,7 @@ class TrainerDataConfig(Section):
     record: bool = False
     """Keep every batch in batches/step_N.msgpack: a few bytes per token and number, in all some MB a step."""
     replay: Path | None = None
-    """Output directory of a run that recorded its batches: `uv run trainer` trains on them again, without orchestrator and
-    servers. Its own output_dir must be another."""
+    """Output directory of a run that recorded its batches: `uv run trainer` trains on them again, without other roles."""
     fake: FakeBatchesConfig | None = None
 
 

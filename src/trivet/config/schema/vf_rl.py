@@ -4,12 +4,19 @@ Defaults are the documented ones. `dialects.vf_translation` turns a configuratio
 this package because the other commands skip variables that set them.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from trivet.config.schema.base import MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section
 from trivet.config.schema.model import MAX_RANK
+
+ENV_RESPONSES_ARE_MASKED = (
+    "what the environment says is always masked: the policy did not sample it, so there is no log-probability to weigh it by;"
+    " remove the key, and to learn such texts too, train on conversations with `uv run sft` and data.loss_mask.tool = true or"
+    " data.loss_mask.user = true"
+)
 
 
 class VfEnvConfig(Section):
@@ -168,17 +175,9 @@ class VfTrainerArgs(Section):
     vllm_server_timeout: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
     """Longest wait for the inference server to be ready, seconds."""
 
-    @field_validator("mask_env_responses")
-    @classmethod
-    def _masks_what_was_not_sampled(cls, is_masked: bool) -> bool:
-        """Refuse to train on tokens that the policy did not sample."""
-        if not is_masked:
-            raise ValueError(
-                "what the environment says cannot be trained on: the policy did not sample it, so there is no log-probability to"
-                " weigh it by; remove the key, and to learn such texts too, train on conversations with `uv run sft` and"
-                " data.loss_mask.tool = true or data.loss_mask.user = true"
-            )
-        return is_masked
+    def _problems(self) -> Iterator[str]:
+        if not self.mask_env_responses:
+            yield f"mask_env_responses = false: {ENV_RESPONSES_ARE_MASKED}"
 
 
 class VfTrainerConfig(Section):
