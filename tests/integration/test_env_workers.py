@@ -19,11 +19,9 @@ from support.http_fake import serve_fake
 from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive
 from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ClientConfig
-from trivet.environments.packages.probe import ProbeTarget, require_loadable
 from trivet.environments.settings import host_settings
-from trivet.environments.workers.client import WorkerClient
-from trivet.environments.workers.limits import PoolLimits, WorkerLog
-from trivet.environments.workers.pool import WorkerPool, open_worker_pool
+from trivet.environments.workers.limits import PoolLimits
+from trivet.environments.workers.pool import WorkerPool, open_worker_pool, require_loadable
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.secret import SECRET_FILE
 from trivet.wire.events import EnvRestart, Event
@@ -233,23 +231,21 @@ def test_workers_end_with_the_process_that_owns_them(tmp_path: Path, url: str) -
     [({"fails": "no such file"}, "ValueError: no such file"), ({"fails": "exit"}, "SystemExit: 9"), ({"colour": 1}, "colour")],
 )
 def test_what_cannot_be_loaded_is_said_before_anything_is_started(args: dict[str, object], said: str) -> None:
-    wanted = [ProbeTarget(settings=settings(**args), is_trained=True)]
     with pytest.raises(EnvironmentLoadError, match="'unruly'") as refused:
-        require_loadable(wanted, timeout_s=120)
+        require_loadable([settings(**args)], trained=["unruly"], timeout_s=120)
     assert said in str(refused.value)
     assert "load_environment" in str(refused.value)
     assert refused.value.exit_code == 2
 
 
 def test_an_environment_that_takes_too_long_to_load_is_ended_and_named() -> None:
-    wanted = [ProbeTarget(settings=settings(takes_s=3600.0), is_trained=True)]
     with pytest.raises(EnvironmentLoadError, match="'unruly' was not loaded after 5 s"):
-        require_loadable(wanted, timeout_s=5)
+        require_loadable([settings(takes_s=3600.0)], trained=["unruly"], timeout_s=5)
     assert not descendants_with("trivet.environments.workers.main", os.getpid())
 
 
 def test_what_can_be_loaded_is_described() -> None:
-    infos = require_loadable([ProbeTarget(settings=settings(), is_trained=True)], timeout_s=120)
+    infos = require_loadable([settings()], trained=["unruly"], timeout_s=120)
     assert infos["unruly"].num_examples == len(WAYS)
     assert infos["unruly"].num_eval_examples == 0
 
@@ -258,23 +254,15 @@ def test_what_can_be_loaded_is_described() -> None:
 def test_environments_do_not_get_the_credentials_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: list[str]
 ) -> None:
-    """Neither where they are tried nor in a worker; the key of the servers they do get."""
+    """The key of the servers they do get."""
     for name in (*SECRETS, "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "planted")
     seen = tmp_path / "seen.jsonl"
     env = EnvConfig(id="witness", args={"file": str(seen)}, env_vars=kept)
     settings = host_settings(env, model_name="m", client=ClientConfig(), hash_keys=["prompt"])
-    require_loadable([ProbeTarget(settings=settings, is_trained=True)], timeout_s=120)
-
-    async def load() -> None:
-        worker = await WorkerClient.start(settings, log=WorkerLog(tmp_path / "log"))
-        await worker.wait_loaded(timeout_s=120)
-        await worker.aclose(timeout_s=20)
-
-    asyncio.run(load())
-    lines = [json.loads(line) for line in seen.read_text().splitlines()]
-    assert len(lines) == 2
-    for names in (names for line in lines for names in line):
+    require_loadable([settings], trained=["witness"], timeout_s=120)
+    [line] = [json.loads(line) for line in seen.read_text().splitlines()]
+    for names in line:
         assert {name for name in names if name in SECRETS} == set(kept)
         assert {"OPENAI_API_KEY", "PATH"} <= set(names)
 
@@ -287,7 +275,7 @@ def test_an_error_that_no_encoding_has_is_shown_without_a_traceback_of_ours(
 ) -> None:
     (tmp_path / "garbled.py").write_text(_GARBLED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    wanted = [ProbeTarget(settings=msgspec.structs.replace(settings(), env_id="garbled", name="garbled"), is_trained=True)]
+    garbled = msgspec.structs.replace(settings(), env_id="garbled", name="garbled")
     with pytest.raises(EnvironmentLoadError, match=r"load_environment of 'garbled' with args {} raised ValueError") as refused:
-        require_loadable(wanted, timeout_s=120)
+        require_loadable([garbled], trained=["garbled"], timeout_s=120)
     assert str(refused.value).replace("\n", "").isprintable()

@@ -13,7 +13,6 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.deployment import RecoveryConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
-from trivet.errors import EnvironmentLoadError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, RunPlan, report_files
 from trivet.launcher.processes import RoleReports, forget_reports, read_reports
@@ -114,18 +113,6 @@ class FakeHost:
 
     def read_reports(self, process: FakeChild) -> RoleReports:
         return read_reports(process.spec.reports)
-
-
-@dataclass
-class FakeEnvironments:
-    """Environments that are loaded at once, unless a test says otherwise."""
-
-    is_over: bool = True
-    error: EnvironmentLoadError | None = None
-
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error
 
 
 @dataclass(kw_only=True)

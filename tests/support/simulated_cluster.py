@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from support.fake_roles import FakeEnvironments
 from support.simulated_nodes import FIRST_PORT, NUM_CPUS, DirectReader, SameScratch, SimulatedHost, SimulatedNode, address_of
 from support.simulated_training import ClusterPlan, Timeline, Training
 from trivet.config.layout import RunLayout
@@ -210,7 +209,6 @@ class SimulatedCluster:
         self._units = tuple(dict.fromkeys(spec.unit for spec in attempts.planned.processes))
         supervisor = Supervisor(
             attempts,
-            environments=FakeEnvironments(),  # type: ignore[arg-type]  # as far as it is asked
             host=host,
             log=self.log,
             clock=Clock(now=lambda: self.timeline.now, unix_time=lambda: self.timeline.now, sleep=self._sleep),

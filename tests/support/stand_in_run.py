@@ -14,7 +14,6 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.deployment import RecoveryConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
-from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, RunPlan, report_files
@@ -87,13 +86,12 @@ def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
     limits = {"recovery": RecoveryConfig.model_validate_json(recovery), "shutdown_timeout_s": 2.0}
     config = RLConfig().model_copy(update=limits)
     attempts = StandInAttempts(layout=layout, config=config, behaviours=behaviours, ports=ports)
-    with RunDirectory(layout) as directory, EnvironmentProbe([], timeout_s=0.0) as environments:
+    with RunDirectory(layout) as directory:
         directory.begin(attempts.run, resumed_from=None)
         layout.logs.mkdir()
         with layout.log_file("rl.log").open("a") as file:
             return Supervisor(
                 attempts,
-                environments=environments,
                 host=LocalHost(python=sys.executable, environ=os.environ),
                 log=RunLog(sys.stdout, file),
             ).run()

@@ -17,9 +17,8 @@ from packaging.utils import canonicalize_name
 
 from trivet.cli.environment_packages import choose_source, install, remove, require_on_hub
 from trivet.dependencies import InstalledPackages
-from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
+from trivet.environments.packages.discovery import EnvironmentPackage, check_imports, find_environments
 from trivet.environments.packages.interpreters import AUTO, OWN, find_venv_directory, find_venvs
-from trivet.environments.packages.probe import check_imports
 from trivet.errors import ConfigError
 
 FOLDER = Path("environments")

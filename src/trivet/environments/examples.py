@@ -1,27 +1,39 @@
 """Checks and fingerprints the examples of an environment's data sets."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from trivet.errors import EnvironmentLoadError
 from trivet.wire.groups import EnvironmentInfo
 
 ROLLOUT_COLUMNS = ("prompt", "answer", "info", "task")
 """Columns that a rollout and its rewards see."""
 
 
-def training_problem(name: str, info: EnvironmentInfo, *, hash_keys: Sequence[str]) -> str | None:
-    """Return why environment `name` cannot be trained on; None when it can."""
-    if info.num_examples == 0:
-        return f"environment {name!r} has no examples to train on; check its args, or take it out of [[orchestrator.env]]"
-    if len(info.example_hashes) != info.num_examples:
-        return (
-            f"the data set of environment {name!r} has none of the columns orchestrator.buffer.hash_keys"
-            f" ({', '.join(hash_keys)}), which name its examples; set hash_keys to columns that it has"
-        )
-    return None
+def require_data(infos: Mapping[str, EnvironmentInfo], *, trained: Collection[str], hash_keys: Sequence[str]) -> None:
+    """Check that the environments have examples: those in `trained` to train on, the others to evaluate on.
+
+    Raises:
+        EnvironmentLoadError: one or more have none; the message names them all.
+    """
+    problems: list[str] = []
+    for name, info in infos.items():
+        if name in trained and info.num_examples == 0:
+            problems.append(
+                f"environment {name!r} has no examples to train on; check its args, or take it out of [[orchestrator.env]]"
+            )
+        elif name in trained and len(info.example_hashes) != info.num_examples:
+            problems.append(
+                f"the data set of environment {name!r} has none of the columns orchestrator.buffer.hash_keys"
+                f" ({', '.join(hash_keys)}), which name its examples; set hash_keys to columns that it has"
+            )
+        elif info.num_examples == info.num_eval_examples == 0:
+            problems.append(f"environment {name!r} has no data to evaluate on; check its args")
+    if problems:
+        raise EnvironmentLoadError("\n- ".join(problems))
 
 
 def example_hashes(dataset: Any, keys: Sequence[str]) -> list[str]:

@@ -18,8 +18,8 @@ from trivet.config.schema.orchestrator import AdvantageConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.environments.packages.interpreters import describe_interpreter, require_environment
-from trivet.environments.packages.probe import EnvironmentProbe, ProbeTarget
 from trivet.environments.settings import run_settings
+from trivet.environments.workers.pool import require_loadable
 from trivet.errors import ConfigError, NodesMissing
 from trivet.launcher.gpu_shares import describe_memory, require_shared_gpu, share_gpus
 from trivet.launcher.logs import RunLog
@@ -125,17 +125,8 @@ def check_environments(config: RLConfig) -> None:
         EnvironmentLoadError: one cannot be loaded, or has no data.
     """
     if config.trainer.bench is None:
-        with _loading_environments(config) as probe:
-            probe.wait()
-
-
-def _loading_environments(config: RLConfig) -> EnvironmentProbe:
-    trained = {env.label for env in config.orchestrator.env}
-    wanted = [
-        ProbeTarget(settings=settings, is_trained=name in trained)
-        for name, settings in run_settings(config.orchestrator).items()
-    ]
-    return EnvironmentProbe(wanted, timeout_s=config.orchestrator.env_start_timeout_s)
+        settings, trained = list(run_settings(config.orchestrator).values()), [env.label for env in config.orchestrator.env]
+        require_loadable(settings, trained=trained, timeout_s=config.orchestrator.env_start_timeout_s)
 
 
 def start(config: RLConfig) -> int:
@@ -169,10 +160,9 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         scratch = held.enter_context(Scratch(layout.scratch_note))
         if lease is not None:
             held.enter_context(lease)
-        environments = held.enter_context(_loading_environments(config))
         step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
         if config.clean:
-            environments.wait()  # first: what it removes would be missed if they cannot be loaded
+            check_environments(config)  # first: what it removes would be missed if they cannot be loaded
         is_resumed = step is not None and ckpt.resume_from is None
         run = directory.identify(is_resumed=is_resumed)
         if not is_resumed and identity is not None:
@@ -207,7 +197,7 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         _introduce(attempts, log, machine=machine)
         adopt_orphans()
         host: ProcessHost = leader.host if leader is not None else local
-        exit_code = Supervisor(attempts, environments=environments, host=host, log=log).run()
+        exit_code = Supervisor(attempts, host=host, log=log).run()
         if leader is not None:
             leader.exit_code = exit_code
         if exit_code == 0:

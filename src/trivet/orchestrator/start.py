@@ -14,9 +14,9 @@ from trivet.checkpoints.settings import compare_data
 from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
-from trivet.environments.examples import training_problem
+from trivet.environments.examples import require_data
 from trivet.environments.port import EnvironmentPool
-from trivet.errors import CheckpointError, EnvironmentLoadError
+from trivet.errors import CheckpointError
 from trivet.orchestrator.assembly import make_loop, make_replay_loop
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, data_of, read_part
@@ -47,10 +47,9 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         on_loop: gets the loop when it begins to fill batches, to preempt it.
     """
     layout = RunLayout(config.output_dir)
-    for name in [env.label for env in config.env] if config.replay is None else []:
-        if problem := training_problem(name, pool.infos[name], hash_keys=config.buffer.hash_keys):
-            raise EnvironmentLoadError(problem)
-        logger.info("environment loaded env=%s examples=%s", name, pool.infos[name].num_examples)
+    require_data(pool.infos, trained=[env.label for env in config.env], hash_keys=config.buffer.hash_keys)
+    for name, info in pool.infos.items():
+        logger.info("environment loaded env=%s examples=%s", name, info.num_examples)
     part = _starting_point(config, layout)
     step = Step(part.progress.step)
     config = settle_schedules(config, step=step)

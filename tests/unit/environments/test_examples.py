@@ -1,6 +1,8 @@
+import pytest
 from datasets import Dataset
 
-from trivet.environments.examples import data_digest, digest_rows, example_hashes, training_problem
+from trivet.environments.examples import data_digest, digest_rows, example_hashes, require_data
+from trivet.errors import EnvironmentLoadError
 from trivet.wire.groups import EnvironmentInfo
 
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": text}], "task": "t"} for text in ("a", "b", "a")])
@@ -18,14 +20,21 @@ def test_a_hash_does_not_depend_on_columns_that_are_not_named():
     assert example_hashes(other, ["prompt", "absent"]) == example_hashes(ROWS, ["prompt"])
 
 
-def test_an_environment_without_examples_or_without_named_columns_cannot_be_trained_on():
-    problem = training_problem("toy", EnvironmentInfo(num_examples=0), hash_keys=["prompt"])
-    assert problem is not None
-    assert "'toy' has no examples" in problem
-    problem = training_problem("toy", EnvironmentInfo(num_examples=2), hash_keys=["id"])
-    assert problem is not None
-    assert "hash_keys (id)" in problem
-    assert training_problem("toy", EnvironmentInfo(num_examples=1, example_hashes=["h"]), hash_keys=["id"]) is None
+def test_every_environment_without_the_data_for_its_purpose_is_named():
+    infos = {
+        "empty": EnvironmentInfo(num_examples=0),
+        "nameless": EnvironmentInfo(num_examples=2),
+        "well": EnvironmentInfo(num_examples=1, example_hashes=["h"]),
+        "held-out": EnvironmentInfo(num_examples=0, num_eval_examples=1),
+        "none-at-all": EnvironmentInfo(num_examples=0),
+    }
+    with pytest.raises(EnvironmentLoadError) as refused:
+        require_data(infos, trained=["empty", "nameless", "well"], hash_keys=["id"])
+    empty, nameless, none = str(refused.value).split("\n- ")
+    assert "'empty' has no examples to train on" in empty
+    assert "'nameless' has none of the columns orchestrator.buffer.hash_keys (id)" in nameless
+    assert "'none-at-all' has no data to evaluate on" in none
+    require_data({"well": infos["well"]}, trained=["well"], hash_keys=["id"])
 
 
 def test_a_digest_covers_what_rollouts_get_and_nothing_else() -> None:

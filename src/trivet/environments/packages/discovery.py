@@ -1,4 +1,4 @@
-"""Finds the installed environment packages from metadata and source text. Imports no environment; `probe` does that.
+"""Finds the installed environment packages from metadata and source text, and has their own interpreter import them.
 
 A package is an environment when trivet does not itself depend on it, and either one of its modules names `load_environment` or
 it requires verifiers. The second half keeps a package in the list that is broken or re-exports the function by `*`. verifiers has
@@ -7,7 +7,10 @@ a function of that name too, and is none.
 
 import importlib.util
 import json
+import os
+import subprocess
 import symtable
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -18,9 +21,13 @@ from packaging.utils import canonicalize_name
 
 from trivet.dependencies import InstalledPackage, InstalledPackages, find_project_packages
 from trivet.environments.apis.load import LIBRARY, LOADER
+from trivet.environments.settings import interpreter_variables, worker_environment
+from trivet.process.lifetime import module_command, tied_command
 
 _MAX_SOURCE_BYTES = 4 << 20
 """A larger module is not parsed. Sources of environments have a few thousand lines; generated tables may have millions."""
+_IMPORT_TIMEOUT_S = 120.0
+"""For all modules of one process. verifiers alone takes 5 to 20 s on two busy cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,3 +138,35 @@ def _source_file(module: str, *, search_path: Sequence[str] | None) -> Path | No
         return None
     file = Path(spec.origin)
     return file if file.is_file() and file.stat().st_size <= _MAX_SOURCE_BYTES else None
+
+
+def check_imports(
+    modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _IMPORT_TIMEOUT_S
+) -> dict[str, str]:
+    """Return the problem of each module in one line, by module; "" for one that loads.
+
+    The modules share a process, so what they share is imported once. If a module ends that process or exceeds the time, it gets
+    the blame, and a new process takes the rest.
+    """
+    problems: dict[str, str] = {}
+    environ = worker_environment(os.environ)
+    while remaining := [module for module in modules if module not in problems]:
+        command = module_command("trivet.environments.packages.import_program", *remaining, python=python)
+        try:
+            done = subprocess.run(
+                tied_command(command),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
+                env={**environ, **interpreter_variables(python, environ)},
+                start_new_session=True,
+            )
+            answers, last_line = done.stdout, done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            ending = f"importing it ended the process with exit code {done.returncode}{last_line and f': {last_line}'}"
+        except subprocess.TimeoutExpired as exc:
+            answers, ending = exc.stdout or b"", f"importing it took more than {timeout_s:.0f} s"
+        problems |= dict(json.loads(line) for line in answers.splitlines())
+        if (module := next((module for module in remaining if module not in problems), None)) is not None:
+            problems[module] = ending
+    return problems

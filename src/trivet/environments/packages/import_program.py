@@ -1,7 +1,7 @@
-"""The program that imports environment modules: `python -m trivet.environments.packages.import_program FILE MODULE …`.
+"""The program that imports environment modules: `python -m trivet.environments.packages.import_program MODULE …`.
 
-`probe` starts it, with the interpreter that has the modules. So it is part of trivet-worker. It appends an answer to FILE after
-each module, so a module that ends the process is known by its missing answer. It calls no `load_environment`.
+`discovery` starts it, with the interpreter that has the modules. So it is part of trivet-worker. It prints an answer after each
+module, so a module that ends the process is known by its missing answer. It calls no `load_environment`.
 """
 
 import importlib
@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import sys
-from pathlib import Path
 
 from trivet.environments.apis.load import FIRST_OF_V1, LOADER, require_release
 from trivet.errors import EnvironmentLoadError
@@ -43,12 +42,11 @@ def find_problem(module: str) -> str:
 
 
 def main() -> None:
-    """Import the modules named on the command line and append an answer for each to a file."""
-    answers, *modules = sys.argv[1:]
-    with Path(answers).open("a") as file:
-        for module in modules:
-            file.write(json.dumps([module, find_problem(module)]) + "\n")
-            file.flush()
+    """Import the modules named on the command line and print an answer for each."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the modules print is no answer
+    for module in sys.argv[1:]:
+        print(json.dumps([module, find_problem(module)]), file=answers, flush=True)
     os._exit(0)  # does not wait for threads that the environments have started
 
 

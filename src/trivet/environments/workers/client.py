@@ -142,6 +142,8 @@ class WorkerClient:
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self._loading)
+        except WorkerLost as exc:
+            raise WorkerLost(f"{exc}.{self.last_lines()}") from exc
         except TimeoutError as exc:
             raise WaitTimeout(
                 f"environment {self.name!r} was not loaded after {timeout_s:.0f} s; raise env_start_timeout_s if "

@@ -8,10 +8,13 @@ that the one that ends its worker does not fail the others.
 
 import asyncio
 import itertools
+import json
 import logging
+import os
+import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +23,12 @@ from typing import Any
 import msgspec
 
 from trivet.backoff import backoff_s
-from trivet.environments.examples import other_data
+from trivet.config.masking import hide_values
+from trivet.environments.examples import other_data, require_data
+from trivet.environments.settings import withheld_variables
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.limits import PoolLimits, WorkerLog, measure_sessions, sweep_directories
-from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost, first_error
+from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, TrivetError, WaitTimeout, WorkerLost
 from trivet.process.event_loop import lag_metrics
 from trivet.wire.events import EnvLoad, EnvRestart, Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
@@ -215,26 +220,30 @@ class WorkerPool:
         """Start all workers and wait until they have loaded their environments.
 
         Raises:
-            EnvironmentLoadError: an environment cannot be loaded.
+            EnvironmentLoadError: an environment cannot be loaded. The message names every one that cannot.
             WorkerLost: a worker ended while it loaded.
             WaitTimeout: one took too long.
         """
         await asyncio.to_thread(sweep_directories)
         slots = [slot for environment in self._environments.values() for slot in environment.slots]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self._watch(), name="watch-workers")
-                async with asyncio.TaskGroup() as starts:
-                    started = {
-                        slot.name: starts.create_task(self._start_worker(slot), name=f"start-{slot.name}") for slot in slots
-                    }
-                watching.cancel()
-        except ExceptionGroup as failed:  # the first failure has ended the others
-            raise first_error(failed) from None
-        for environment in self._environments.values():
-            environment.info = started[environment.slots[0].name].result()
-            for slot in environment.slots:
-                self._compare(slot, environment.info, started[slot.name].result())
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch(), name="watch-workers")
+            started = await asyncio.gather(*(self._start_worker(slot) for slot in slots), return_exceptions=True)
+            watching.cancel()
+        problems: dict[str, str] = {}
+        for slot, result in zip(slots, started, strict=True):
+            if isinstance(result, EnvironmentLoadError | WorkerLost | WaitTimeout):
+                problems.setdefault(slot.settings.name, _explain(str(result), slot.settings))
+            elif isinstance(result, BaseException):
+                raise result
+        if problems:
+            first = next(result for result in started if isinstance(result, TrivetError))
+            raise type(first)("\n- ".join(problems.values())) from first
+        for slot, info in zip(slots, started, strict=True):
+            assert isinstance(info, EnvironmentInfo)
+            environment = self._environments[slot.settings.name]
+            environment.info = environment.info or info
+            self._compare(slot, environment.info, info)
 
     async def run(self) -> None:
         """Restart workers that end or hang, until cancelled.
@@ -348,6 +357,18 @@ class WorkerPool:
         slot.is_warned = blocked_s > _WARN_BLOCKED_S
 
 
+def _explain(problem: str, settings: HostSettings) -> str:
+    """Hide the secrets of a problem, and add the variables that it names and that the environment was not given."""
+    problem = hide_values(problem, settings.args)
+    named = sorted(name for name in withheld_variables(os.environ, settings=[settings]) if name in problem)
+    if not named:
+        return problem
+    return (
+        f"{problem}\n  workers do not get {', '.join(named)}, whose name is that of a secret; if that is the reason, add "
+        f"env_vars = {json.dumps(named)} to the environment"
+    )
+
+
 async def _run_in_time(worker: WorkerClient, request: GroupRequest, *, timeout_s: float | None) -> list[Rollout]:
     """Limit the time of a group whose worker does not: its environment swallows the cancellation, or blocks the event loop."""
     try:
@@ -372,3 +393,29 @@ async def open_worker_pool(
         yield pool
     finally:
         await pool.aclose()
+
+
+def require_loadable(
+    settings: Sequence[HostSettings], *, trained: Collection[str], timeout_s: float
+) -> Mapping[str, EnvironmentInfo]:
+    """Load every environment in a worker, as a run does, and end the workers. Return what is known of each environment.
+
+    Args:
+        trained: names of the environments that need examples to train on.
+
+    Raises:
+        EnvironmentLoadError: one or more cannot be loaded or have no data; the message names them all.
+    """
+
+    async def load(directory: Path) -> Mapping[str, EnvironmentInfo]:
+        limits = PoolLimits(start_timeout_s=timeout_s)
+        async with open_worker_pool(settings, log_of=lambda env: directory / f"{env}.log", limits=limits) as pool:
+            return pool.infos
+
+    with tempfile.TemporaryDirectory(prefix="trivet-check-") as directory:
+        try:
+            infos = asyncio.run(load(Path(directory)))
+        except (WorkerLost, WaitTimeout) as exc:
+            raise EnvironmentLoadError(str(exc)) from exc
+    require_data(infos, trained=trained, hash_keys=settings[0].hash_keys if settings else ())
+    return infos

@@ -15,8 +15,7 @@ Unblocked by the clock. The loop ends with the verdict of `Recovery`, and decide
 
 import signal
 
-from trivet.environments.packages.probe import EnvironmentProbe
-from trivet.errors import EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
+from trivet.errors import NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ORCHESTRATOR, TRAINING, ProcessSpec, RecoveryUnit
@@ -46,16 +45,9 @@ _REPEATED_SIGNAL_S = 1.0
 class Supervisor:
     """Runs one run."""
 
-    def __init__(
-        self, attempts: Attempts, *, environments: EnvironmentProbe, host: ProcessHost, log: RunLog, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
-        """Prepare the parts; nothing is started.
-
-        Args:
-            environments: the environments of the run, which are being loaded to find what is wrong with them.
-        """
+    def __init__(self, attempts: Attempts, *, host: ProcessHost, log: RunLog, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Prepare the parts; nothing is started."""
         self._attempts = attempts
-        self._environments = environments
         self._host = host
         self._log = log
         self._clock = clock
@@ -67,11 +59,7 @@ class Supervisor:
         self._status = StatusReporter(attempts, observer=self._observer, recovery=self._recovery, log=log, clock=clock)
 
     def run(self) -> int:
-        """Start the roles and watch them to the end; returns the exit code of the run.
-
-        Raises:
-            EnvironmentLoadError: an environment cannot be loaded. The roles that had been started have ended.
-        """
+        """Start the roles and watch them to the end; returns the exit code of the run."""
         with Interrupts(clock=self._clock.now) as interrupts:
             try:
                 end = self._supervise(interrupts)
@@ -98,8 +86,6 @@ class Supervisor:
                 self._log.say(f"committed up to step {last}; go on from there with {key_name('--ckpt.resume-step -1')}")
             if not isinstance(self._error, RunDirectoryBusy):  # else the status is that of the node that leads
                 self._status.write(end)
-        if isinstance(self._error, EnvironmentLoadError):
-            raise self._error
         return end.exit_code
 
     @property
@@ -114,8 +100,6 @@ class Supervisor:
         except TrivetError as exc:
             self._error = exc
             reason = str(exc) if self._must_not_lead else f"no restart is possible: {exc}"
-            if isinstance(exc, EnvironmentLoadError):
-                reason = "an environment cannot be loaded"
             return FinishRun(outcome=RunState.FAILED, exit_code=exc.exit_code, reason=reason)
 
     def _start_all(self, interrupts: Interrupts) -> None:
@@ -137,11 +121,7 @@ class Supervisor:
             self._clock.sleep(_POLL_INTERVAL_S)
 
     def _may_start(self, spec: ProcessSpec) -> bool:
-        """Return whether the servers answer that must have their memory first, and the orchestrator can load the environments."""
-        if spec.name == ORCHESTRATOR:
-            if not self._environments.is_over:
-                return False  # it would load the same, and report the same error
-            self._environments.wait()
+        """Return whether the servers answer that must have their memory first."""
         roles = self._observer.roles
         answering = {name for name, role in roles.items() if self._observer.is_answering(role.seen.unit)}
         return answering.issuperset(spec.starts_after)

@@ -5,8 +5,7 @@ import pytest
 
 from support.packages import write_installed
 from trivet.dependencies import InstalledPackages
-from trivet.environments.packages.discovery import PackageOrigin, find_environments, names_loader, read_origin
-from trivet.environments.packages.probe import check_imports
+from trivet.environments.packages.discovery import PackageOrigin, check_imports, find_environments, names_loader, read_origin
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-HEAVY = ("numpy", "trivet.launcher.run", "trivet.launcher.supervision.supervisor", "trivet.environments.packages.probe")
+HEAVY = ("numpy", "trivet.launcher.run", "trivet.launcher.supervision.supervisor", "trivet.environments.workers.pool")
 
 
 def test_help_and_mistakes_are_shown_without_what_carries_a_run_out() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeEnvironments, FakeHost, make_config, write_report
+from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeHost, make_config, write_report
 from trivet.config.layout import RunLayout
-from trivet.errors import CheckpointError, EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
+from trivet.errors import CheckpointError, NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.exits import NODE_LOST
 from trivet.launcher.logs import RunLog
 from trivet.launcher.supervision.supervisor import Supervisor
@@ -29,11 +29,9 @@ class SimulatedRun:
         self.clock = FakeClock()
         self.host = FakeHost(clock=self.clock)
         self.attempts = FakeAttempts(layout=self.layout, config=make_config(**{"backoff_s": 4, **recovery}), urls=urls)
-        self.environments = FakeEnvironments()
         self.written = io.StringIO()
         self.supervisor = Supervisor(
             self.attempts,
-            environments=self.environments,  # type: ignore[arg-type]  # as far as it is asked
             host=self.host,
             log=RunLog(io.StringIO(), self.written),
             clock=self.clock,
@@ -124,13 +122,6 @@ def start_times(run: SimulatedRun) -> dict[str, float]:
     return {child.spec.name: round(at - 100.0) for child, at in zip(run.host.started, run.host.started_at, strict=True)}
 
 
-def test_all_roles_but_the_orchestrator_start_beside_the_check_of_the_environments(run: SimulatedRun) -> None:
-    run.environments.is_over = False
-    run.at(5, lambda: setattr(run.environments, "is_over", True))
-    assert run.completes(at=30).supervisor.run() == 0
-    assert start_times(run) == {"inference": 0, "trainer": 0, "orchestrator": 5}
-
-
 @pytest.mark.parametrize("urls", [[], [NOBODY]])
 def test_a_trainer_on_the_gpu_of_a_server_starts_when_that_answers(tmp_path: Path, urls: list[str]) -> None:
     run = SimulatedRun(tmp_path, urls=urls)
@@ -147,18 +138,6 @@ def test_a_role_that_ends_while_others_wait_is_recovered_like_any_other(tmp_path
     assert run.supervisor.run() == 1
     assert run.starts() == ["inference", "orchestrator", "trainer"]
     assert "before it answered" in run.said
-
-
-def test_environments_that_cannot_be_loaded_end_what_was_started(run: SimulatedRun) -> None:
-    run.environments.is_over = False
-    run.environments.error = EnvironmentLoadError("no such file")
-    run.at(5, lambda: setattr(run.environments, "is_over", True))
-    with pytest.raises(EnvironmentLoadError, match="no such file"):
-        run.supervisor.run()
-    assert run.starts() == ["inference", "trainer"]
-    assert all(child.signals == [signal.SIGTERM] for child in run.host.started)
-    status = run.status()
-    assert (status.state, status.exit_code, status.reason) == (RunState.FAILED, 2, "an environment cannot be loaded")
 
 
 def test_a_killed_trainer_takes_the_orchestrator_along_and_both_start_again(run: SimulatedRun) -> None:
