@@ -13,8 +13,9 @@ import time
 import msgspec
 import numpy as np
 
-from trivet.environments.workers.channel import pack_message, receive_blocking
+from trivet.environments.workers.channel import pack_message
 from trivet.environments.workers.main import confine, make_hello
+from trivet.wire.codec import decode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.versions import VersionRun
@@ -95,6 +96,12 @@ def answer_group(way: str, asked: RunGroupOrder, send) -> None:
             send(done)
 
 
+def receive(sock: socket.socket) -> WorkerOrder | None:
+    """Return the next order; None when the pool is gone."""
+    header = sock.recv(8, socket.MSG_WAITALL)
+    return decode(sock.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL), WorkerOrder) if header else None
+
+
 def main() -> None:
     way = os.environ["HOSTILE_WAY"]
     confine()
@@ -103,8 +110,7 @@ def main() -> None:
     if way == "other-protocol":
         hello = msgspec.structs.replace(hello, protocol=hello.protocol + 1, worker="trivet-worker 9.9")
     sock.sendall(pack_message(hello))
-    order = receive_blocking(sock, WorkerOrder)
-    if order is None:
+    if receive(sock) is None:
         return
 
     def send(body) -> None:
@@ -113,7 +119,7 @@ def main() -> None:
     send(EnvironmentLoaded(info=EnvironmentInfo(num_examples=4), api="v0"))
     if way != "no-pulse":
         send(Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[]))
-    while (order := receive_blocking(sock, WorkerOrder)) is not None:
+    while (order := receive(sock)) is not None:
         if isinstance(order.body, RunGroupOrder):
             answer_group(way, order.body, send)
 

@@ -5,7 +5,7 @@ Owned by `client.WorkerClient`, or `nodes.node`.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -104,21 +104,20 @@ def find_fault(rollouts: Sequence[Rollout], request: GroupRequest) -> str | None
     for rollout in rollouts:
         numbers = {"reward": rollout.reward, **rollout.scores}
         found = [f"with {name} = {value}" for name, value in numbers.items() if not math.isfinite(value)]
-        found += [fault for sample in rollout.samples if (fault := _sample_fault(sample))]
+        found += [fault for sample in rollout.samples for fault in _sample_faults(sample)]
         if found:
             return f"has a rollout (index {rollout.index}) {found[0]}"
     return None
 
 
-def _sample_fault(sample: Sample) -> str:
-    num_tokens = len(sample.token_ids_T)
+def _sample_faults(sample: Sample) -> Iterator[str]:
+    shape, num_versioned = sample.token_ids_T.shape[:1], count_tokens(sample.versions)
     for name, dtype in _DTYPES.items():
         array = getattr(sample, name)
-        if array.dtype != dtype or array.shape != (num_tokens,):
-            return (
-                f"whose {name} has the shape {array.shape} and dtype {array.dtype}, where its {num_tokens} tokens need {dtype}"
-            )
+        if array.dtype != dtype or array.shape != shape:
+            yield f"whose {name} has the shape {array.shape} and dtype {array.dtype}, where its tokens need {shape} and {dtype}"
     # The first token of a sample is never trained on, so the model may have sampled one more than the mask has.
-    if count_tokens(sample.versions) - sample.num_loss_tokens not in (0, 1):
-        return f"that has {sample.num_loss_tokens} sampled tokens and policy versions for {count_tokens(sample.versions)}"
-    return "" if np.isfinite(sample.logprobs_T).all() else "with log-probabilities that are no numbers"
+    if num_versioned - sample.num_loss_tokens not in (0, 1):
+        yield f"that has {sample.num_loss_tokens} sampled tokens and policy versions for {num_versioned}"
+    if not np.isfinite(sample.logprobs_T).all():
+        yield "with log-probabilities that are no numbers"

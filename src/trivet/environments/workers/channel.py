@@ -50,7 +50,8 @@ class Channel:
             MessageRefused: the bytes are not a `kind`, or are more than a message may have.
         """
         try:
-            length = _unpack_length(await self._reader.readexactly(_LENGTH.size))
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            _require_fits(length)
             data = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return None
@@ -70,22 +71,6 @@ def pack_message(message: msgspec.Struct) -> bytes:
     data = encode(message)
     _require_fits(len(data))
     return _LENGTH.pack(len(data)) + data
-
-
-def receive_blocking(sock: socket.socket, kind: type[StructT]) -> StructT | None:
-    """Receive a message as `Channel.receive` does, before there is an event loop."""
-    header = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
-    if len(header) < _LENGTH.size:
-        return None
-    length = _unpack_length(header)
-    data = sock.recv(length, socket.MSG_WAITALL)
-    return None if len(data) < length else decode(data, kind)
-
-
-def _unpack_length(header: bytes) -> int:
-    (length,) = _LENGTH.unpack(header)
-    _require_fits(length)
-    return length
 
 
 def _require_fits(num_bytes: int) -> None:

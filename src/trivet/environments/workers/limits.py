@@ -25,7 +25,6 @@ _LOOKS_PER_SESSION = 20
 """Every so often, each 10 s, what the workers started is counted too: that reads a file per process of the machine."""
 _PROPORTIONAL = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
 _RESIDENT = re.compile(r"^VmRSS:\s+(\d+) kB$", re.MULTILINE)
-_TOTAL = re.compile(r"^MemTotal:\s+(\d+) kB$", re.MULTILINE)
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files of a container's limit, of version 2 and version 1; absent or `max` where there is none."""
 
@@ -45,26 +44,24 @@ async def measure_sessions(leaders: Collection[int], *, look: int) -> dict[int, 
     Args:
         look: the number of this look; on most of them only the workers themselves are measured, not what they started.
     """
-    taken = {pid: _read_bytes(Path(f"/proc/{pid}/status"), _RESIDENT) for pid in leaders}  # 20 microseconds a worker
+
+    def measure_all() -> dict[int, int]:
+        totals = dict.fromkeys(leaders, 0)
+        for pid, entry in read_processes().items():
+            if entry.session in totals:  # memory that processes share is counted once
+                totals[entry.session] += _read_bytes(Path(f"/proc/{pid}/smaps_rollup"), _PROPORTIONAL)
+        return totals
+
     if look % _LOOKS_PER_SESSION == 0:
-        taken = await asyncio.to_thread(_measure_whole_sessions, leaders)
-    return taken
-
-
-def _measure_whole_sessions(leaders: Collection[int]) -> dict[int, int]:
-    """Return the memory of each session: of its leader and all that it started, what they share counted once."""
-    totals = dict.fromkeys(leaders, 0)
-    for pid, entry in read_processes().items():
-        if entry.session in totals:
-            totals[entry.session] += _read_bytes(Path(f"/proc/{pid}/smaps_rollup"), _PROPORTIONAL)
-    return totals
+        return await asyncio.to_thread(measure_all)
+    return {pid: _read_bytes(Path(f"/proc/{pid}/status"), _RESIDENT) for pid in leaders}  # 20 microseconds a worker
 
 
 def memory_limit(max_gib: float | None) -> int:
     """Return the limit of one worker's memory in bytes: `max_gib`, or half of what the machine or its container has."""
     if max_gib is not None:
         return int(max_gib * 2**30)
-    limits = [_read_bytes(Path("/proc/meminfo"), _TOTAL)]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in _CGROUP_LIMITS:
         try:
             text = Path(name).read_text().strip()

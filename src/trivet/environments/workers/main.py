@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trivet.environments.apis.groups import Stage, StageBoard
-from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
+from trivet.environments.workers.channel import Channel, pack_message
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
 from trivet.process.event_loop import LoopLag, show_tasks_on_signal
 from trivet.process.imports import importing, quiet_noisy_loggers
@@ -96,18 +96,16 @@ class Outbox:
                 try:
                     data = self._messages.get(timeout=max(0.0, next_pulse - time.monotonic()))
                 except queue.Empty:
-                    data = pack_message(WorkerAnswer(body=self._make_pulse()))
+                    pulse = Pulse(
+                        loop_age_s=time.monotonic() - self._lag.last_turn,
+                        num_generating=self._stages.num_rollouts(Stage.GENERATING),
+                        num_scoring=self._stages.num_rollouts(Stage.SCORING),
+                        scoring_for_s=self._stages.scoring_for_s(),
+                        lags_s=self._lag.take()[-_MAX_PULSE_LAGS:],
+                    )
+                    data = pack_message(WorkerAnswer(body=pulse))
                     next_pulse = time.monotonic() + PULSE_INTERVAL_S
                 self._sock.sendall(data)
-
-    def _make_pulse(self) -> Pulse:
-        return Pulse(
-            loop_age_s=time.monotonic() - self._lag.last_turn,
-            num_generating=self._stages.num_rollouts(Stage.GENERATING),
-            num_scoring=self._stages.num_rollouts(Stage.SCORING),
-            scoring_for_s=self._stages.scoring_for_s(),
-            lags_s=self._lag.take()[-_MAX_PULSE_LAGS:],
-        )
 
 
 class Worker:
@@ -120,10 +118,9 @@ class Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._pid = os.getpid()
 
-    async def serve(self, sock: socket.socket) -> None:
-        """Answer every order that comes over `sock`, each in a task of its own, until the pool closes it."""
+    async def serve(self, channel: Channel) -> None:
+        """Answer every order that comes over `channel`, each in a task of its own, until the pool closes it."""
         show_tasks_on_signal()
-        channel = await Channel.open(sock)
         async with asyncio.TaskGroup() as tasks:
             measuring = tasks.create_task(self._lag.run(), name="loop-lag")
             while (order := await channel.receive(WorkerOrder)) is not None:
@@ -206,26 +203,17 @@ def confine() -> None:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
-def detach_on_fork(selector: selectors.BaseSelector, *descriptors: int) -> None:
-    """Keep a child that the environment forks from speaking for the worker.
-
-    In the child, `descriptors` and all that the event loop listens to are replaced by /dev/null. They are not closed: that would
-    take them out of the poll set, which both processes share.
-    """
-
-    def detach() -> None:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in {*descriptors, *(key.fd for key in selector.get_map().values())}:
-            os.dup2(nowhere, descriptor, inheritable=False)
-        os.close(nowhere)
-
-    os.register_at_fork(after_in_child=detach)
-
-
 def run(sock: socket.socket) -> int:
     """Say which release this is, load the environment that the first order names, and serve it; return the exit code."""
-    sock.sendall(pack_message(make_hello()))
-    order = receive_blocking(sock, WorkerOrder)
+    selector = selectors.DefaultSelector()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        return _run(sock, selector, runner)
+
+
+def _run(sock: socket.socket, selector: selectors.BaseSelector, runner: asyncio.Runner) -> int:
+    channel = runner.run(Channel.open(sock))
+    channel.post(make_hello())
+    order = runner.run(channel.receive(WorkerOrder))
     if order is None:
         return 0
     if not isinstance(order.body, LoadEnvironment):
@@ -246,17 +234,28 @@ def run(sock: socket.socket) -> int:
     except EnvironmentLoadError as exc:
         message = f"{exc}{traceback_tail(exc, settings.args)}"
         print(message, file=sys.stderr)  # noqa: T201
-        sock.sendall(pack_message(WorkerAnswer(body=EnvironmentLoadFailed(message=message))))
+        channel.post(WorkerAnswer(body=EnvironmentLoadFailed(message=message)))
+        runner.run(channel.aclose())
         return exc.exit_code
     logger.info("environment loaded env=%s examples=%s pid=%s", settings.name, host.info.num_examples, os.getpid())
     package = installed_version(settings.env_id.rpartition("/")[2])
-    sock.sendall(pack_message(WorkerAnswer(body=EnvironmentLoaded(info=host.info, api=host.api, package=package))))
     lag = LoopLag()
     outbox = Outbox(sock, lag=lag, stages=stages)
-    selector = selectors.DefaultSelector()
-    detach_on_fork(selector, sock.fileno(), outbox.fileno())
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-        runner.run(Worker(host, outbox, lag=lag).serve(sock))
+    outbox.put(WorkerAnswer(body=EnvironmentLoaded(info=host.info, api=host.api, package=package)))
+
+    def detach() -> None:
+        """Keep a child that the environment forks from speaking for the worker.
+
+        What it would speak over is replaced by /dev/null. It is not closed: that would take it out of the poll set, which both
+        processes share.
+        """
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in {outbox.fileno(), *(key.fd for key in selector.get_map().values())}:
+            os.dup2(nowhere, descriptor, inheritable=False)
+        os.close(nowhere)
+
+    os.register_at_fork(after_in_child=detach)
+    runner.run(Worker(host, outbox, lag=lag).serve(channel))
     return 0
 
 

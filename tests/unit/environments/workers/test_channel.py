@@ -8,7 +8,7 @@ import pytest
 
 from support.groups import make_group
 from trivet.environments.workers import channel as channel_module
-from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
+from trivet.environments.workers.channel import Channel, pack_message
 from trivet.errors import MessageRefused
 from trivet.wire.workers import Cancel, GroupDone, WorkerAnswer, WorkerOrder
 
@@ -34,8 +34,8 @@ def test_messages_arrive_whole_and_in_order_whatever_their_size():
     asyncio.run(scenario())
 
 
-def receive(data: bytes) -> list[object]:
-    """Return what either way to receive makes of `data` and an end: an order, None, or a refusal."""
+def receive(data: bytes) -> object:
+    """Return what is received of `data` and an end."""
 
     async def wait(sock: socket.socket) -> object:
         channel = await Channel.open(sock)
@@ -46,37 +46,32 @@ def receive(data: bytes) -> list[object]:
             await channel.aclose()
             channel.post(CANCEL)  # nobody hears it
 
-    found: list[object] = []
-    for receiver in (lambda sock: asyncio.run(wait(sock)), lambda sock: receive_blocking(sock, WorkerOrder)):
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            theirs.sendall(data)
-            theirs.shutdown(socket.SHUT_WR)
-            try:
-                found.append(receiver(ours))
-            except MessageRefused as exc:
-                found.append(str(exc))
-    return found
-
-
-def test_a_message_is_received_with_and_without_an_event_loop():
-    assert receive(pack_message(CANCEL)) == [CANCEL, CANCEL]
-
-
-@pytest.mark.parametrize("data", [b"", pack_message(CANCEL)[:-1]], ids=["no message", "within a message"])
-def test_the_end_of_one_side_is_seen_by_the_other(data: bytes):
-    assert receive(data) == [None, None]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        return asyncio.run(wait(ours))
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "found"),
+    [(pack_message(CANCEL), CANCEL), (b"", None), (pack_message(CANCEL)[:-1], None)],
+    ids=["whole", "no message", "within a message"],
+)
+def test_a_whole_message_or_the_end_of_the_other_side_is_received(data: bytes, found: object):
+    assert receive(data) == found
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
     [
         (pack_message(WorkerAnswer(body=GroupDone(call_id=1, rollouts=[]))), "are not a WorkerOrder"),
         ((2**62).to_bytes(8, "little"), "larger than what fits"),
     ],
 )
-def test_bytes_that_are_no_message_are_refused(data: bytes, said: str):
-    assert all(said in str(found) for found in receive(data))
+def test_bytes_that_are_no_message_are_refused(data: bytes, problem: str):
+    with pytest.raises(MessageRefused, match=problem):
+        receive(data)
 
 
 def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch):
