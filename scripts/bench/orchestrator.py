@@ -116,7 +116,7 @@ def costless(num_tokens: int) -> RunDrawnGroup:
             logprobs=logprobs,
             versions=[VersionRun(version, len(completion))],
         )
-        samples = to_samples([answered], temperature=1.0, strategy="interleaved").samples
+        samples, _ = to_samples([answered], temperature=1.0, strategy="interleaved")
         return Rollout(index=index, reward=float(index % 2), samples=samples, scores={"reward": index % 2})
 
     return run

@@ -80,11 +80,7 @@ class StageBoard:
 
 @asynccontextmanager
 async def limit_time(timeout_s: float | None, request: GroupRequest) -> AsyncIterator[None]:
-    """Limit the time of a group, from its first request to its last score.
-
-    Raises:
-        RolloutFailed: the block was not done in time.
-    """
+    """Limit the time of a group, from its first request to its last score; raises RolloutFailed when it is over."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -124,10 +120,8 @@ async def play_group(play: Callable[[int], Awaitable[PlayedT]], request: GroupRe
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(attempt(index), name=f"group-{request.group_id}-{index}")
-                for index in range(request.num_rollouts)
-            ]
+            names = [f"group-{request.group_id}-{index}" for index in range(request.num_rollouts)]
+            running = [tasks.create_task(attempt(index), name=name) for index, name in enumerate(names)]
     except ExceptionGroup as failed:  # the first failure has ended the others
         raise failed.exceptions[0] from None
     return [task.result() for task in running]
@@ -139,18 +133,20 @@ def is_infrastructure(error: BaseException, *, has_sampled: bool = True) -> bool
     Args:
         has_sampled: see `names_infrastructure`; True where it is not known.
     """
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__
-    status = next((found for link in chain if (found := _status(link)) is not None), None)
-    if status is None and any(isinstance(link, OSError) and link.errno in _ERRNOS for link in chain):
-        return True
-    if status is None and any(base.__name__ == _MODEL for base in type(chain[-1]).__mro__):
-        return True
+    chain, statuses = [error], list[int]()
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    for link in chain:  # a client's error carries the HTTP status on itself or on its response
+        for holder in (link, getattr(link, "response", None)):
+            values = [getattr(holder, name, None) for name in ("status_code", "status")]
+            statuses += [value for value in values if isinstance(value, int) and 400 <= value < 600]
+    if not statuses:
+        if any(isinstance(link, OSError) and link.errno in _ERRNOS for link in chain):
+            return True
+        if any(base.__name__ == _MODEL for base in type(chain[-1]).__mro__):
+            return True
     names = {base.__name__ for link in chain for base in type(link).__mro__}
-    return names_infrastructure(names, status_code=status, has_sampled=has_sampled)
+    return names_infrastructure(names, status_code=statuses[0] if statuses else None, has_sampled=has_sampled)
 
 
 def names_infrastructure(names: Iterable[str], *, status_code: int | None, has_sampled: bool) -> bool:
@@ -164,13 +160,3 @@ def names_infrastructure(names: Iterable[str], *, status_code: int | None, has_s
     if status_code is not None:
         return status_code >= 500 or status_code in _PASSING_STATUS
     return not has_sampled or not _INFRASTRUCTURE.isdisjoint(names)
-
-
-def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error of a client carries, on itself or on its response."""
-    for holder in (error, getattr(error, "response", None)):
-        for name in ("status_code", "status"):
-            value = getattr(holder, name, None)
-            if isinstance(value, int) and 400 <= value < 600:
-                return value
-    return None

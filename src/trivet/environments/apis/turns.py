@@ -80,15 +80,6 @@ class Turn:
     is_truncated: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """The samples that the turns of one rollout make."""
-
-    samples: list[Sample]
-    num_broken_prefixes: int
-    """Turns after the first that continue no sample. Always 0 for `branching`."""
-
-
 def read_turn(answer: Mapping[str, Any]) -> Turn:
     """Return the tokens of one chat completion, the JSON object of an answer, as a turn to train on. Raises as `make_turn`."""
     [choice] = answer["choices"]
@@ -133,27 +124,43 @@ def make_turn(
 
 def to_samples(
     turns: Sequence[Turn], *, temperature: float | None, strategy: Literal["interleaved", "branching"]
-) -> Trajectory:
-    """Join turns into samples.
+) -> tuple[list[Sample], int]:
+    """Join turns into samples. Return them, and how many turns after the first continue no sample: always 0 for `branching`.
 
     Args:
         turns: in order; turns without completion tokens are left out.
         temperature: at which the tokens were sampled; None: the server's default, taken to be 1.
     """
     chains: list[list[Turn]] = []
-    num_broken = 0
     for turn in turns:
         if not turn.completion_ids:
             continue
         candidates = reversed(chains) if strategy == "interleaved" else ()
-        continued = next((chain for chain in candidates if _continues(chain[-1], turn)), None)
-        if continued is not None:
+        if (continued := next((chain for chain in candidates if _continues(chain[-1], turn)), None)) is not None:
             continued.append(turn)
         else:
-            num_broken += strategy == "interleaved" and bool(chains)
             chains.append([turn])
-    temperature = 1.0 if temperature is None else temperature
-    return Trajectory(samples=[_join(chain, temperature=temperature) for chain in chains], num_broken_prefixes=num_broken)
+    samples: list[Sample] = []
+    for chain in chains:
+        token_ids = [*chain[-1].prompt_ids, *chain[-1].completion_ids]
+        loss_mask_T = np.zeros(len(token_ids), dtype=np.bool_)
+        logprobs_T = np.zeros(len(token_ids), dtype=np.float32)
+        for turn in chain:
+            start = len(turn.prompt_ids)
+            end = start + len(turn.completion_ids)
+            loss_mask_T[start:end] = True
+            logprobs_T[start:end] = turn.logprobs
+        loss_mask_T[0] = False
+        sample = Sample(
+            token_ids_T=np.array(token_ids, dtype=np.int32),
+            loss_mask_T=loss_mask_T,
+            logprobs_T=logprobs_T,
+            versions=join_versions(turn.versions for turn in chain),
+            temperature=1.0 if temperature is None else temperature,
+            is_truncated=any(turn.is_truncated for turn in chain),
+        )
+        samples.append(sample)
+    return samples, max(len(chains) - 1, 0) if strategy == "interleaved" else 0
 
 
 def _continues(previous: Turn, turn: Turn) -> bool:
@@ -163,23 +170,3 @@ def _continues(previous: Turn, turn: Turn) -> bool:
     if len(prompt) < end or list(prompt[start:end]) != list(previous.completion_ids):
         return False
     return list(prompt[:start]) == list(previous.prompt_ids)
-
-
-def _join(chain: Sequence[Turn], *, temperature: float) -> Sample:
-    token_ids = [*chain[-1].prompt_ids, *chain[-1].completion_ids]
-    loss_mask_T = np.zeros(len(token_ids), dtype=np.bool_)
-    logprobs_T = np.zeros(len(token_ids), dtype=np.float32)
-    for turn in chain:
-        start = len(turn.prompt_ids)
-        end = start + len(turn.completion_ids)
-        loss_mask_T[start:end] = True
-        logprobs_T[start:end] = turn.logprobs
-    loss_mask_T[0] = False
-    return Sample(
-        token_ids_T=np.array(token_ids, dtype=np.int32),
-        loss_mask_T=loss_mask_T,
-        logprobs_T=logprobs_T,
-        versions=join_versions(turn.versions for turn in chain),
-        temperature=temperature,
-        is_truncated=any(turn.is_truncated for turn in chain),
-    )

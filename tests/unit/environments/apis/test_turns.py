@@ -37,7 +37,7 @@ REWRITTEN = turn([1, 2, 10, 99, 5], [13], version=4)
 
 
 def test_a_turn_that_continues_the_last_becomes_part_of_its_sample():
-    [sample] = to_samples([FIRST, SECOND], temperature=1.0, strategy="interleaved").samples
+    [sample], _ = to_samples([FIRST, SECOND], temperature=1.0, strategy="interleaved")
     assert sample.token_ids_T.tolist() == [1, 2, 10, 11, 5, 6, 12]
     assert sample.loss_mask_T.tolist() == [False, False, True, True, False, False, True]
     assert sample.logprobs_T.tolist() == [0, 0, -10, -11, 0, 0, -12]
@@ -45,30 +45,30 @@ def test_a_turn_that_continues_the_last_becomes_part_of_its_sample():
 
 
 def test_a_broken_prefix_starts_a_new_sample_and_is_counted():
-    trajectory = to_samples([FIRST, REWRITTEN], temperature=1.0, strategy="interleaved")
-    assert [sample.token_ids_T.tolist() for sample in trajectory.samples] == [[1, 2, 10, 11], [1, 2, 10, 99, 5, 13]]
-    assert [int(sample.loss_mask_T.sum()) for sample in trajectory.samples] == [2, 1]
-    assert trajectory.num_broken_prefixes == 1
+    samples, num_broken = to_samples([FIRST, REWRITTEN], temperature=1.0, strategy="interleaved")
+    assert [sample.token_ids_T.tolist() for sample in samples] == [[1, 2, 10, 11], [1, 2, 10, 99, 5, 13]]
+    assert [int(sample.loss_mask_T.sum()) for sample in samples] == [2, 1]
+    assert num_broken == 1
 
 
 def test_branching_makes_a_sample_of_each_turn():
-    trajectory = to_samples([FIRST, SECOND], temperature=0.5, strategy="branching")
-    assert [sample.num_tokens for sample in trajectory.samples] == [4, 7]
-    assert np.count_nonzero(trajectory.samples[1].loss_mask_T) == 1
-    assert trajectory.num_broken_prefixes == 0
+    samples, num_broken = to_samples([FIRST, SECOND], temperature=0.5, strategy="branching")
+    assert [sample.num_tokens for sample in samples] == [4, 7]
+    assert np.count_nonzero(samples[1].loss_mask_T) == 1
+    assert num_broken == 0
 
 
 def test_a_turn_continues_the_newest_sample_that_it_starts_with_also_after_another_conversation():
     aside = turn([50], [51])
-    trajectory = to_samples([FIRST, aside, SECOND], temperature=1.0, strategy="interleaved")
-    assert [sample.token_ids_T.tolist() for sample in trajectory.samples] == [[1, 2, 10, 11, 5, 6, 12], [50, 51]]
-    assert trajectory.num_broken_prefixes == 1
+    samples, num_broken = to_samples([FIRST, aside, SECOND], temperature=1.0, strategy="interleaved")
+    assert [sample.token_ids_T.tolist() for sample in samples] == [[1, 2, 10, 11, 5, 6, 12], [50, 51]]
+    assert num_broken == 1
 
 
 def test_a_sample_is_truncated_when_any_of_its_turns_is():
     cut = turn([1, 2], [10, 11], is_truncated=True)
-    trajectory = to_samples([cut, SECOND, REWRITTEN], temperature=1.0, strategy="interleaved")
-    assert [sample.is_truncated for sample in trajectory.samples] == [True, False]
+    samples, _ = to_samples([cut, SECOND, REWRITTEN], temperature=1.0, strategy="interleaved")
+    assert [sample.is_truncated for sample in samples] == [True, False]
 
 
 def answer(**changes: Any) -> dict[str, Any]:

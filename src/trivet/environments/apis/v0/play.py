@@ -5,7 +5,7 @@ earlier turns. It sends these ids with the next turn, so that the server need no
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import verifiers as vf
@@ -102,16 +102,27 @@ class V0Host:
     def _to_rollout(self, state: dict[str, Any], index: int, *, temperature: float | None) -> Rollout:
         strategy, is_plain, steps = self._settings.trajectory_strategy, self._settings.is_plain, state["trajectory"]
         reward, scores = read_scores(state, name=self.name)
-        turns = [] if is_plain else [_to_turn(step) for step in steps]
-        trajectory = to_samples(turns, temperature=temperature, strategy=strategy)
+        turns: list[Turn] = []
+        for step in () if is_plain else steps:
+            response = step["response"]
+            tokens = response.message.tokens
+            turn = make_turn(
+                prompt_ids=tokens and tokens.prompt_ids,
+                completion_ids=tokens and tokens.completion_ids,
+                logprobs=tokens.completion_logprobs if tokens else [],
+                policy_versions=response.get("policy_versions"),
+                is_truncated=bool(step.get("is_truncated") or response.message.is_truncated),
+            )
+            turns.append(turn)
+        samples, num_broken_prefixes = to_samples(turns, temperature=temperature, strategy=strategy)
         if strategy == "interleaved" and len(turns) > 1:
-            scores["broken_prefixes"] = float(trajectory.num_broken_prefixes)
+            scores["broken_prefixes"] = float(num_broken_prefixes)
         responses = [step["response"] for step in steps]
         counted = [response.usage.completion_tokens for response in responses if is_plain and response.usage]
         return Rollout(
             index=index,
             reward=reward,
-            samples=trajectory.samples,
+            samples=samples,
             scores=scores,
             prompt=shorten_messages(state["prompt"]),
             completion=shorten_messages(state.get("completion") or []),
@@ -141,19 +152,6 @@ def _error_of_policy(state: Mapping[str, Any]) -> str:
     return type(error).__name__ if is_from_tool and state["trajectory"] and not is_infrastructure(error) else ""
 
 
-def _to_turn(step: Mapping[str, Any]) -> Turn:
-    """Return the tokens of one step of a trajectory, as a turn to train on."""
-    response = step["response"]
-    tokens = response.message.tokens
-    return make_turn(
-        prompt_ids=tokens and tokens.prompt_ids,
-        completion_ids=tokens and tokens.completion_ids,
-        logprobs=tokens.completion_logprobs if tokens else [],
-        policy_versions=response.get("policy_versions"),
-        is_truncated=bool(step.get("is_truncated") or response.message.is_truncated),
-    )
-
-
 class ModelClient(vf.OpenAIChatCompletionsClient):
     """The verifiers client of one server. Each response carries the `policy_versions` of its sampled tokens."""
 
@@ -175,8 +173,12 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
         sampling_args = dict(sampling_args)
         if sampling_args.get("seed") is not None:
             sampling_args["seed"] = later_seed(sampling_args["seed"], "turn", len(trajectory))
-        if self._keeps_tokens and (known := _known_tokens(prompt, trajectory)):
-            sampling_args["extra_body"] = {**sampling_args.get("extra_body", {}), "known_token_ids": known}
+        for step in reversed(trajectory) if self._keeps_tokens else ():
+            tokens, messages = step["response"].message.tokens, [*step["prompt"], *step["completion"]]
+            if tokens is not None and prompt[: len(messages)] == messages:  # the last turn that this one continues
+                known = [*tokens.prompt_ids, *tokens.completion_ids]
+                sampling_args["extra_body"] = {**sampling_args.get("extra_body", {}), "known_token_ids": known}
+                break
         return await super().get_response(prompt, model, sampling_args, tools, **kwargs)
 
     async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,13 +202,3 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
         extra = response.choices[0].model_extra or {}
         converted.policy_versions = extra.get("policy_versions")  # type: ignore[attr-defined]  extra fields are allowed
         return converted
-
-
-def _known_tokens(prompt: vf.Messages, trajectory: Sequence[Mapping[str, Any]]) -> list[int] | None:
-    """Return the token ids of the last turn that `prompt` continues, as read and sampled; None when it continues none."""
-    for step in reversed(trajectory):
-        tokens = step["response"].message.tokens
-        messages = [*step["prompt"], *step["completion"]]
-        if tokens is not None and prompt[: len(messages)] == messages:
-            return [*tokens.prompt_ids, *tokens.completion_ids]
-    return None

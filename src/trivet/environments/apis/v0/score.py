@@ -108,25 +108,18 @@ async def _make_state(
     answered = await env.init_state({**example, "prompt": messages}, client, model_name, {})
     prompt, completion = state["prompt"], answered["prompt"]
     state["completion"], state["is_completed"], state["is_truncated"] = completion, True, recorded.is_truncated
-    is_text = isinstance(completion, str)
-    state["trajectory"] = [] if is_text else _steps(list(prompt), list(completion), is_truncated=recorded.is_truncated)
-    return state
-
-
-def _steps(prompt: list[Any], completion: list[Any], *, is_truncated: bool) -> list[dict[str, Any]]:
-    """Return a step for each message of the model, without its response and tokens, which were not saved."""
-    return [
+    # A step for each message of the model, without its response and tokens, which were not saved.
+    unsaved = dict.fromkeys(("response", "tokens", "reward", "advantage"))
+    state["trajectory"] = [
         {
+            **unsaved,
             "prompt": [*prompt, *completion[:place]],
             "completion": [message],
-            "response": None,
-            "tokens": None,
-            "reward": None,
-            "advantage": None,
-            "is_truncated": is_truncated and place == len(completion) - 1,
+            "is_truncated": recorded.is_truncated and place == len(completion) - 1,
             "trajectory_id": "recorded",
             "extras": {},
         }
-        for place, message in enumerate(completion)
+        for place, message in enumerate([] if isinstance(completion, str) else completion)
         if (message.get("role") if isinstance(message, dict) else getattr(message, "role", None)) == "assistant"
     ]
+    return state

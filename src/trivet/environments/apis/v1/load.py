@@ -5,11 +5,11 @@ gives each program a session of its own and ends it when its rollout is over, an
 do that: the kernel ends its programs, and the pool removes its containers (`workers.containers`).
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verifiers.v1 import AgentConfig, ClientConfig, EnvConfig, EvalClientConfig, SubprocessConfig, Task, runtimes
+from verifiers.v1 import AgentConfig, EnvConfig, SubprocessConfig, Task, runtimes
 from verifiers.v1.configs.select import SelectConfig  # pyright: ignore[reportMissingImports]  checked with 0.3.1
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils.loaders import env_config_type, harness_class, load_environment, resolve_env_config
@@ -17,17 +17,14 @@ from verifiers.v1.utils.loaders import env_config_type, harness_class, load_envi
 from trivet.environments.apis.groups import StageBoard
 from trivet.environments.apis.load import load_failure, require_installed
 from trivet.environments.apis.rewards import Scores, guard
-from trivet.environments.apis.v1.play import ServedTurns, TrivetClientConfig, V1Host, use_trivet_clients
+from trivet.environments.apis.v1.play import V1Host, use_trivet_clients
 from trivet.environments.examples import digest_rows, hash_fields
 from trivet.environments.workers.containers import APPTAINER, SCOPE, note_engine
 from trivet.errors import EnvironmentLoadError
 from trivet.process.lifetime import tied_command
 from trivet.wire.groups import EnvironmentInfo
-from trivet.wire.servers import server_root
 from trivet.wire.workers import HostSettings
 
-_CONNECT_TIMEOUT_S = 30.0
-"""verifiers' own: an address that does not exist is reported soon, whatever the limit of a request is."""
 _STARTERS = ("run", "open_process", "run_background")
 """The methods of the subprocess runtime that start a program. Their first argument is its command line."""
 _TIED = "__trivet_tied__"
@@ -40,7 +37,10 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
         environ: says where the worker's temporary files are. verifiers takes the key of a server from the process's own.
     """
     use_trivet_clients()
-    _tie_programs()
+    for starter in _STARTERS:
+        start = getattr(SubprocessRuntime, starter)
+        if not hasattr(start, _TIED):
+            setattr(SubprocessRuntime, starter, _tied(start))
     if SCOPE in environ:
         tie_containers(Path(environ["TMPDIR"]))
     try:
@@ -60,30 +60,18 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
             require_installed(settings.env_id)
         raise load_failure(settings, exc, called="loading the taskset") from exc
     guard_rewards(type(env.taskset).task_type())
-    digest = digest_rows(task.data.model_dump(mode="json") for task in tasks)
+    rows = [task.data.model_dump(mode="json") for task in tasks]
+    digest, keys = digest_rows(rows), settings.hash_keys
+    # A fingerprint of each task: of its fields `keys`, or, when no task has one of them, of its own key.
+    columns = [[row.get(name) for row in rows] for name in keys if any(row.get(name) is not None for row in rows)]
     info = EnvironmentInfo(
         num_examples=len(tasks),
         num_eval_examples=len(tasks),
         train_digest=digest,
         eval_digest=digest,
-        example_hashes=task_hashes(tasks, settings.hash_keys),
+        example_hashes=hash_fields(columns or [[task.key for task in tasks]]) if keys else [],
     )
-    turns = ServedTurns()
-
-    def make_client_config(base_url: str) -> ClientConfig:
-        """Return the configuration of the clients of one server."""
-        servers = settings.servers
-        options = {
-            "base_url": f"{server_root(base_url)}/v1",
-            "api_key_var": servers.key_variable(base_url),
-            "headers": servers.headers,
-            "timeout": {"connect": min(_CONNECT_TIMEOUT_S, servers.timeout_s), "read": servers.timeout_s},
-        }
-        if settings.is_plain:
-            return EvalClientConfig.model_validate(options)
-        return TrivetClientConfig.for_policy(options, settings, turns)
-
-    return V1Host(env, tasks, settings, info=info, make_client_config=make_client_config, turns=turns, stages=stages)
+    return V1Host(env, tasks, settings, info=info, stages=stages)
 
 
 def read_arguments(env_id: str, args: Mapping[str, Any]) -> tuple[dict[str, Any], SelectConfig]:
@@ -130,17 +118,6 @@ def make_config(data: Mapping[str, Any], *, name: str) -> EnvConfig:
     return config.model_copy(update=places)
 
 
-def task_hashes(tasks: Sequence[Task], keys: Sequence[str]) -> list[str]:
-    """Return a fingerprint of each task: of its fields `keys`, or, when no task has one of them, of its own key."""
-    if not keys:
-        return []
-    rows = [task.data.model_dump(mode="json") for task in tasks]
-    names = [name for name in keys if any(row.get(name) is not None for row in rows)]
-    if not names:
-        return hash_fields([[task.key for task in tasks]])
-    return hash_fields([[row.get(name) for row in rows] for name in names])
-
-
 def guard_rewards(task_class: type[Task]) -> None:
     """Wrap every reward function, metric and judge of the tasks, those that a configuration plugs in too. May be called again."""
     find_hooks, find_judges = task_class.hooks, task_class.plugged_judges
@@ -164,20 +141,14 @@ def guard_rewards(task_class: type[Task]) -> None:
     task_class.hooks, task_class.plugged_judges = hooks, plugged_judges  # type: ignore[method-assign]  no other place to wrap them
 
 
-def _tie_programs() -> None:
-    """Have every program that a subprocess runtime starts end with this process. May be called again."""
+def _tied(start: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return a method of a subprocess runtime such that the program that it starts ends with this process."""
 
-    def tied(start: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def start_tied(self: SubprocessRuntime, argv: list[str], *args: Any, **kwargs: Any) -> Any:
-            return await start(self, tied_command(argv), *args, **kwargs)
+    async def start_tied(self: SubprocessRuntime, argv: list[str], *args: Any, **kwargs: Any) -> Any:
+        return await start(self, tied_command(argv), *args, **kwargs)
 
-        setattr(start_tied, _TIED, True)
-        return start_tied
-
-    for name in _STARTERS:
-        start = getattr(SubprocessRuntime, name)
-        if not hasattr(start, _TIED):
-            setattr(SubprocessRuntime, name, tied(start))
+    setattr(start_tied, _TIED, True)
+    return start_tied
 
 
 def tie_containers(directory: Path) -> None:

@@ -7,14 +7,13 @@ verifiers' own train client would tokenize the conversation itself, with a templ
 """
 
 import asyncio
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
 from pydantic import PrivateAttr
-from verifiers.v1 import ClientConfig, Env, ModelContext, Sampling, Task, Trace
+from verifiers.v1 import ClientConfig, Env, EvalClientConfig, ModelContext, Sampling, Task, Trace
 from verifiers.v1.clients import Client, EvalClient, TrainClientConfig
 from verifiers.v1.clients import eval as eval_client
 from verifiers.v1.clients.base import DEFAULT_LIMITS
@@ -33,9 +32,11 @@ from trivet.errors import RolloutFailed
 from trivet.process.proxies import is_direct
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
-from trivet.wire.servers import OVERLONG_REFUSALS
+from trivet.wire.servers import OVERLONG_REFUSALS, server_root
 from trivet.wire.workers import HostSettings
 
+_CONNECT_TIMEOUT_S = 30.0
+"""verifiers' own: an address that does not exist is reported soon, whatever the limit of a request is."""
 _STREAMED = ("stream", "stream_options")
 _TOKEN_FIELDS = ("token_ids", "logprobs", "policy_versions")
 
@@ -46,27 +47,13 @@ class V1Host:
     api = "v1"
 
     def __init__(
-        self,
-        env: Env,
-        tasks: Sequence[Task],
-        settings: HostSettings,
-        *,
-        info: EnvironmentInfo,
-        make_client_config: Callable[[str], ClientConfig],
-        turns: "ServedTurns",
-        stages: StageBoard,
+        self, env: Env, tasks: Sequence[Task], settings: HostSettings, *, info: EnvironmentInfo, stages: StageBoard
     ) -> None:
-        """Take a loaded environment and its tasks. They are both what is trained on and what is evaluated.
-
-        Args:
-            make_client_config: makes the configuration of the clients of the server at a base URL.
-            turns: where the clients record what was sampled.
-        """
+        """Take a loaded environment and its tasks. They are both what is trained on and what is evaluated."""
         self._env = env
         self._tasks = tasks
         self._settings = settings
-        self._make_client_config = make_client_config
-        self._turns = turns
+        self._turns = ServedTurns()
         self._stages = stages
         self._serving = Serving(env)
         self.name = settings.name
@@ -101,11 +88,10 @@ class V1Host:
             client=self._make_client_config(request.base_url),
             sampling=Sampling.model_validate(arguments),
         )
-        numbers = itertools.count()
 
         def begin_trace(trace: Trace) -> None:
             trace_ids.append(trace.id)
-            self._turns.begin(trace.id, number=next(numbers))
+            self._turns.numbers[trace.id] = len(trace_ids) - 1
 
         value_on_error = 0.0 if settings.on_reward_error == "zero" else None
         with collect_reward_errors(self.name, value_on_error=value_on_error) as errors:
@@ -117,6 +103,21 @@ class V1Host:
         if not self._env.complete(episode):
             raise incomplete(episode)
         return episode
+
+    def _make_client_config(self, base_url: str) -> ClientConfig:
+        """Return the configuration of the clients of one server."""
+        servers = self._settings.servers
+        options = {
+            "base_url": f"{server_root(base_url)}/v1",
+            "api_key_var": servers.key_variable(base_url),
+            "headers": servers.headers,
+            "timeout": {"connect": min(_CONNECT_TIMEOUT_S, servers.timeout_s), "read": servers.timeout_s},
+        }
+        if self._settings.is_plain:
+            return EvalClientConfig.model_validate(options)
+        config = TrivetClientConfig.model_validate(options)
+        config._turns, config._settings = self._turns, self._settings  # pyright: ignore[reportPrivateUsage]  pydantic's rule
+        return config
 
     def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
         """Return the messages that a task starts with."""
@@ -178,15 +179,8 @@ class ServedTurns:
 
     def __init__(self) -> None:
         self._turns: dict[str, dict[int, tuple[Any, Turn]]] = {}
-        self._numbers: dict[str, int] = {}
-
-    def begin(self, trace_id: str, *, number: int) -> None:
-        """Note that a trace is the `number`-th of its episode, from 0."""
-        self._numbers[trace_id] = number
-
-    def number(self, trace_id: str) -> int:
-        """Return which trace of its episode it is, from 0. Each needs seeds of its own."""
-        return self._numbers.get(trace_id, 0)
+        self.numbers: dict[str, int] = {}
+        """Says which trace of its episode each is, from 0: each needs seeds of its own."""
 
     def record(self, trace_id: str, message: Any, turn: Turn) -> None:
         """Keep `turn`, which sampled `message`."""
@@ -199,13 +193,13 @@ class ServedTurns:
         return None if found is None else found[1]
 
     def forget(self, trace_id: str) -> None:
-        """Drop the turns of a trace. May be called again."""
+        """Drop a trace. May be called again."""
         self._turns.pop(trace_id, None)
-        self._numbers.pop(trace_id, None)
+        self.numbers.pop(trace_id, None)
 
     def __len__(self) -> int:
         """Return the number of traces that are kept."""
-        return len(self._turns.keys() | self._numbers.keys())
+        return len(self._turns.keys() | self.numbers.keys())
 
 
 class TrivetClientConfig(TrainClientConfig):
@@ -213,18 +207,6 @@ class TrivetClientConfig(TrainClientConfig):
 
     _turns: ServedTurns = PrivateAttr()
     _settings: HostSettings = PrivateAttr()
-
-    @classmethod
-    def for_policy(cls, options: Mapping[str, Any], settings: HostSettings, turns: ServedTurns) -> "TrivetClientConfig":
-        """Return the configuration of the clients that ask for the policy.
-
-        Args:
-            options: fields of verifiers' own configuration: address, key, headers, time limits.
-            turns: gets the tokens of every turn.
-        """
-        config = cls.model_validate(dict(options))
-        config._turns, config._settings = turns, settings
-        return config
 
 
 class TrivetClient(EvalClient):
@@ -257,10 +239,14 @@ class TrivetClient(EvalClient):
             raise ProviderError("a model request outside of a rollout cannot be trained on", status_code=400)
         asked = {name: value for name, value in body.items() if name not in _STREAMED}
         if asked.get("seed") is not None:
-            seed = later_seed(asked["seed"], "trace", self._turns.number(turn.trace.id))
+            seed = later_seed(asked["seed"], "trace", self._turns.numbers.get(turn.trace.id, 0))
             asked["seed"] = later_seed(seed, "turn", turn.trace.num_turns)
-        if self._keeps_tokens and (known := self._known_tokens(turn)):
-            asked["known_token_ids"] = known
+        if self._keeps_tokens:  # those of the last turn that the prompt continues, as read and sampled
+            messages = (turn.trace.nodes[node_id].message for node_id in reversed(turn.prefix_node_ids))
+            if (
+                known := next(filter(None, (self._turns.find(turn.trace.id, message) for message in messages)), None)
+            ) is not None:
+                asked["known_token_ids"] = [*known.prompt_ids, *known.completion_ids]
         try:
             response = await super().get_response(dialect, asked, sampling, session_id, turn, headers)
         except ProviderError as exc:
@@ -272,32 +258,21 @@ class TrivetClient(EvalClient):
         answer = response.raw
         assert answer is not None
         if body["model"] == self._model_name and turn.trace.agent.trainable:
-            self._record(turn, response, answer)
+            try:
+                served = read_turn(answer)
+            except RolloutFailed as exc:
+                raise ProviderError(str(exc), status_code=400) from exc
+            self._turns.record(turn.trace.id, response.message, served)
+            # Built without validation, which would copy every token. verifiers' own views of the trace then have the same tokens.
+            response.tokens = TurnTokens.model_construct(
+                prompt_ids=list(served.prompt_ids),
+                completion_ids=list(served.completion_ids),
+                completion_logprobs=list(served.logprobs),
+            )
         # The harness program has no use for the tokens.
         choices = [{name: value for name, value in choice.items() if name not in _TOKEN_FIELDS} for choice in answer["choices"]]
         response.raw = {**{name: value for name, value in answer.items() if name != "prompt_token_ids"}, "choices": choices}
         return response
-
-    def _known_tokens(self, turn: PendingTurn) -> list[int] | None:
-        """Return the tokens of the last turn that the prompt continues, as read and sampled; None when it continues none."""
-        for node_id in reversed(turn.prefix_node_ids):
-            served = self._turns.find(turn.trace.id, turn.trace.nodes[node_id].message)
-            if served is not None:
-                return [*served.prompt_ids, *served.completion_ids]
-        return None
-
-    def _record(self, turn: PendingTurn, response: Response, answer: Mapping[str, Any]) -> None:
-        try:
-            served = read_turn(answer)
-        except RolloutFailed as exc:
-            raise ProviderError(str(exc), status_code=400) from exc
-        self._turns.record(turn.trace.id, response.message, served)
-        # Built without validation, which would copy every token. verifiers' own views of the trace then have the same tokens.
-        response.tokens = TurnTokens.model_construct(
-            prompt_ids=list(served.prompt_ids),
-            completion_ids=list(served.completion_ids),
-            completion_logprobs=list(served.logprobs),
-        )
 
 
 def use_trivet_clients() -> None:

@@ -20,10 +20,10 @@ from verifiers.v1.state import state_cls
 from trivet.environments.apis.groups import names_infrastructure
 from trivet.environments.apis.messages import cut, describe, require_same_prompt, shorten_messages
 from trivet.environments.apis.rewards import collect_reward_errors, measured, require_reward
-from trivet.environments.apis.turns import Trajectory, Turn, to_samples
+from trivet.environments.apis.turns import Turn, to_samples
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import RecordedConversation
-from trivet.wire.rollouts import Rollout
+from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.workers import HostSettings
 
 OUT_OF_CONTEXT = "context_length"
@@ -43,15 +43,29 @@ def to_rollout(episode: Episode, index: int, *, settings: HostSettings, find_tur
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     traces = trained or episode.traces
     reward = math.fsum(_read_reward(trace, env=settings.name) for trace in traces) / len(traces)
-    trajectories = [] if is_plain else [_to_samples(trace, settings, find_turn) for trace in trained]
+    samples: list[Sample] = []
+    num_broken_prefixes = 0
+    for trace in [] if is_plain else trained:
+        # A turn is trained on once, in the first sample that has it: branches share what they share.
+        branches: list[Any] = trace.branches  # pyright reads the fields of verifiers 0.3.1
+        kept = {id(node) for branch in branches if branch.trainable for node in branch.nodes}
+        found = [find_turn(trace.id, node.message) for node in trace.nodes if node.sampled and id(node) in kept]
+        sampling = trace.agent.config.sampling
+        made, num_broken = to_samples(
+            [turn for turn in found if turn is not None],  # text that nobody sampled has no turn
+            temperature=sampling.temperature if sampling is not None else None,
+            strategy=strategy,
+        )
+        samples += made
+        num_broken_prefixes += num_broken
     scores = _scores(episode)
     if strategy == "interleaved" and episode.num_turns > 1 and not is_plain:
-        scores["broken_prefixes"] = float(sum(trajectory.num_broken_prefixes for trajectory in trajectories))
+        scores["broken_prefixes"] = float(num_broken_prefixes)
     usage = episode.usage
     return Rollout(
         index=index,
         reward=reward,
-        samples=[sample for trajectory in trajectories for sample in trajectory.samples],
+        samples=samples,
         scores=scores,
         prompt=shorten_messages(task_messages(episode.task.data)),
         completion=shorten_messages(_completion(traces)),
@@ -61,22 +75,6 @@ def to_rollout(episode: Episode, index: int, *, settings: HostSettings, find_tur
         counted_tokens=usage.completion_tokens if is_plain and usage else 0,
         generation_s=sum(trace.timing.agent.duration for trace in traces),
         scoring_s=sum(trace.timing.scoring.duration for trace in traces),
-    )
-
-
-def _to_samples(trace: Trace, settings: HostSettings, find_turn: FindTurn) -> Trajectory:
-    """Return the samples of one agent's conversation: the turns on branches that count, in the order they were sampled.
-
-    Its branches share what they share: a turn is trained on once, in the first sample that has it.
-    """
-    sampling = trace.agent.config.sampling
-    branches: list[Any] = trace.branches  # pyright reads the fields of verifiers 0.3.1
-    kept = {id(node) for branch in branches if branch.trainable for node in branch.nodes}
-    found = [find_turn(trace.id, node.message) for node in trace.nodes if node.sampled and id(node) in kept]
-    return to_samples(
-        [turn for turn in found if turn is not None],  # text that nobody sampled has no turn
-        temperature=sampling.temperature if sampling is not None else None,
-        strategy=settings.trajectory_strategy,
     )
 
 
@@ -140,8 +138,7 @@ def _scores(episode: Episode) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for trace in episode.traces:
         prefix = f"{trace.agent.name}/" if len(episode.traces) > 1 else ""
-        named = _read_values(trace) | (measured({"reward": trace.reward}) if prefix else {})
-        for name, value in named.items():
+        for name, value in (_read_values(trace) | (measured({"reward": trace.reward}) if prefix else {})).items():
             values.setdefault(f"{prefix}{name}", []).append(value)
     return {name: math.fsum(found) / len(found) for name, found in values.items()}
 
@@ -175,7 +172,17 @@ async def _rescore(
     task: Any, prompt: list[dict[str, Any]], recorded: RecordedConversation, *, index: int, name: str
 ) -> Rollout:
     require_same_prompt(prompt, recorded)
-    trace = _make_trace(task, recorded)
+    kinds: Any = vf
+    trace = kinds.Trace(
+        task=kinds.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        state=state_cls(type(task))(),
+        agent=kinds.AgentInfo(config=kinds.AgentConfig()),
+    )
+    messages = [parse_message(message) for message in (*recorded.prompt, *recorded.completion)]
+    for place, message in enumerate(messages):  # those of the model are the assistant's after the prompt
+        is_sampled = place >= len(recorded.prompt) and message.role == "assistant"
+        trace.nodes.append(MessageNode(parent=place - 1 if place else None, message=message, sampled=is_sampled))
+    trace.is_completed = trace.ok = True
     started = time.monotonic()
     with collect_reward_errors(name) as errors:
         try:
@@ -192,24 +199,3 @@ async def _rescore(
         num_turns=sum(message.get("role") == "assistant" for message in recorded.completion),
         scoring_s=time.monotonic() - started,
     )
-
-
-def _make_trace(task: Any, recorded: RecordedConversation) -> Any:
-    """Return a finished trace of the recorded messages; those of the model are the assistant's after the prompt."""
-    kinds: Any = vf
-    trace = kinds.Trace(
-        task=kinds.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-        state=state_cls(type(task))(),
-        agent=kinds.AgentInfo(config=kinds.AgentConfig()),
-    )
-    messages = [parse_message(message) for message in (*recorded.prompt, *recorded.completion)]
-    trace.nodes = [
-        MessageNode(
-            parent=place - 1 if place else None,
-            message=message,
-            sampled=place >= len(recorded.prompt) and message.role == "assistant",
-        )
-        for place, message in enumerate(messages)
-    ]
-    trace.is_completed = trace.ok = True
-    return trace
