@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -35,18 +34,30 @@ result.write(json.dumps(table))
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """The address, model and key of a named server."""
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named server, with the fields that it has in the file."""
 
-    url: str
     model: str | None = None
-    key_variable: str | None = None
-    """The environment variable that has the key."""
+    url: str | None = None
+    base_url: str | None = None
     key: str | None = None
-    """The key itself."""
-    is_key_missing: bool = False
-    """The file has a place for the key and found none to put there."""
+    """The key itself, or the name of the environment variable that has it."""
+    api_key: str | msgspec.UnsetType | None = msgspec.UNSET
+
+    @property
+    def address(self) -> str:
+        """The base URL."""
+        return self.url or self.base_url or ""
+
+    @property
+    def key_variable(self) -> str | None:
+        """The environment variable that has the key."""
+        return self.key if self.key is not None and _VARIABLE.fullmatch(self.key) else None
+
+    @property
+    def own_key(self) -> str | None:
+        """The key that the file itself contains."""
+        return self.api_key or (None if self.key_variable else self.key)
 
 
 def read_endpoints(path: Path, *, timeout_s: float = _READ_TIMEOUT_S) -> dict[str, Endpoint]:
@@ -68,7 +79,17 @@ def read_endpoints(path: Path, *, timeout_s: float = _READ_TIMEOUT_S) -> dict[st
     table = as_table(json.loads(done.stdout))
     if table is None:
         raise ConfigError(f"{path} defines no table ENDPOINTS = {{name: {{...}}}}")
-    return {name: _endpoint(name, fields, path) for name, fields in table.items()}
+    endpoints: dict[str, Endpoint] = {}
+    for name, fields in table.items():
+        try:
+            endpoints[name] = msgspec.convert(fields, Endpoint)
+        except msgspec.ValidationError as exc:
+            known = ", ".join(Endpoint.__struct_fields__)
+            problem = f"{exc}; it is a table of texts with `url`, known are {known}"
+            raise ConfigError(f"endpoint {name!r} in {path}: {problem}") from exc
+        if not endpoints[name].address:
+            raise ConfigError(f"endpoint {name!r} in {path} has no url (or base_url)")
+    return endpoints
 
 
 def choose_client(
@@ -93,44 +114,14 @@ def choose_client(
             f"endpoint {config.endpoint!r} in {endpoints_path} has its key in the variable {endpoint.key_variable}, which is not "
             "set: export it"
         )
-    if endpoint.is_key_missing:
-        # Another service's key must not go there.
+    if endpoint.api_key is None and endpoint.key is None:  # another service's key must not go there
         raise ConfigError(
             f"endpoint {config.endpoint!r} in {endpoints_path} has no api_key: the variable it is read from is not set; "
             "export it, or take the line out for a server that needs none"
         )
-    variable = endpoint.key_variable or (KEY_VARIABLE if endpoint.key else config.api_key_var[0])
+    variable = endpoint.key_variable or (KEY_VARIABLE if endpoint.own_key else config.api_key_var[0])
     try:
-        return ClientConfig(**{**fields, "base_url": [endpoint.url], "api_key_var": [variable]}), endpoint
+        return ClientConfig(**{**fields, "base_url": [endpoint.address], "api_key_var": [variable]}), endpoint
     except ValidationError as exc:
         reason = exc.errors()[0]["msg"]
-        raise ConfigError(f"endpoint {config.endpoint!r} in {endpoints_path}: url ({endpoint.url}) {reason}") from exc
-
-
-class _Fields(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of an endpoint in the file."""
-
-    model: str | None = None
-    url: str | None = None
-    base_url: str | None = None
-    key: str | None = None
-    api_key: str | msgspec.UnsetType | None = msgspec.UNSET
-
-
-def _endpoint(name: str, value: object, path: Path) -> Endpoint:
-    try:
-        fields = msgspec.convert(value, _Fields)
-    except msgspec.ValidationError as exc:
-        known = ", ".join(_Fields.__struct_fields__)
-        raise ConfigError(f"endpoint {name!r} in {path}: {exc}; it is a table of texts with `url`, known are {known}") from exc
-    url = fields.url or fields.base_url
-    if not url:
-        raise ConfigError(f"endpoint {name!r} in {path} has no url (or base_url)")
-    is_variable = fields.key is not None and _VARIABLE.fullmatch(fields.key) is not None
-    return Endpoint(
-        url=url,
-        model=fields.model,
-        key_variable=fields.key if is_variable else None,
-        key=fields.api_key or (None if is_variable else fields.key),
-        is_key_missing=fields.api_key is None and fields.key is None,
-    )
+        raise ConfigError(f"endpoint {config.endpoint!r} in {endpoints_path}: url ({endpoint.address}) {reason}") from exc

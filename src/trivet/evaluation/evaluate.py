@@ -185,9 +185,18 @@ class Evaluator:
         errors: dict[int, str] = {}
 
         async def run_example(example_id: int) -> None:
+            request = GroupRequest(
+                group_id=GroupId(-1 - example_id),  # below 0, so that no group of a run has it: seeds are derived from it
+                env=series.pool_name,
+                split=task.split,
+                example_id=example_id,
+                num_rollouts=task.rollouts_per_example,
+                base_url="",  # set when a server is picked
+                sampling=task.sampling,
+            )
             async with slots:
                 try:
-                    rollouts = await self._run_with_retries(_request(series, task, example_id), PolicyVersion(task.step))
+                    rollouts = await self._run_with_retries(request, PolicyVersion(task.step))
                 except Exception as exc:  # an environment is the user's code: its error fails this example only
                     if self._retry.reraise:
                         raise
@@ -234,7 +243,8 @@ class Evaluator:
         """
         last_error: Exception | None = None
         for _ in range(_MAX_SERVER_ATTEMPTS):
-            server = await self._pick_server(request.num_rollouts)
+            while (server := self._servers.pick(num_rollouts=request.num_rollouts)) is None:  # noqa: ASYNC110  servers are polled
+                await asyncio.sleep(_POLL_INTERVAL_S)
             try:
                 rollouts = await self.pool.run_group(msgspec.structs.replace(request, base_url=server))
                 runs = [run for rollout in rollouts for sample in rollout.samples for run in sample.versions]
@@ -251,24 +261,6 @@ class Evaluator:
                 self._servers.release(server, num_rollouts=request.num_rollouts)
         assert last_error is not None
         raise last_error
-
-    async def _pick_server(self, num_rollouts: int) -> str:
-        while True:
-            if (server := self._servers.pick(num_rollouts=num_rollouts)) is not None:
-                return server
-            await asyncio.sleep(_POLL_INTERVAL_S)
-
-
-def _request(series: EvalSeries, task: TaskRecord, example_id: int) -> GroupRequest:
-    return GroupRequest(
-        group_id=GroupId(-1 - example_id),  # below 0, so that no group of a run has it: seeds are derived from it
-        env=series.pool_name,
-        split=task.split,
-        example_id=example_id,
-        num_rollouts=task.rollouts_per_example,
-        base_url="",  # set when a server is picked
-        sampling=task.sampling,
-    )
 
 
 def _summarize(

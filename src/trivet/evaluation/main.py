@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 from rich.console import Console
@@ -71,8 +71,8 @@ def start(config: EvalConfig) -> int:
 
 async def _run(plan: EvalPlan, console: Console) -> int:
     config = plan.config
-    if plan.endpoint is not None and plan.endpoint.key is not None:
-        os.environ[KEY_VARIABLE] = plan.endpoint.key
+    if plan.endpoint is not None and (key := plan.endpoint.own_key):
+        os.environ[KEY_VARIABLE] = key
     os.environ.update(direct_variables(os.environ, [url for url in plan.client.base_url if is_direct(url, os.environ)]))
     servers = await connect(plan.client, environ=os.environ, weights_dir=config.weights_dir)
     try:
@@ -92,8 +92,15 @@ async def _run(plan: EvalPlan, console: Console) -> int:
         limits = PoolLimits.from_config(config)
         async with open_worker_pool(settings, log_of=plan.layout.eval_worker_log, limits=limits) as pool:
             require_resumable(plan, pool, base_digest=base_digest)
-            with _wandb(plan) as write_scores:
-                return await evaluate_targets(plan, servers, pool, console, write_scores)
+            if config.wandb is None:
+                return await evaluate_targets(plan, servers, pool, console, lambda version, values: None)
+            # Importing W&B costs a second that an evaluation without it need not pay.
+            from trivet.telemetry.wandb_sink import WandbSink
+
+            plan.layout.root.mkdir(parents=True, exist_ok=True)
+            run_id = f"eval-{time.time():.0f}-{os.getpid()}"
+            with closing(WandbSink(config.wandb, role="eval", run_id=run_id, output_dir=plan.layout.root)) as sink:
+                return await evaluate_targets(plan, servers, pool, console, sink.write_eval)
     finally:
         await servers.aclose()
 
@@ -154,24 +161,6 @@ async def evaluate_targets(
             console.print(f"results: {plan.layout.evals}")
     is_without_score = any(summary.num_failed == summary.num_examples for summary in all_summaries)
     return 1 if num_removed or not all_summaries or is_without_score else 0
-
-
-@contextmanager
-def _wandb(plan: EvalPlan) -> Iterator[WriteScores]:
-    """Yield what writes the scores to W&B, if that is configured."""
-    if plan.config.wandb is None:
-        yield lambda version, values: None
-        return
-    # Importing W&B costs a second that an evaluation without it need not pay.
-    from trivet.telemetry.wandb_sink import WandbSink
-
-    plan.layout.root.mkdir(parents=True, exist_ok=True)
-    run_id = f"eval-{time.time():.0f}-{os.getpid()}"
-    sink = WandbSink(plan.config.wandb, role="eval", run_id=run_id, output_dir=plan.layout.root)
-    try:
-        yield sink.write_eval
-    finally:
-        sink.close()
 
 
 @contextmanager
