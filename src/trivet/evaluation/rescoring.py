@@ -268,7 +268,24 @@ def compare(rescored: Sequence[RescoredRollout]) -> list[EnvironmentChange]:
     by_env: dict[str, list[RescoredRollout]] = {}
     for rollout in rescored:
         by_env.setdefault(rollout.env, []).append(rollout)
-    return [_compare_one(env, by_env[env]) for env in sorted(by_env)]
+    changes: list[EnvironmentChange] = []
+    for env, rollouts in sorted(by_env.items()):
+        scored = [rollout for rollout in rollouts if rollout.reward_after is not None]
+        names = {name for rollout in scored for name in rollout.scores_before.keys() | rollout.scores_after.keys()} - {REWARD}
+        functions = [_compare_function(name, scored) for name in (REWARD, *sorted(names))]
+        errors = [rollout.error for rollout in rollouts if rollout.error]
+        change = EnvironmentChange(
+            env=env,
+            num_rollouts=len(rollouts),
+            num_scored=len(scored),
+            num_changed=functions[0].num_changed,
+            functions=functions,
+            not_comparable=dict(Counter(rollout.not_comparable for rollout in rollouts if rollout.not_comparable)),
+            num_failed=len(errors),
+            first_error=errors[0] if errors else "",
+        )
+        changes.append(change)
+    return changes
 
 
 def most_changed(rescored: Iterable[RescoredRollout], *, limit: int) -> list[RescoredRollout]:
@@ -282,38 +299,17 @@ def most_changed(rescored: Iterable[RescoredRollout], *, limit: int) -> list[Res
     return sorted(changed, key=size, reverse=True)[:limit]
 
 
-def _compare_one(env: str, rescored: Sequence[RescoredRollout]) -> EnvironmentChange:
-    scored = [rollout for rollout in rescored if rollout.reward_after is not None]
-    failed = [rollout for rollout in rescored if rollout.error]
-    names = {name for rollout in scored for name in rollout.scores_before.keys() | rollout.scores_after.keys()} - {REWARD}
-    functions: list[FunctionChange] = []
-    for name in (REWARD, *sorted(names)):
-        pairs = [(before, after) for rollout in scored for found, before, after in rollout.pairs() if found == name]
-        # Where it scored no rollout both times, the mean of the time when it did.
-        before = [pair[0] for pair in pairs] or [
-            rollout.scores_before[name] for rollout in scored if name in rollout.scores_before
-        ]
-        after = [pair[1] for pair in pairs] or [
-            rollout.scores_after[name] for rollout in scored if name in rollout.scores_after
-        ]
-        functions.append(
-            FunctionChange(
-                name=name,
-                mean_before=math.fsum(before) / len(before) if before else None,
-                mean_after=math.fsum(after) / len(after) if after else None,
-                num_rollouts=len(pairs),
-                num_changed=sum(not _is_equal(*pair) for pair in pairs),
-            )
-        )
-    return EnvironmentChange(
-        env=env,
-        num_rollouts=len(rescored),
-        num_scored=len(scored),
-        num_changed=functions[0].num_changed,
-        functions=functions,
-        not_comparable=dict(Counter(rollout.not_comparable for rollout in rescored if rollout.not_comparable)),
-        num_failed=len(failed),
-        first_error=failed[0].error if failed else "",
+def _compare_function(name: str, scored: Sequence[RescoredRollout]) -> FunctionChange:
+    pairs = [(before, after) for rollout in scored for found, before, after in rollout.pairs() if found == name]
+    # Where it scored no rollout both times, the mean of the time when it did.
+    before = [pair[0] for pair in pairs] or [rollout.scores_before[name] for rollout in scored if name in rollout.scores_before]
+    after = [pair[1] for pair in pairs] or [rollout.scores_after[name] for rollout in scored if name in rollout.scores_after]
+    return FunctionChange(
+        name=name,
+        mean_before=math.fsum(before) / len(before) if before else None,
+        mean_after=math.fsum(after) / len(after) if after else None,
+        num_rollouts=len(pairs),
+        num_changed=sum(not _is_equal(*pair) for pair in pairs),
     )
 
 

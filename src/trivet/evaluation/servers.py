@@ -8,7 +8,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -62,28 +63,32 @@ async def connect(config: ClientConfig, *, environ: Mapping[str, str], weights_d
             is_direct=is_direct(url, environ),
         )
 
-    if config.elastic is not None:
-        return await TrivetServers.open(config, make_client=make_client, clients=[], weights_dir=weights_dir)
-    clients = [make_client(url) for url in config.base_url]
-    try:
+    clients = [make_client(url) for url in config.base_url] if config.elastic is None else []
+    async with AsyncExitStack() as opened:  # closes them unless all is well
+        for client in clients:
+            opened.push_async_callback(client.aclose)
         deadline = time.monotonic() + config.wait_for_ready_timeout
         kinds = {client: await _is_trivet_server(client, config, deadline=deadline) for client in clients}
-        if all(kinds.values()):
-            return await TrivetServers.open(config, make_client=make_client, clients=clients, weights_dir=weights_dir)
-        if any(kinds.values()):
-            ours, others = (
-                ", ".join(client.base_url for client, is_trivet in kinds.items() if is_trivet is wanted)
-                for wanted in (True, False)
-            )
+        ours, others = (
+            ", ".join(client.base_url for client, is_trivet in kinds.items() if is_trivet is wanted) for wanted in (True, False)
+        )
+        if ours and others:
             raise ConfigError(
                 f"client.base_url names trivet servers ({ours}) and others ({others}), which cannot serve the same policy; "
                 "name one kind"
             )
-        return PlainServers(clients)
-    except BaseException:
-        for client in clients:
-            await client.aclose()
-        raise
+        if others:
+            opened.pop_all()
+            return PlainServers(clients)
+        pool = ServerPool(config, make_client=make_client, write_event=lambda event: None)
+        opened.push_async_callback(pool.aclose)
+        try:
+            before = {client: _restorable_policy(client, await client.served_policy(), weights_dir) for client in clients}
+            await pool.start()
+        except InferenceError as exc:
+            raise ConfigError(str(exc)) from exc
+        opened.pop_all()
+        return TrivetServers(pool, before=before)
 
 
 class TrivetServers:
@@ -96,41 +101,12 @@ class TrivetServers:
         """Take over a started pool.
 
         Args:
-            before: the policy that each server served, to restore at the end.
+            before: the policy that each listed server served, to restore at the end; none for servers that are found by name.
         """
         self.placement = pool
         """Chooses the server of a group."""
         self._before = dict(before)
         self._served: TargetPolicy | None = None
-
-    @classmethod
-    async def open(
-        cls,
-        config: ClientConfig,
-        *,
-        make_client: Callable[[str], InferenceClient],
-        clients: list[InferenceClient],
-        weights_dir: Path | None,
-    ) -> "TrivetServers":
-        """Reach the servers and remember what each serves.
-
-        Args:
-            clients: one for each listed server; none for servers that are found by name.
-
-        Raises:
-            ConfigError: see `connect`.
-        """
-        pool = ServerPool(config, make_client=make_client, write_event=lambda event: None)
-        try:
-            before = {client: _restorable_policy(client, await client.served_policy(), weights_dir) for client in clients}
-            await pool.start()
-            return cls(pool, before=before)
-        except InferenceError as exc:
-            await pool.aclose()
-            raise ConfigError(str(exc)) from exc
-        except BaseException:
-            await pool.aclose()
-            raise
 
     async def model_names(self) -> list[str]:
         """Return the names that requests may give as their model; none for servers that are found by name."""
