@@ -40,12 +40,11 @@ import trivet.orchestrator.loop as loop_module
 import trivet.transport.zeromq as zeromq_module
 from trivet.algorithms.advantages import mean_baseline
 from trivet.config.layout import RunLayout
-from trivet.config.schema.environment import EnvConfig, SamplingConfig
+from trivet.config.schema.environment import EnvConfig, EnvWorkersConfig, SamplingConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, TransportConfig
 from trivet.environments.apis.turns import Turn, request_arguments, to_samples
 from trivet.environments.apis.v0.play import V0Host
-from trivet.environments.workers.limits import PoolLimits
 from trivet.environments.workers.pool import open_worker_pool
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.checkpoint import RunTotals
@@ -267,7 +266,9 @@ def through_worker(num_rollouts: int, num_tokens: int, directory: Path) -> dict[
 
     @asynccontextmanager
     async def open_pool() -> AsyncIterator[RunDrawnGroup]:
-        async with open_worker_pool([settings], log_of=lambda name: directory / "worker.log", limits=PoolLimits()) as pool:
+        async with open_worker_pool(
+            [settings], log_of=lambda name: directory / "worker.log", limits=EnvWorkersConfig()
+        ) as pool:
             yield group_runner(pool, RUNNER_CONFIG)
 
     shape = {"num_rollouts": num_rollouts, "in_flight": num_rollouts // 10, "examples": EXAMPLES, "publishes": False}

@@ -17,10 +17,9 @@ from support.fake_inference import FakeInference
 from support.groups import make_request
 from support.http_fake import serve_fake
 from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive
-from trivet.config.schema.environment import EnvConfig
+from trivet.config.schema.environment import EnvConfig, EnvWorkersConfig
 from trivet.config.schema.inference import ClientConfig
 from trivet.environments.settings import host_settings
-from trivet.environments.workers.limits import PoolLimits
 from trivet.environments.workers.pool import WorkerPool, open_worker_pool, require_loadable
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.secret import SECRET_FILE
@@ -67,7 +66,11 @@ def request(way: str, url: str, *, group_id: int) -> GroupRequest:
 
 
 def with_pool(
-    directory: Path, scenario: Callable[[WorkerPool], Awaitable[None]], *, limits: PoolLimits, rollout_timeout_s: float = 60.0
+    directory: Path,
+    scenario: Callable[[WorkerPool], Awaitable[None]],
+    *,
+    limits: EnvWorkersConfig,
+    rollout_timeout_s: float = 60.0,
 ) -> None:
     before = descendants_of(os.getpid())
 
@@ -110,7 +113,7 @@ def test_an_example_that_misbehaves_costs_its_own_group_and_is_counted_by_its_er
         assert values["worker_lag/unruly-0/max"] >= values["worker_lag/unruly-0/mean"] >= 0
         assert not any(name.startswith("failed_groups/") for name in pool.metrics())
 
-    with_pool(tmp_path, scenario, limits=PoolLimits(max_restarts=0), rollout_timeout_s=240.0)
+    with_pool(tmp_path, scenario, limits=EnvWorkersConfig(max_env_worker_restarts=0), rollout_timeout_s=240.0)
 
 
 def test_a_rollout_that_hangs_costs_its_group_after_its_time(tmp_path: Path, url: str) -> None:
@@ -120,7 +123,7 @@ def test_a_rollout_that_hangs_costs_its_group_after_its_time(tmp_path: Path, url
         assert failed.value.kind == "TimeoutError"
         assert pool.metrics()["failed_groups/unruly/TimeoutError"] == 1
 
-    with_pool(tmp_path, scenario, limits=PoolLimits(max_restarts=0), rollout_timeout_s=3.0)
+    with_pool(tmp_path, scenario, limits=EnvWorkersConfig(max_env_worker_restarts=0), rollout_timeout_s=3.0)
 
 
 def assert_is_group(rollouts: list[Rollout]) -> None:
@@ -148,7 +151,7 @@ def test_a_group_that_ends_its_worker_again_and_again_fails_and_takes_no_other_w
         assert_is_group(await pool.run_group(request("well", url, group_id=3)))
         assert pool.status()[0].num_restarts == 3
 
-    with_pool(tmp_path, scenario, limits=PoolLimits(max_restarts=3))
+    with_pool(tmp_path, scenario, limits=EnvWorkersConfig(max_env_worker_restarts=3))
     restarts = [event for event in events if isinstance(event, EnvRestart)]
     assert [restart.worker for restart in restarts] == ["unruly-0"] * 3
     assert len({restart.pid for restart in restarts}) == 3
@@ -174,13 +177,13 @@ def test_a_blocked_event_loop_is_seen_in_the_status_and_ended_with_its_traceback
             await blocking
         assert_is_group(await pool.run_group(request("well", url, group_id=1)))
 
-    with_pool(tmp_path, scenario, limits=PoolLimits(blocked_timeout_s=10.0))
+    with_pool(tmp_path, scenario, limits=EnvWorkersConfig(env_worker_timeout_s=10.0))
     assert "in behave" in (tmp_path / "unruly.log").read_text()
 
 
 def test_a_worker_that_keeps_ending_ends_the_pool_with_its_last_lines(tmp_path: Path) -> None:
     async def run() -> None:
-        limits = PoolLimits(max_restarts=0)
+        limits = EnvWorkersConfig(max_env_worker_restarts=0)
         async with open_worker_pool([settings()], log_of=lambda env: tmp_path / f"{env}.log", limits=limits) as pool:
             os.kill(pool.status()[0].pid, signal.SIGKILL)
             await pool.run()
@@ -197,11 +200,11 @@ _OWNER = """
 import asyncio, sys
 from pathlib import Path
 from test_env_workers import settings, request
-from trivet.environments.workers.limits import PoolLimits
+from trivet.config.schema.environment import EnvWorkersConfig
 from trivet.environments.workers.pool import open_worker_pool
 
 async def main(directory, url):
-    limits = PoolLimits(workers_per_env=2)
+    limits = EnvWorkersConfig(workers_per_env=2)
     async with open_worker_pool([settings()], log_of=lambda env: directory / f"{env}.log", limits=limits) as pool:
         print("ready", flush=True)
         await asyncio.gather(*(pool.run_group(request("hang", url, group_id=index)) for index in range(4)))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trivet.config.schema.environment import EnvWorkersConfig
 from trivet.config.schema.inference import ClientConfig
-from trivet.environments.workers.limits import PoolLimits
 from trivet.environments.workers.pool import open_worker_pool
 from trivet.errors import EnvironmentLoadError, RolloutFailed, WorkerLost
 from trivet.wire.events import EnvRestart, Event
@@ -70,7 +70,9 @@ def play(way: str, settings: HostSettings, directory: Path, monkeypatch: pytest.
     monkeypatch.setenv("HOSTILE_WAY", way)
     events: list[Event] = []
     blocked_timeout_s = 60.0 if way == "child-takes-memory" else 4.0  # children are measured every 10 s
-    limits = PoolLimits(max_restarts=-1, blocked_timeout_s=blocked_timeout_s, start_timeout_s=60.0, max_memory_bytes=2**28)
+    limits = EnvWorkersConfig(
+        max_env_worker_restarts=-1, env_worker_timeout_s=blocked_timeout_s, env_start_timeout_s=60.0, max_worker_memory=0.25
+    )
     request = GroupRequest(
         group_id=GroupId(7), env="toy", example_id=0, num_rollouts=2, base_url="", sampling=SamplingArguments(temperature=1.0)
     )

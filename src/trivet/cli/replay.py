@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trivet.config.layout import RunLayout
-from trivet.environments.workers.limits import PoolLimits
+from trivet.config.schema.environment import EnvWorkersConfig
 from trivet.environments.workers.pool import open_worker_pool
 from trivet.errors import ConfigError
 from trivet.evaluation.rescoring import (
@@ -151,7 +151,7 @@ async def _rescore_all(
         places = {name: RunLayout(Path(logs)).eval_worker_log(name) for name in settings}
         for place in places.values():
             place.parent.mkdir(parents=True, exist_ok=True)
-        opening = open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=PoolLimits())
+        opening = open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=EnvWorkersConfig())
         async with opening as pool, asyncio.TaskGroup() as tasks:
             supervision = tasks.create_task(pool.run(), name="workers")
             scored = [await rescore(pool, file, envs=settings, zeroes_truncated=zeroes_truncated) for file in files]

@@ -22,7 +22,6 @@ from trivet.config.layout import STABLE
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import host_settings
-from trivet.environments.workers.limits import PoolLimits
 from trivet.environments.workers.pool import open_worker_pool
 from trivet.evaluation.endpoints import KEY_VARIABLE
 from trivet.evaluation.evaluate import Evaluator
@@ -89,8 +88,7 @@ async def _run(plan: EvalPlan, console: Console) -> int:
             )
             for env in plan.envs
         ]
-        limits = PoolLimits.from_config(config)
-        async with open_worker_pool(settings, log_of=plan.layout.eval_worker_log, limits=limits) as pool:
+        async with open_worker_pool(settings, log_of=plan.layout.eval_worker_log, limits=config) as pool:
             require_resumable(plan, pool, base_digest=base_digest)
             if config.wandb is None:
                 return await evaluate_targets(plan, servers, pool, console, lambda version, values: None)

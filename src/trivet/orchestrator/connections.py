@@ -16,7 +16,6 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.nodes.node_pools import open_node_pools
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
-from trivet.environments.workers.limits import PoolLimits
 from trivet.environments.workers.pool import WorkerPool, open_worker_pool
 from trivet.orchestrator.teacher import Teacher
 from trivet.process.proxies import direct_variables
@@ -40,7 +39,7 @@ async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[Enviro
         WaitTimeout: another node took too long.
     """
     if config.replay is not None:
-        async with open_worker_pool([], log_of=RunLayout(config.output_dir).env_worker_log, limits=PoolLimits()) as pool:
+        async with open_worker_pool([], log_of=RunLayout(config.output_dir).env_worker_log, limits=config) as pool:
             yield pool
         return
     nodes = config.env_nodes
@@ -67,10 +66,9 @@ def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "") -> Ab
     # Judges and tools in the workers have clients of their own, which read these variables.
     os.environ.update(direct_variables(os.environ, [*config.client.base_url, *teacher]))
     settings = list(run_settings(config).values())
-    limits = PoolLimits.from_config(config)
     layout = RunLayout(config.output_dir)
     return open_worker_pool(
-        settings, log_of=lambda env: layout.env_worker_log(f"{env}{name_suffix}"), limits=limits, name_suffix=name_suffix
+        settings, log_of=lambda env: layout.env_worker_log(f"{env}{name_suffix}"), limits=config, name_suffix=name_suffix
     )
 
 

@@ -6,10 +6,7 @@ import tomllib
 
 from support.import_closure import SOURCE, closure, file_of
 
-ENTRIES = (
-    "trivet.environments.workers.main",
-    "trivet.environments.packages.import_program",
-)
+ENTRY = "trivet.environments.workers.main"
 ADAPTERS = "trivet.environments.apis."
 BLOCKED = (
     *("torch", "vllm", "pydantic", "zmq", "transformers", "httpx", "openai", "rich", "datasets", "xxhash"),
@@ -31,14 +28,14 @@ def included() -> set[str]:
 
 
 def test_the_distribution_holds_what_a_worker_imports() -> None:
-    needed = {str(file.relative_to(SOURCE)) for module in closure(ENTRIES) if (file := file_of(module)) is not None}
+    needed = {str(file.relative_to(SOURCE)) for module in closure((ENTRY,)) if (file := file_of(module)) is not None}
     assert included() == needed
 
 
 def test_nothing_but_an_adapter_imports_what_the_distribution_does_not_require() -> None:
     others = {
         module: sorted(names - set(sys.stdlib_module_names) - {"msgspec", "numpy"})
-        for module, names in closure(ENTRIES).items()
+        for module, names in closure((ENTRY,)).items()
         if not module.startswith(ADAPTERS)
     }
     assert {module: names for module, names in others.items() if names} == {}
@@ -47,7 +44,7 @@ def test_nothing_but_an_adapter_imports_what_the_distribution_does_not_require()
 def test_a_worker_starts_without_any_other_package() -> None:
     program = (
         f"import sys\nfor name in {BLOCKED!r}: sys.modules[name] = None\n"
-        f"import {', '.join(ENTRIES)}, trivet.environments.apis\n"
+        f"import {ENTRY}, trivet.environments.apis\n"
         "print(*sorted(name for name in sys.modules if name.startswith('trivet')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -6,8 +6,10 @@ transformers itself: an environment's process has msgspec, numpy, and what its e
 """
 
 import difflib
+import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 import traceback
 from collections.abc import Mapping
@@ -97,6 +99,33 @@ def require_release(env_id: str) -> tuple[int, int]:
             "environment of the v0 API (load_environment), or 0.4 or newer for one of the v1 API"
         )
     return release
+
+
+def find_problem(module: str) -> str:
+    """Import the module of an environment; return why it does not load in one line, or "" when it does.
+
+    The installed release of verifiers decides what it must have: `load_environment`, or a taskset or environment of the v1 API,
+    exported through its `__all__`.
+    """
+    try:
+        loaded = importlib.import_module(module)
+        release = require_release(module.replace("_", "-"))
+    except EnvironmentLoadError as exc:
+        return str(exc)
+    except (Exception, SystemExit) as exc:  # noqa: BLE001  # whatever an environment raises is reported with its name
+        message = " ".join(str(exc).split())
+        return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
+    has_loader = callable(getattr(loaded, LOADER, None))
+    if release < FIRST_OF_V1:
+        return "" if has_loader else f"the module {module} has no {LOADER}, by which environments are loaded"
+    library = importlib.import_module("verifiers.v1")
+    bases = (library.Taskset, library.Env)
+    exported = [getattr(loaded, name, None) for name in getattr(loaded, "__all__", ())]
+    if any(inspect.isclass(value) and issubclass(value, bases) and value not in bases for value in exported):
+        return ""
+    if has_loader:
+        return f"the module {module} has {LOADER}, which is of the v0 API; verifiers here has the v1 API: require verifiers<0.4"
+    return f"the module {module} exports no Taskset or Env through __all__, by which environments of the v1 API are loaded"
 
 
 def require_installed(env_id: str, *, environments_dir: Path = Path("environments")) -> None:

@@ -151,7 +151,7 @@ def check_imports(
     problems: dict[str, str] = {}
     environ = worker_environment(os.environ)
     while remaining := [module for module in modules if module not in problems]:
-        command = module_command("trivet.environments.packages.import_program", *remaining, python=python)
+        command = module_command("trivet.environments.workers.main", "--check", *remaining, python=python)
         try:
             done = subprocess.run(
                 tied_command(command),

@@ -11,10 +11,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
-from trivet.config.schema.environment import EnvWorkersConfig
 from trivet.environments.workers.containers import remove_containers
 from trivet.process.lifetime import read_processes
 from trivet.process.lock import lock_directory, remove_if_free
@@ -144,30 +142,3 @@ def sweep_directories() -> int:
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         remove_if_free(directory, before=lambda path: removed.append(remove_containers(path)))
     return sum(removed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolLimits:
-    """The number of workers of a pool, and the times it waits for them."""
-
-    workers_per_env: int = 1
-    max_restarts: int = 5
-    """Consecutive restarts of one worker; -1: no limit."""
-    blocked_timeout_s: float = 600.0
-    start_timeout_s: float = 1800.0
-    max_memory_bytes: int | None = None
-    """Most memory of one worker with all that it started; None: no limit."""
-    strict_data: bool = False
-    """Refuse a worker whose data are not those of the first."""
-
-    @classmethod
-    def from_config(cls, config: EnvWorkersConfig) -> "PoolLimits":
-        """Return the limits that the keys of a command set."""
-        return cls(
-            workers_per_env=config.workers_per_env,
-            max_restarts=config.max_env_worker_restarts,
-            blocked_timeout_s=config.env_worker_timeout_s,
-            start_timeout_s=config.env_start_timeout_s,
-            max_memory_bytes=memory_limit(config.max_worker_memory),
-            strict_data=config.strict_data,
-        )

@@ -3,12 +3,14 @@
 Started by `workers.client` as `python -m trivet.environments.workers.main --channel FD`, tied to the pool's process. The
 interpreter may be one that has the distribution `trivet-worker` alone, so this module and all that it imports need msgspec and
 numpy, and nothing else of trivet's. The first message says which release this is. A thread sends what goes out: the answers, and
-pulses, which go on while the event loop is blocked. The process ends when the pool closes the channel.
+pulses, which go on while the event loop is blocked. The process ends when the pool closes the channel. With `--check MODULE …` it
+only imports modules, for `packages.discovery`.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import platform
@@ -19,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -259,11 +262,29 @@ def _run(sock: socket.socket, selector: selectors.BaseSelector, runner: asyncio.
     return 0
 
 
+def check_modules(modules: Sequence[str]) -> None:
+    """Import modules of environments and print an answer for each, then end the process. No `load_environment` is called.
+
+    An answer is printed at once: a module that ends the process is known by its missing answer.
+    """
+    from trivet.environments.apis.load import find_problem
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print is no answer
+    for module in modules:
+        print(json.dumps([module, find_problem(module)]), file=answers, flush=True)
+    os._exit(0)  # does not wait for threads that the environments have started
+
+
 def main() -> int:
-    """Run the worker on the socket that the command line names; return the exit code."""
+    """Run the worker on the socket that the command line names, or only import modules; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--channel", type=int, required=True)
-    sock = socket.socket(fileno=parser.parse_args().channel)
+    parser.add_argument("--channel", type=int)
+    parser.add_argument("--check", nargs="+", metavar="MODULE")
+    arguments = parser.parse_args()
+    if arguments.check:
+        check_modules(arguments.check)
+    sock = socket.socket(fileno=arguments.channel)
     sock.set_inheritable(False)
     show_stacks_on_signal()
     confine()

@@ -24,10 +24,11 @@ import msgspec
 
 from trivet.backoff import backoff_s
 from trivet.config.masking import hide_values
+from trivet.config.schema.environment import EnvWorkersConfig
 from trivet.environments.examples import other_data, require_data
 from trivet.environments.settings import withheld_variables
 from trivet.environments.workers.client import WorkerClient
-from trivet.environments.workers.limits import PoolLimits, WorkerLog, measure_sessions, sweep_directories
+from trivet.environments.workers.limits import WorkerLog, measure_sessions, memory_limit, sweep_directories
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, TrivetError, WaitTimeout, WorkerLost
 from trivet.process.event_loop import lag_metrics
 from trivet.wire.events import EnvLoad, EnvRestart, Event
@@ -107,7 +108,7 @@ class WorkerPool:
         settings: Sequence[HostSettings],
         *,
         log_of: Callable[[str], Path],
-        limits: PoolLimits,
+        limits: EnvWorkersConfig,
         name_suffix: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -118,6 +119,7 @@ class WorkerPool:
             name_suffix: of the names of workers, where a run has several pools.
         """
         self._limits = limits
+        self._max_memory_bytes = memory_limit(limits.max_worker_memory)
         self._clock = clock
         self._environments: dict[str, _Environment] = {}
         for env in settings:
@@ -126,7 +128,7 @@ class WorkerPool:
                     name=f"{env.name}-{index}{name_suffix}",
                     # The first worker's hashes name the examples; `_compare` says when another has other data.
                     settings=env if index == 0 else msgspec.structs.replace(env, hash_keys=[]),
-                    budget=RestartBudget(limit=limits.max_restarts),
+                    budget=RestartBudget(limit=limits.max_env_worker_restarts),
                 )
                 for index in range(limits.workers_per_env)
             ]
@@ -270,7 +272,7 @@ class WorkerPool:
     async def _start_worker(self, slot: _Slot) -> EnvironmentInfo:
         environment = self._environments[slot.settings.name]
         slot.worker = await WorkerClient.start(slot.settings, log=environment.log, clock=self._clock)
-        info = await slot.worker.wait_loaded(timeout_s=self._limits.start_timeout_s)
+        info = await slot.worker.wait_loaded(timeout_s=self._limits.env_start_timeout_s)
         if environment.info is not None:
             self._compare(slot, environment.info, info)
         slot.is_ready, slot.is_warned = True, False
@@ -322,12 +324,11 @@ class WorkerPool:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             now = self._clock()
             was_suspended, before = now - before > _SUSPENDED_AFTER_S, now
-            if (limit := self._limits.max_memory_bytes) is not None:
-                taken = await measure_sessions([worker.pid for _, worker in self._workers()], look=look)
-                for _, worker in self._workers():
-                    if taken.get(worker.pid, 0) > limit:
-                        has, most = (f"{number / 2**30:.2f} GiB" for number in (taken[worker.pid], limit))
-                        worker.end(f"was ended because it had {has} of memory, and max_worker_memory is {most}")
+            taken = await measure_sessions([worker.pid for _, worker in self._workers()], look=look)
+            for _, worker in self._workers():
+                if taken.get(worker.pid, 0) > self._max_memory_bytes:
+                    has, most = (f"{number / 2**30:.2f} GiB" for number in (taken[worker.pid], self._max_memory_bytes))
+                    worker.end(f"was ended because it had {has} of memory, and max_worker_memory is {most}")
             for slot, worker in self._workers():
                 if slot.is_ready and was_suspended:
                     worker.pulses.expect()
@@ -339,7 +340,7 @@ class WorkerPool:
     def _handle_blocked(self, slot: _Slot, worker: WorkerClient) -> None:
         """Report, and in the end kill, a worker whose event loop is blocked."""
         blocked_s = worker.pulses.blocked_for_s()
-        if blocked_s > self._limits.blocked_timeout_s:
+        if blocked_s > self._limits.env_worker_timeout_s:
             cause = (
                 f"was ended because its event loop was blocked for {blocked_s:.0f} s (env_worker_timeout_s); where it was is in "
                 "its log"
@@ -384,7 +385,7 @@ async def _run_in_time(worker: WorkerClient, request: GroupRequest, *, timeout_s
 
 @asynccontextmanager
 async def open_worker_pool(
-    settings: Sequence[HostSettings], *, log_of: Callable[[str], Path], limits: PoolLimits, name_suffix: str = ""
+    settings: Sequence[HostSettings], *, log_of: Callable[[str], Path], limits: EnvWorkersConfig, name_suffix: str = ""
 ) -> AsyncIterator[WorkerPool]:
     """Open a pool with every environment loaded; `WorkerPool.run` keeps its workers alive. Arguments are those of `WorkerPool`."""
     pool = WorkerPool(settings, log_of=log_of, limits=limits, name_suffix=name_suffix)
@@ -408,7 +409,7 @@ def require_loadable(
     """
 
     async def load(directory: Path) -> Mapping[str, EnvironmentInfo]:
-        limits = PoolLimits(start_timeout_s=timeout_s)
+        limits = EnvWorkersConfig(env_start_timeout_s=timeout_s)
         async with open_worker_pool(settings, log_of=lambda env: directory / f"{env}.log", limits=limits) as pool:
             return pool.infos
 

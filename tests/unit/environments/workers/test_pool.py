@@ -7,9 +7,9 @@ import pytest
 
 from support.groups import make_request
 from support.virtual_time import run_virtually
+from trivet.config.schema.environment import EnvWorkersConfig
 from trivet.config.schema.inference import ClientConfig
 from trivet.environments.workers.client import PulseMonitor
-from trivet.environments.workers.limits import PoolLimits
 from trivet.environments.workers.pool import RestartBudget, WorkerPool
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.wire.groups import EnvironmentInfo, GroupRequest
@@ -70,7 +70,7 @@ def test_a_worker_with_other_data_is_said_or_refused(
     async def scenario(*, is_strict: bool) -> None:
         infos = [info_of(), other] if when == "start" else [info_of(), info_of(), other]
         workers_of(infos, monkeypatch)
-        limits = PoolLimits(workers_per_env=2, strict_data=is_strict)
+        limits = EnvWorkersConfig(workers_per_env=2, strict_data=is_strict)
         pool = WorkerPool([SETTINGS], log_of=lambda name: tmp_path / name, limits=limits)
         await pool.start()
         if when == "restart":
@@ -87,7 +87,7 @@ def test_a_worker_with_other_data_is_said_or_refused(
 def test_a_group_that_its_worker_does_not_end_in_time_fails(monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         workers_of([info_of()], monkeypatch)
-        pool = WorkerPool([SETTINGS], log_of=Path, limits=PoolLimits())
+        pool = WorkerPool([SETTINGS], log_of=Path, limits=EnvWorkersConfig())
         await pool.start()
         with pytest.raises(RolloutFailed, match=r"group 7 .* did not end when its time was over") as caught:
             await pool.run_group(make_request(7, env="e"))
