@@ -1,5 +1,6 @@
 """Derives from the configuration the settings of an environment's host, what a group carries, and the variables of a process."""
 
+import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from trivet.config.layout import SECRET_FILE
-from trivet.config.masking import names_secret
+from trivet.config.masking import hide_values, names_secret
 from trivet.config.schema.environment import EnvConfig, RequestSamplingConfig
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
@@ -97,6 +98,18 @@ def withheld_variables(environ: Iterable[str], *, settings: Iterable[HostSetting
     """Return the names of those variables of `environ` that a process for `settings` does not get."""
     kept = {name for host in settings for name in (*host.env_vars, *host.servers.key_variables)}
     return {name for name in environ if name == SECRET_FILE or (names_secret(name) and name not in kept)}
+
+
+def explain_problem(problem: str, settings: HostSettings) -> str:
+    """Hide the secrets of a problem with an environment, and add the variables that it names and that a worker did not get."""
+    problem = hide_values(problem, settings.args)
+    named = sorted(name for name in withheld_variables(os.environ, settings=[settings]) if name in problem)
+    if not named:
+        return problem
+    return (
+        f"{problem}\n  workers do not get {', '.join(named)}, whose name is that of a secret; if that is the reason, add "
+        f"env_vars = {json.dumps(named)} to the environment"
+    )
 
 
 def interpreter_variables(python: str, environ: Mapping[str, str]) -> dict[str, str]:

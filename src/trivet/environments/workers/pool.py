@@ -8,9 +8,7 @@ that the one that ends its worker does not fail the others.
 
 import asyncio
 import itertools
-import json
 import logging
-import os
 import tempfile
 import time
 from collections import Counter
@@ -23,10 +21,9 @@ from typing import Any
 import msgspec
 
 from trivet.backoff import backoff_s
-from trivet.config.masking import hide_values
 from trivet.config.schema.environment import EnvWorkersConfig
 from trivet.environments.examples import other_data, require_data
-from trivet.environments.settings import withheld_variables
+from trivet.environments.settings import explain_problem
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.limits import WorkerLog, measure_sessions, memory_limit, sweep_directories
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, TrivetError, WaitTimeout, WorkerLost
@@ -163,29 +160,32 @@ class WorkerPool:
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run a group on the worker with the fewest pending ones; see `EnvironmentPool.run_group`."""
         environment, key = self._environments[request.env], (request.env, request.split, request.group_id)
+        where = f"group {request.group_id} (example {request.example_id} of environment {request.env!r})"
         is_suspect = self._losses[key] == MAX_LOSSES - 1
         async with environment.suspects if is_suspect else nullcontext():
             slot, worker = await self._choose(environment)
+            timeout_s = slot.settings.rollout_timeout_s
             try:
-                rollouts = await _run_in_time(worker, request, timeout_s=slot.settings.rollout_timeout_s)
+                # The worker limits the time itself, unless its environment swallows the cancellation or blocks the event loop.
+                async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
+                    rollouts = await worker.run_group(request)
             except WorkerLost as exc:
                 self._losses[key] += 1
                 if self._losses[key] < MAX_LOSSES:
                     raise
-                failure = RolloutFailed(
-                    f"group {request.group_id} (example {request.example_id} of environment {request.env!r}) was lost with its "
-                    f"worker {MAX_LOSSES} times, the last time because {exc}",
-                    kind="WorkerLost",
-                )
+                lost = f"{where} was lost with its worker {MAX_LOSSES} times, the last time because {exc}"
+                failure: Exception = RolloutFailed(lost, kind="WorkerLost")
                 failure.__cause__ = exc
-            except RolloutFailed as exc:
-                slot.budget.num_consecutive = 0
-                failure = exc
+            except (RolloutFailed, TimeoutError) as exc:
+                failure, slot.budget.num_consecutive = exc, 0
             else:
                 slot.budget.num_consecutive = 0
                 del self._losses[key]
                 return rollouts
         del self._losses[key]
+        if not isinstance(failure, RolloutFailed):
+            late = f"{where} did not end when its time was over (rollout_timeout_s, {timeout_s:g} s)"
+            failure = RolloutFailed(f"{late}: its code must let asyncio.CancelledError pass", kind="TimeoutError")
         self._failures[request.env, failure.kind] += 1
         raise failure
 
@@ -235,7 +235,7 @@ class WorkerPool:
         problems: dict[str, str] = {}
         for slot, result in zip(slots, started, strict=True):
             if isinstance(result, EnvironmentLoadError | WorkerLost | WaitTimeout):
-                problems.setdefault(slot.settings.name, _explain(str(result), slot.settings))
+                problems.setdefault(slot.settings.name, explain_problem(str(result), slot.settings))
             elif isinstance(result, BaseException):
                 raise result
         if problems:
@@ -356,31 +356,6 @@ class WorkerPool:
                 worker.num_pending,
             )
         slot.is_warned = blocked_s > _WARN_BLOCKED_S
-
-
-def _explain(problem: str, settings: HostSettings) -> str:
-    """Hide the secrets of a problem, and add the variables that it names and that the environment was not given."""
-    problem = hide_values(problem, settings.args)
-    named = sorted(name for name in withheld_variables(os.environ, settings=[settings]) if name in problem)
-    if not named:
-        return problem
-    return (
-        f"{problem}\n  workers do not get {', '.join(named)}, whose name is that of a secret; if that is the reason, add "
-        f"env_vars = {json.dumps(named)} to the environment"
-    )
-
-
-async def _run_in_time(worker: WorkerClient, request: GroupRequest, *, timeout_s: float | None) -> list[Rollout]:
-    """Limit the time of a group whose worker does not: its environment swallows the cancellation, or blocks the event loop."""
-    try:
-        async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
-            return await worker.run_group(request)
-    except TimeoutError as exc:
-        raise RolloutFailed(
-            f"group {request.group_id} (example {request.example_id} of environment {request.env!r}) did not end when its "
-            f"time was over (rollout_timeout_s, {timeout_s:g} s): its code must let asyncio.CancelledError pass",
-            kind="TimeoutError",
-        ) from exc
 
 
 @asynccontextmanager
