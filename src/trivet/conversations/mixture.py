@@ -70,7 +70,11 @@ def open_data(config: ConversationsConfig, *, seed: int, key: str) -> Mixture:
     names = [" ".join(filter(None, (config.name, *place))) for place in places]
     sources = [open_source(config.name, subset=subset, split=split, key=key) for subset, split in places]
     for name, records in zip(names, sources, strict=True):
-        _check(records, name, key=key)
+        try:
+            for number in range(min(len(records), NUM_CHECKED_COLUMNAR) if records.is_columnar else len(records)):
+                read_conversation(records[number], place=f"record {number} of {name}")
+        except ConfigError as exc:
+            raise ConfigError(f"{key}.name: {exc}") from exc
     source_N, record_N = interleave(
         [len(records) for records in sources],
         probabilities=config.probabilities,
@@ -120,12 +124,3 @@ def step_indices(step: int, *, batch_size: int, num_records: int, seed: int, doe
         start = max(first - epoch * num_records, 0)
         indices += order[start : first + batch_size - epoch * num_records].tolist()
     return indices
-
-
-def _check(records: Records, name: str, *, key: str) -> None:
-    num_checked = min(len(records), NUM_CHECKED_COLUMNAR) if records.is_columnar else len(records)
-    try:
-        for number in range(num_checked):
-            read_conversation(records[number], place=f"record {number} of {name}")
-    except ConfigError as exc:
-        raise ConfigError(f"{key}.name: {exc}") from exc

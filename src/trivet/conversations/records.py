@@ -55,39 +55,30 @@ def _as_messages(value: Any, role: str, place: str) -> list[ChatMessage]:
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence):
         raise ConfigError(f"{place} must be a list of messages or text, got {value!r}")
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or "role" not in message:
-            said = sorted(message) if isinstance(message, Mapping) else repr(message)
-            raise ConfigError(f"message {number} in {place} must have `role` and `content`, got {said}")
-        if message["role"] not in ROLES:
-            raise ConfigError(
-                f"the role of message {number} in {place} must be one of {', '.join(ROLES)}, got {message['role']!r}"
-            )
-        if message.get("weight") not in (None, 0, 1):
-            raise ConfigError(f"the weight of message {number} in {place} must be 0 or 1, got {message['weight']!r}")
-        _require_content(message, f"message {number} in {place}")
-    return [_as_served(message) for message in value]
+    return [_as_message(message, f"message {number} in {place}") for number, message in enumerate(value)]
 
 
-def _require_content(message: Mapping[str, Any], place: str) -> None:
-    """Refuse what no chat template can write: each would fail in its own way, or write it as Python shows it."""
-    content = message.get("content")
-    is_parts = isinstance(content, Sequence) and all(isinstance(part, Mapping | str) for part in content)
-    if not is_parts and content is not None:
-        raise ConfigError(f"the content of {place} must be text or a list of parts, got {content!r}")
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, Sequence) and all(isinstance(call, Mapping) for call in calls)):
-        raise ConfigError(f"the tool_calls of {place} must be a list of calls, got {calls!r}")
-
-
-def _as_served(message: Mapping[str, Any]) -> ChatMessage:
+def _as_message(message: Any, place: str) -> ChatMessage:
     """Return the message as an inference server hands it to the template: absent content is "", arguments of calls are objects."""
-    served = dict(message)
-    if "content" in served and served["content"] is None:
-        served["content"] = ""
-    if served.get("tool_calls"):
-        served["tool_calls"] = [_call_as_served(call) for call in served["tool_calls"]]
-    return served
+    if not isinstance(message, Mapping) or "role" not in message:
+        found = sorted(message) if isinstance(message, Mapping) else repr(message)
+        raise ConfigError(f"{place} must have `role` and `content`, got {found}")
+    if message["role"] not in ROLES:
+        raise ConfigError(f"the role of {place} must be one of {', '.join(ROLES)}, got {message['role']!r}")
+    if message.get("weight") not in (None, 0, 1):
+        raise ConfigError(f"the weight of {place} must be 0 or 1, got {message['weight']!r}")
+    # No chat template can write anything else: each would fail in its own way, or write it as Python shows it.
+    content, calls = message.get("content", ""), message.get("tool_calls")
+    if content is not None and not (isinstance(content, Sequence) and all(isinstance(part, Mapping | str) for part in content)):
+        raise ConfigError(f"the content of {place} must be text or a list of parts, got {content!r}")
+    if calls is not None and not _are_objects(calls):
+        raise ConfigError(f"the tool_calls of {place} must be a list of calls, got {calls!r}")
+    served = {**message, "content": "" if content is None else content} if "content" in message else dict(message)
+    return {**served, "tool_calls": [_call_as_served(call) for call in calls]} if calls else served
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value)
 
 
 def _call_as_served(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -108,6 +99,6 @@ def _as_tools(value: Any, place: str) -> Sequence[Mapping[str, Any]] | None:
             value = parse_json(value) if value else None
         except ValueError as exc:
             raise ConfigError(f"`tools` of {place} is text and not JSON: {exc}") from exc
-    if value is not None and (not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value)):
+    if value is not None and not _are_objects(value):
         raise ConfigError(f"`tools` of {place} must be a list of definitions, got {value!r}")
     return value or None

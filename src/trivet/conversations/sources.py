@@ -5,10 +5,10 @@ of all others.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trivet.config.check_files import looks_local
 from trivet.config.tables import as_list, as_table
@@ -53,74 +53,58 @@ def open_source(name: str, *, subset: str | None = None, split: str | None = Non
     Raises:
         ConfigError: there is no such data, it cannot be read or reached, or it has no records.
     """
-    load = _hub_loader if not looks_local(name) else _local_loader
-    records = _slice(split or DEFAULT_SPLIT, load(name, subset, key), key=key)
-    if len(records) == 0:
+    sliced = _SLICED.fullmatch(split or DEFAULT_SPLIT)
+    whole = sliced["split"] if sliced is not None else split or DEFAULT_SPLIT
+    stored = _open_local(name, subset, whole, key) if looks_local(name) else _load(name, subset, whole, key)
+    indices = range(len(stored))
+    if sliced is not None:
+        from datasets import ReadInstruction
+
+        try:
+            (part,) = ReadInstruction.from_spec(f"{DEFAULT_SPLIT}[{sliced['slice']}]").to_absolute({DEFAULT_SPLIT: len(stored)})
+        except (ValueError, AssertionError) as exc:
+            problem = f"{split!r} is no slice ({exc}); write one as `train[:1000]` or `train[95%:]`"
+            raise ConfigError(f"{key}.splits: {problem}") from exc
+        indices = indices[part.from_ : part.to]
+    if not indices:
         part = "".join(f", {word} {value!r}" for word, value in (("subset", subset), ("split", split)) if value)
         raise ConfigError(f"{key}.name = {name!r}{part} holds no records")
-    return records
+    return Records(stored, indices, not isinstance(stored, list))
 
 
-def _slice(split: str, load: Callable[[str], Any], *, key: str) -> Records:
-    sliced = _SLICED.fullmatch(split)
-    if sliced is None:
-        stored = load(split)
-        return Records(stored, range(len(stored)), not isinstance(stored, list))
-    from datasets import ReadInstruction
-
-    stored = load(sliced["split"])
-    try:
-        (part,) = ReadInstruction.from_spec(f"{DEFAULT_SPLIT}[{sliced['slice']}]").to_absolute({DEFAULT_SPLIT: len(stored)})
-    except (ValueError, AssertionError) as exc:
-        raise ConfigError(f"{key}.splits: {split!r} is no slice ({exc}); write one as `train[:1000]` or `train[95%:]`") from exc
-    return Records(stored, range(len(stored))[part.from_ : part.to], not isinstance(stored, list))
-
-
-def _local_loader(name: str, subset: str | None, key: str) -> Callable[[str], Any]:
+def _open_local(name: str, subset: str | None, split: str, key: str) -> Any:
     path = usable_path(name, key=f"{key}.name")
     if path.is_file():
-        return lambda split: _read_file(path, split, key)
+        if split != DEFAULT_SPLIT:
+            raise ConfigError(
+                f"{key}.splits: the file {path} is one split, {DEFAULT_SPLIT!r}, and has no {split!r}; give a directory with a "
+                "file for each split"
+            )
+        table = _TABLES.get(path.suffix)
+        return _load(table, None, split, key, file=path) if table else read_json(path)
     if not path.is_dir():
         raise ConfigError(f"{key}.name = {name!r} is neither a file nor a directory")
-    is_directory = subset is not None and (path / subset).is_dir() and subset not in _described_subsets(path)
-    place = path / subset if subset is not None and is_directory else path
+    place = path
+    if subset is not None and (path / subset).is_dir():
+        described: Sequence[str] = ()
+        if (path / "README.md").is_file():  # one that the hub reads: a subset's files need not lie in the directory of its name
+            from datasets import get_dataset_config_names
+
+            described = get_dataset_config_names(str(path))
+        place = path if subset in described else path / subset
     if (place / "dataset_dict.json").is_file() or (place / "dataset_info.json").is_file():
         if subset is not None and place == path:
             raise ConfigError(
                 f"{key}.subsets: {path} was saved by `datasets` with its splits alone, and has no subset {subset!r}; remove "
                 f"{key}.subsets"
             )
-        return lambda split: _read_saved(place, split, key)
+        return _read_saved(place, split, key)
     files = {file.stem: file for file in sorted(place.glob("*.jsonl"))}
     if files and (subset is None or place != path):
-        return lambda split: _read_split_file(files, split, place, key)
-    return _hub_loader(str(place), None if place != path else subset, key)
-
-
-def _described_subsets(path: Path) -> Sequence[str]:
-    """Return the subsets that a README of the hub describes: a subset's files need not lie in the directory of its name."""
-    if not (path / "README.md").is_file():
-        return []
-    from datasets import get_dataset_config_names
-
-    return get_dataset_config_names(str(path))
-
-
-def _read_file(path: Path, split: str, key: str) -> Any:
-    if split != DEFAULT_SPLIT:
-        raise ConfigError(
-            f"{key}.splits: the file {path} is one split, {DEFAULT_SPLIT!r}, and has no {split!r}; give a directory with a file "
-            f"for each split"
-        )
-    if table := _TABLES.get(path.suffix):
-        return _load(table, None, split, key, file=path)
-    return read_json(path)
-
-
-def _read_split_file(files: Mapping[str, Path], split: str, place: Path, key: str) -> list[DatasetRecord]:
-    if split not in files:
-        raise ConfigError(f"{key}.splits: {place} has the splits {', '.join(files)}, and no {split!r}")
-    return read_json(files[split])
+        if split not in files:
+            raise ConfigError(f"{key}.splits: {place} has the splits {', '.join(files)}, and no {split!r}")
+        return read_json(files[split])
+    return _load(str(place), None if place != path else subset, split, key)
 
 
 def read_json(path: Path) -> list[DatasetRecord]:
@@ -131,33 +115,27 @@ def read_json(path: Path) -> list[DatasetRecord]:
     """
     try:
         with path.open(encoding="utf-8-sig") as file:
-            if path.suffix == ".json" and file.read(1024).lstrip().startswith("["):
-                file.seek(0)
-                return _parse_list(file.read(), path)
+            is_list = path.suffix == ".json" and file.read(1024).lstrip().startswith("[")
             file.seek(0)
-            return [_parse_line(line, number, path) for number, line in enumerate(file, start=1) if line.strip()]
+            if is_list:
+                items = enumerate(as_list(_parse(file.read(), str(path))) or [], start=1)
+                return [_as_record(item, f"{path}, record {number} of the list,") for number, item in items]
+            lines = [(f"{path}, line {number},", line) for number, line in enumerate(file, start=1) if line.strip()]
+            return [_as_record(_parse(line, place), place) for place, line in lines]
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path} is not text in UTF-8: {exc}; tables end in {', '.join(_TABLES)}") from exc
 
 
-def _parse_list(text: str, path: Path) -> list[DatasetRecord]:
+def _parse(text: str, place: str) -> Any:
     try:
-        records = as_list(parse_json(text)) or []
+        return parse_json(text)
     except ValueError as exc:
-        raise ConfigError(f"{path} is not JSON: {exc}") from exc
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict):
-            raise ConfigError(f"{path}, record {number} of the list, must be a JSON object, got {str(record)[:60]!r}")
-    return cast("list[DatasetRecord]", records)
+        raise ConfigError(f"{place} is not JSON: {exc}") from exc
 
 
-def _parse_line(line: str, number: int, path: Path) -> DatasetRecord:
-    try:
-        record = as_table(parse_json(line))
-    except ValueError as exc:
-        raise ConfigError(f"{path}, line {number}, is not JSON: {exc}") from exc
-    if record is None:
-        raise ConfigError(f"{path}, line {number}, must be a JSON object, got {line.strip()[:60]!r}")
+def _as_record(value: Any, place: str) -> DatasetRecord:
+    if (record := as_table(value)) is None:
+        raise ConfigError(f"{place} must be a JSON object, got {str(value)[:60]!r}")
     return record
 
 
@@ -176,10 +154,6 @@ def _read_saved(place: Path, split: str, key: str) -> Any:
     if split not in loaded:
         raise ConfigError(f"{key}.splits: {place} has the splits {', '.join(sorted(loaded))}, and no {split!r}")
     return loaded[split]
-
-
-def _hub_loader(name: str, subset: str | None, key: str) -> Callable[[str], Any]:
-    return lambda split: _load(name, subset, split, key)
 
 
 def _load(name: str, subset: str | None, split: str, key: str, *, file: Path | None = None) -> Any:
