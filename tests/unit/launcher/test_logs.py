@@ -35,14 +35,18 @@ def test_only_whole_lines_are_given_and_each_once(tmp_path: Path) -> None:
     assert follower.read_lines() == []
 
 
-def test_the_last_lines_are_those_of_this_attempt(tmp_path: Path) -> None:
+def test_the_last_lines_are_those_of_this_attempt_and_quoted_with_the_place_of_the_whole_log(tmp_path: Path) -> None:
     path = tmp_path / "trainer.stdout"
     path.write_text("old\n")
     offset = path.stat().st_size
     assert last_lines(path, offset=offset) == []
+    assert "(it wrote nothing)" in quote_log(path, offset=offset)
     with path.open("a") as file:
         file.writelines(f"line {index}\n" for index in range(30))
     assert last_lines(path, offset=offset) == [f"line {index}" for index in range(10, 30)]
+    quoted = quote_log(path, offset=offset)
+    assert quoted.startswith(f"last lines of {path}:\n  | line 10\n")
+    assert quoted.endswith(f"  | line 29\nfull log: {path}")
 
 
 @pytest.mark.parametrize(
@@ -95,13 +99,6 @@ def test_with_json_the_launchers_lines_are_objects_that_read_as_text(tmp_path: P
     (line,) = terminal.getvalue().splitlines()
     assert json.loads(line)["role"] == "rl"
     assert text_line(line).endswith(" rl inference ready url=x")
-
-
-def test_a_log_is_quoted_from_this_attempt_on(tmp_path: Path) -> None:
-    log = tmp_path / "trainer.stdout"
-    log.write_text("old\nnew\n")
-    assert quote_log(log, offset=4) == f"last lines of {log}:\n  | new\nfull log: {log}"
-    assert "(it wrote nothing)" in quote_log(log, offset=8)
 
 
 STEP_LINE = "12:00:00 trainer SUCCESS Step 3 | Time: 1.99s | Loss: [0.0123] " + "x" * 200

@@ -15,21 +15,18 @@ from trivet.launcher.plan import Ports, ProcessSpec, RunPlan, plan
 from trivet.machine import Machine
 
 CONFIGS = Path("outputs/configs")
-LAPTOP = Machine(gpus=(), num_cpus=2)
-
-
 TEACHER = {"teacher_inference": {"model": {"name": "big"}, "is_teacher": True, "server": {"port": 8001}}}
 ASKED = {"teacher_model": {"model": {"name": "big"}, "client": {"base_url": ["http://127.0.0.1:8001/v1"]}}}
 
 
-def make_plan(config: RLConfig | None = None, *, num_gpus: int = 0, ports: Ports | None = None, **changes: Any) -> RunPlan:
+def make_plan(*, num_gpus: int = 0, ports: Ports | None = None, resume_step: int | None = None, **changes: Any) -> RunPlan:
     return plan(
-        config or RLConfig.model_validate(changes),
+        RLConfig.model_validate(changes),
         machine=Machine(gpus=tuple(map(str, range(num_gpus))), num_cpus=8),
         python="python",
         run=RunIdentity(id="r", attempt=2),
         ports=ports or Ports(inference=8000, transport=5555),
-        resume_step=None,
+        resume_step=resume_step,
     )
 
 
@@ -37,8 +34,8 @@ def process(planned: RunPlan, name: str) -> ProcessSpec:
     return next(spec for spec in planned.processes if spec.name == name)
 
 
-def inference_config(planned: RunPlan) -> InferenceConfig:
-    section = planned.configs[CONFIGS / "inference.toml"]
+def server_config(planned: RunPlan, name: str = "inference") -> InferenceConfig:
+    section = planned.configs[CONFIGS / f"{name}.toml"]
     assert isinstance(section, InferenceConfig)
     return section
 
@@ -55,50 +52,27 @@ def trainer_config(planned: RunPlan) -> TrainerConfig:
     return section
 
 
-def test_three_roles_are_started_from_their_resolved_files() -> None:
+def test_three_roles_are_started_from_their_resolved_files_with_the_identity_of_the_run() -> None:
     planned = make_plan()
     assert [spec.name for spec in planned.processes] == ["inference", "trainer", "orchestrator"]
-    assert process(planned, "inference").argv == (
-        "python",
-        "-P",
-        "-m",
-        "trivet.inference.main",
-        "@",
-        "outputs/configs/inference.toml",
-    )
-    assert process(planned, "trainer").argv[3:] == (
-        "trivet.trainer.ranks.starter",
-        "1",
-        "trivet.trainer.main",
-        "@",
-        "outputs/configs/trainer.toml",
-    )
+    server = ("python", "-P", "-m", "trivet.inference.main", "@", "outputs/configs/inference.toml")
+    assert process(planned, "inference").argv == server
+    ranks = ("trivet.trainer.ranks.starter", "1", "trivet.trainer.main", "@", "outputs/configs/trainer.toml")
+    assert process(planned, "trainer").argv[3:] == ranks
     assert [spec.does_finish for spec in planned.processes] == [False, True, True]
-
-
-@pytest.mark.parametrize(("num_gpus", "device"), [(0, ()), (2, ("--device", "cuda"))])
-def test_ranks_that_get_gpus_may_not_compute_on_the_cpu(num_gpus: int, device: tuple[str, ...]) -> None:
-    assert process(make_plan(num_gpus=num_gpus), "trainer").argv[8:] == device
-
-
-@pytest.mark.parametrize(("num_gpus", "order"), [(0, None), (2, "PCI_BUS_ID")])
-def test_gpus_are_numbered_as_nvidia_smi_numbers_them(num_gpus: int, order: str | None) -> None:
-    planned = make_plan(num_gpus=num_gpus)
-    assert [process(planned, name).env_defaults.get("CUDA_DEVICE_ORDER") for name in ("inference", "trainer")] == [order] * 2
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "expected"), [(0, None), (2, {"expandable_segments:True", "pinned_max_round_threshold_mb:1"})]
-)
-def test_torchs_allocator_neither_fragments_a_gpu_nor_rounds_pinned_memory_up(num_gpus: int, expected: set[str] | None) -> None:
-    settings = process(make_plan(num_gpus=num_gpus), "trainer").env_defaults.get("PYTORCH_CUDA_ALLOC_CONF")
-    assert (None if settings is None else set(settings.split(","))) == expected
-
-
-def test_every_role_gets_the_identity_of_the_run() -> None:
-    planned = make_plan()
-    for section in (inference_config(planned), orchestrator_config(planned), trainer_config(planned)):
+    for section in (server_config(planned), orchestrator_config(planned), trainer_config(planned)):
         assert section.run == RunIdentity(id="r", attempt=2)
+
+
+def test_with_gpus_ranks_may_not_compute_on_the_cpu_and_count_them_as_nvidia_smi_does() -> None:
+    with_gpus, without = make_plan(num_gpus=2), make_plan()
+    assert [process(planned, "trainer").argv[8:] for planned in (with_gpus, without)] == [("--device", "cuda"), ()]
+    for name in ("inference", "trainer"):
+        orders = [process(planned, name).env_defaults.get("CUDA_DEVICE_ORDER") for planned in (with_gpus, without)]
+        assert orders == ["PCI_BUS_ID", None]
+    allocator = process(with_gpus, "trainer").env_defaults["PYTORCH_CUDA_ALLOC_CONF"]
+    assert set(allocator.split(",")) == {"expandable_segments:True", "pinned_max_round_threshold_mb:1"}
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in process(without, "trainer").env_defaults
 
 
 def test_servers_of_someone_else_are_not_started_and_keep_their_address() -> None:
@@ -109,7 +83,7 @@ def test_servers_of_someone_else_are_not_started_and_keep_their_address() -> Non
 
 def test_a_taken_port_is_replaced_in_every_role_and_said() -> None:
     planned = make_plan(ports=Ports(inference=40001, transport=40002))
-    assert inference_config(planned).server.port == 40001
+    assert server_config(planned).server.port == 40001
     assert orchestrator_config(planned).client.base_url == ["http://127.0.0.1:40001/v1"]
     assert orchestrator_config(planned).rollout_transport.port == 40002
     assert trainer_config(planned).rollout_transport.port == 40002
@@ -124,29 +98,20 @@ def test_a_server_on_another_machine_keeps_its_port() -> None:
     assert orchestrator_config(planned).client.base_url == ["http://127.0.0.1:40001/v1", "http://node7:8000/v1"]
 
 
-def test_the_resume_step_reaches_both_roles_that_keep_checkpoints() -> None:
-    planned = plan(
-        RLConfig(),
-        machine=LAPTOP,
-        python="python",
-        run=RunIdentity(),
-        ports=Ports(inference=8000, transport=5555),
-        resume_step=50,
-    )
-    assert orchestrator_config(planned).ckpt.resume_step == 50
-    assert trainer_config(planned).ckpt.resume_step == 50
+@pytest.mark.parametrize(
+    ("ckpt", "expected"), [({}, (None, 6, [])), ({"resume_from": "a"}, (None, 6, ["*"]))], ids=["resume", "fork"]
+)
+def test_both_roles_resume_the_checkpoint_they_were_given_a_fork_under_settings_of_its_own(
+    ckpt: dict[str, str], expected: tuple[object, ...]
+) -> None:
+    planned = make_plan(trainer={"ckpt": ckpt}, orchestrator={"ckpt": ckpt}, resume_step=6)
+    for role in (trainer_config(planned), orchestrator_config(planned)):
+        assert (role.ckpt.resume_from, role.ckpt.resume_step, role.ckpt.allow_changes) == expected
 
 
 def test_a_run_with_no_step_left_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_steps \(50\) must be above the step resumed from \(50\)"):
-        plan(
-            RLConfig(max_steps=50),
-            machine=LAPTOP,
-            python="python",
-            run=RunIdentity(),
-            ports=Ports(inference=8000, transport=5555),
-            resume_step=50,
-        )
+        make_plan(max_steps=50, resume_step=50)
 
 
 def test_without_a_gpu_the_ranks_share_the_cores() -> None:
@@ -154,20 +119,17 @@ def test_without_a_gpu_the_ranks_share_the_cores() -> None:
     assert trainer.argv[4] == "2"
     assert trainer.env_defaults["OMP_NUM_THREADS"] == "4"
     assert trainer.env_defaults["MALLOC_MMAP_MAX_"] == "0"
+    # Without these names gloo and NCCL listen at the address of the machine's own name.
+    assert (trainer.env_defaults["GLOO_SOCKET_IFNAME"], trainer.env_defaults["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
     assert "CUDA_VISIBLE_DEVICES" not in trainer.env
-
-
-def test_ranks_of_one_machine_connect_over_loopback() -> None:
-    """Without these names gloo and NCCL listen at the address of the machine's own name."""
-    environment = process(make_plan(trainer_cpu_ranks=2), "trainer").env_defaults
-    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
 def test_gpus_are_given_by_id() -> None:
     planned = make_plan(inference_gpu_ids=[0, 1, 2], trainer_gpu_ids=[3], num_gpus=4)
     assert process(planned, "inference").env["CUDA_VISIBLE_DEVICES"] == "0,1,2"
     assert process(planned, "trainer").env["CUDA_VISIBLE_DEVICES"] == "3"
-    assert inference_config(planned).parallel.dp == 3
+    assert server_config(planned).parallel.dp == 3
+    assert trainer_config(planned).gpu_memory_utilization == 1.0
     assert "MALLOC_MMAP_MAX_" not in process(planned, "trainer").env_defaults
 
 
@@ -178,7 +140,7 @@ def test_ids_count_within_the_gpus_that_are_visible() -> None:
 def test_one_gpu_is_shared_with_memory_for_both() -> None:
     planned = make_plan(num_gpus=1)
     assert process(planned, "trainer").env["CUDA_VISIBLE_DEVICES"] == "0"
-    assert inference_config(planned).gpu_memory_utilization == 0.5
+    assert server_config(planned).gpu_memory_utilization == 0.5
     assert trainer_config(planned).gpu_memory_utilization == 0.42
     assert any("one GPU" in notice for notice in planned.notices)
     assert any("0.9 is lowered to 0.5" in notice for notice in planned.notices)
@@ -190,7 +152,7 @@ SLEEPING = {"inference": {"sleep_while_training": True}, "max_async_level": 0}
 @pytest.mark.parametrize(("is_offloaded", "share"), [(False, 0.5), (True, 0.92)])
 def test_a_server_that_sleeps_while_the_trainer_learns_leaves_it_the_gpu(is_offloaded: bool, share: float) -> None:
     planned = make_plan(num_gpus=1, trainer={"model": {"fsdp_cpu_offload": is_offloaded}}, **SLEEPING)
-    assert inference_config(planned).gpu_memory_utilization == min(0.9, share)
+    assert server_config(planned).gpu_memory_utilization == min(0.9, share)
     assert trainer_config(planned).gpu_memory_utilization == 0.92
 
 
@@ -215,10 +177,6 @@ def test_what_shares_a_gpu_starts_after_the_servers_on_it_answer(
     assert {spec.name: spec.starts_after for spec in planned.processes} == expected
 
 
-def test_a_trainer_with_gpus_of_its_own_may_take_all_of_their_memory() -> None:
-    assert trainer_config(make_plan(num_gpus=2)).gpu_memory_utilization == 1.0
-
-
 def test_a_trainer_on_the_cpu_does_not_see_the_gpus() -> None:
     planned = make_plan(trainer={"device": "cpu"}, num_gpus=2)
     assert process(planned, "trainer").env == {"CUDA_VISIBLE_DEVICES": ""}
@@ -233,32 +191,12 @@ def test_a_trainer_on_the_cpu_does_not_see_the_gpus() -> None:
         ({"inference_gpu_ids": [0, 0]}, "each GPU once"),
         ({"inference_gpu_ids": [0, 1], "inference": {"parallel": {"tp": 4}}}, "2 % 4 = 2"),
         ({"inference_gpu_ids": [0, 1], "inference": {"parallel": {"dp": 4}}}, "GPUs / tp = 2 / 1 = 2"),
+        ({"trainer": {"device": "cuda"}, "num_gpus": 0}, "shows no GPU"),
     ],
 )
 def test_gpus_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_plan(num_gpus=2, **changes)
-
-
-def test_a_cuda_trainer_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="shows no GPU"):
-        make_plan(trainer={"device": "cuda"})
-
-
-def test_the_roles_of_a_fork_resume_the_checkpoint_they_were_given_under_settings_of_their_own() -> None:
-    config = RLConfig.model_validate(
-        {"trainer": {"ckpt": {"resume_from": "a"}}, "orchestrator": {"ckpt": {"resume_from": "a"}}}
-    )
-    planned = plan(
-        config,
-        machine=LAPTOP,
-        python="python",
-        run=RunIdentity(id="r"),
-        ports=Ports(inference=8000, transport=5555),
-        resume_step=6,
-    )
-    for role in (trainer_config(planned), orchestrator_config(planned)):
-        assert (role.ckpt.resume_from, role.ckpt.resume_step, role.ckpt.allow_changes) == (None, 6, ["*"])
+        make_plan(**{"num_gpus": 2, **changes})
 
 
 def test_a_teacher_is_started_first_under_its_own_name_and_asked_where_it_listens() -> None:
@@ -267,9 +205,8 @@ def test_a_teacher_is_started_first_under_its_own_name_and_asked_where_it_listen
     spec = process(planned, "teacher")
     assert spec.log.name == "teacher.stdout"
     assert not spec.does_finish
-    config = planned.configs[Path(spec.argv[-1])]
-    assert isinstance(config, InferenceConfig)
-    assert (config.server.port, config.is_teacher, config.run) == (40003, True, inference_config(planned).run)
+    config = server_config(planned, "teacher")
+    assert (config.server.port, config.is_teacher, config.run) == (40003, True, server_config(planned).run)
     assert planned.server_urls["teacher"] == ("http://127.0.0.1:40003/v1",)
     teacher = orchestrator_config(planned).teacher_model
     assert teacher is not None
@@ -297,8 +234,6 @@ def test_a_teacher_gets_the_gpus_that_are_named_for_it() -> None:
 
 def test_a_teacher_on_the_gpu_of_others_takes_less_of_it() -> None:
     planned = make_plan(**TEACHER, orchestrator=ASKED, num_gpus=1)
-    config = planned.configs[Path(process(planned, "teacher").argv[-1])]
-    assert isinstance(config, InferenceConfig)
-    assert config.gpu_memory_utilization == 0.25
-    assert inference_config(planned).gpu_memory_utilization == 0.5
+    assert server_config(planned, "teacher").gpu_memory_utilization == 0.25
+    assert server_config(planned).gpu_memory_utilization == 0.5
     assert trainer_config(planned).gpu_memory_utilization == 0.17

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,10 +38,20 @@ def leave_a_run(layout: RunLayout, *, committed: list[int]) -> None:
         commit(layout, Step(step))
 
 
-def test_a_second_run_is_told_who_holds_the_directory(layout: RunLayout) -> None:
+def assert_refused(layout: RunLayout, match: str, **options: Any) -> None:
+    """Check that a run with these options cannot start in the directory."""
+    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match=match):
+        directory.choose_start(**{"resume_step": None, "does_clean": False, **options})
+
+
+def test_a_second_run_is_told_who_holds_the_directory_until_that_has_ended(layout: RunLayout) -> None:
     with RunDirectory(layout), pytest.raises(RunDirectoryBusy, match=r"in use by the run with pid \d+, started 20") as error:
         RunDirectory(layout).__enter__()
     assert error.value.exit_code == 2
+    with RunDirectory(layout):
+        layout.lock.unlink()  # which lets nobody in
+        with pytest.raises(RunDirectoryBusy):
+            RunDirectory(layout).__enter__()
 
 
 def test_a_job_that_was_started_again_waits_for_its_earlier_start_and_is_not_over_when_that_stays(layout: RunLayout) -> None:
@@ -51,13 +62,6 @@ def test_a_job_that_was_started_again_waits_for_its_earlier_start_and_is_not_ove
             with pytest.raises(RunDirectoryBusy) as error:
                 RunDirectory(layout, wait=replace(wait, timeout_s=0.0)).__enter__()
             assert error.value.exit_code == exit_code
-
-
-def test_a_run_that_ended_does_not_hold_the_directory(layout: RunLayout) -> None:
-    with RunDirectory(layout):
-        pass
-    with RunDirectory(layout):
-        pass
 
 
 def test_an_empty_directory_starts_a_new_run(layout: RunLayout) -> None:
@@ -71,19 +75,16 @@ def test_an_empty_directory_starts_a_new_run(layout: RunLayout) -> None:
     assert record.id == run.id
 
 
-def test_results_of_an_earlier_run_are_refused_with_what_to_do(layout: RunLayout) -> None:
-    leave_a_run(layout, committed=[2, 4])
-    with RunDirectory(layout) as directory, pytest.raises(ConfigError) as error:
-        directory.choose_start(resume_step=None, does_clean=False)
-    for part in ("weights, checkpoints, events.jsonl", "--clean", "--trainer.ckpt.resume-step -1 to go on from step 4"):
-        assert part in str(error.value)
-
-
-def test_resume_is_not_offered_when_nothing_was_committed(layout: RunLayout) -> None:
-    leave_a_run(layout, committed=[])
-    with RunDirectory(layout) as directory, pytest.raises(ConfigError) as error:
-        directory.choose_start(resume_step=None, does_clean=False)
-    assert "resume-step" not in str(error.value)
+@pytest.mark.parametrize(
+    ("committed", "match"),
+    [
+        ([2, 4], r"weights, checkpoints, events\.jsonl.*add --trainer\.ckpt\.resume-step -1 to go on from step 4, add --clean"),
+        ([], r"weights, events\.jsonl of an earlier run or measurement; add --clean"),
+    ],
+)
+def test_results_of_an_earlier_run_are_refused_with_what_to_do(layout: RunLayout, committed: list[int], match: str) -> None:
+    leave_a_run(layout, committed=committed)
+    assert_refused(layout, match)
 
 
 def test_a_run_that_produced_nothing_does_not_stand_in_the_way(layout: RunLayout) -> None:
@@ -139,17 +140,13 @@ def test_a_line_cut_short_by_a_crash_is_removed_before_the_roles_append(layout: 
     assert layout.events.read_text() == '{"whole": 1}\n'
 
 
-@pytest.mark.parametrize(("step", "message"), [(3, "there are 2"), (7, "there are 2")])
-def test_a_step_that_was_not_committed_cannot_be_resumed(layout: RunLayout, step: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"resume_step": 3}, "there are 2"), ({"resume_step": 2, "does_clean": True}, "one of the two")],
+)
+def test_a_resume_that_cannot_be_is_refused(layout: RunLayout, options: dict[str, Any], match: str) -> None:
     leave_a_run(layout, committed=[2])
-    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match=message):
-        directory.choose_start(resume_step=step, does_clean=False)
-
-
-def test_clean_and_resume_exclude_each_other(layout: RunLayout) -> None:
-    leave_a_run(layout, committed=[2])
-    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match="one of the two"):
-        directory.choose_start(resume_step=2, does_clean=True)
+    assert_refused(layout, match, **options)
 
 
 def test_clean_removes_what_a_run_writes_and_nothing_else(layout: RunLayout) -> None:
@@ -166,11 +163,14 @@ def test_clean_removes_what_a_run_writes_and_nothing_else(layout: RunLayout) -> 
 
 
 @pytest.mark.parametrize("does_clean", [False, True])
-def test_a_directory_that_no_run_wrote_is_left_alone(layout: RunLayout, does_clean: bool) -> None:
-    layout.configs.mkdir(parents=True)
-    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match="configs but no run"):
-        directory.choose_start(resume_step=None, does_clean=does_clean)
-    assert layout.configs.is_dir()
+@pytest.mark.parametrize(
+    ("name", "match"), [("configs", "configs but no run"), ("thesis.tex", r"holds thesis\.tex .* choose a new one, e\.g\.")]
+)
+def test_a_directory_that_no_run_wrote_is_left_alone(layout: RunLayout, name: str, match: str, does_clean: bool) -> None:
+    layout.root.mkdir()
+    (layout.root / name).touch()
+    assert_refused(layout, match, does_clean=does_clean)
+    assert (layout.root / name).exists()
 
 
 def test_what_was_measured_before_a_run_is_kept_until_it_is_to_be_removed(layout: RunLayout) -> None:
@@ -218,24 +218,7 @@ def test_a_fork_does_not_overwrite_a_run(layout: RunLayout, tmp_path: Path) -> N
     other = RunLayout(tmp_path / "other")
     leave_a_run(other, committed=[2])
     leave_a_run(layout, committed=[4])
-    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match="of an earlier run"):
-        directory.choose_start(resume_step=None, does_clean=False, resume_from=other.root)
-    assert committed_steps(layout) == [4]
-
-
-def test_a_second_run_stays_out_although_the_lock_file_was_removed(layout: RunLayout) -> None:
-    with RunDirectory(layout):
-        layout.lock.unlink()
-        with pytest.raises(RunDirectoryBusy):
-            RunDirectory(layout).__enter__()
-
-
-def test_a_directory_of_something_else_is_refused_with_what_to_do(layout: RunLayout) -> None:
-    layout.root.mkdir()
-    (layout.root / "thesis.tex").touch()
-    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match=r"holds thesis\.tex .* choose a new one, e\.g\."):
-        directory.choose_start(resume_step=None, does_clean=True)
-    assert (layout.root / "thesis.tex").exists()
+    assert_refused(layout, "of an earlier run", resume_from=other.root)
 
 
 def test_a_dry_run_checks_that_the_checkpoint_to_resume_from_is_there_and_whole(layout: RunLayout) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,16 +104,12 @@ def test_a_start_that_fails_leaves_nothing(layout: RunLayout, system_tmp: Path) 
     assert list(system_tmp.iterdir()) == []
 
 
-def test_environments_keep_the_directory_that_the_user_has(layout: RunLayout, system_tmp: Path) -> None:
-    spec = ProcessSpec(name="orchestrator", unit=TRAINING, argv=(), log=Path("log"), env={}, env_defaults={}, does_finish=True)
-    with Scratch(layout.scratch_note) as scratch:
-        assert scratch.redirect(spec) == spec
-
-
 def test_what_libraries_keep_among_temporary_files_is_found_by_the_next_run(layout: RunLayout, system_tmp: Path) -> None:
     with Scratch(layout.scratch_note) as scratch:
-        held = scratch.redirect(SPEC)
-        assert held.env_defaults["TORCHINDUCTOR_CACHE_DIR"] == str(compile_cache_directory())
-        assert Path(held.env_defaults["TORCHINDUCTOR_CACHE_DIR"]).parent == system_tmp
-        assert held.env_defaults["B"] == "2"
-        assert held.env == {"A": "1", "TMPDIR": str(scratch.directory)}
+        redirected = scratch.redirect(SPEC)
+        assert redirected.env_defaults["TORCHINDUCTOR_CACHE_DIR"] == str(compile_cache_directory())
+        assert Path(redirected.env_defaults["TORCHINDUCTOR_CACHE_DIR"]).parent == system_tmp
+        assert redirected.env_defaults["B"] == "2"
+        assert redirected.env == {"A": "1", "TMPDIR": str(scratch.directory)}
+        orchestrator = replace(SPEC, name="orchestrator")
+        assert scratch.redirect(orchestrator) == orchestrator, "environments keep the directory that the user has"
