@@ -55,9 +55,8 @@ from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.zeromq import ZmqSender
-from trivet.wire.groups import SamplingArguments
+from trivet.wire.groups import SamplingArguments, ServerAccess
 from trivet.wire.rollouts import Rollout
-from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 from trivet.wire.workers import HostSettings
 

@@ -24,9 +24,8 @@ from support.tiny_chats import CALL, TEMPLATES, THOUGHT, WORDS, make_model_token
 from support.v1_program import Order
 from support.venvs import interpreter_with
 from trivet.wire.codec import decode
-from trivet.wire.groups import GroupRequest, SamplingArguments
+from trivet.wire.groups import GroupRequest, SamplingArguments, ServerAccess
 from trivet.wire.rollouts import Group, Rollout
-from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import GroupId, PolicyVersion, VersionRun
 from trivet.wire.workers import HostSettings
 

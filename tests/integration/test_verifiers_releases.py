@@ -15,8 +15,7 @@ import pytest
 from support.processes import assert_all_gone, descendants_of, wait_until
 from support.v1_program import Order
 from support.venvs import interpreter_with
-from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.servers import ServerAccess
+from trivet.wire.groups import GroupRequest, SamplingArguments, ServerAccess
 from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 

@@ -11,9 +11,8 @@ import sys
 from support.character_server import CharacterServer
 from trivet.environments.apis.load import load_host
 from trivet.errors import RolloutFailed
-from trivet.wire.groups import GroupRequest, SamplingArguments
+from trivet.wire.groups import GroupRequest, SamplingArguments, ServerAccess
 from trivet.wire.rollouts import Rollout
-from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 

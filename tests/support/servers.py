@@ -18,7 +18,7 @@ from support.processes import find_free_port
 from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import SECRET_FILE, RunLayout
 from trivet.secret import make_secret
-from trivet.wire.servers import server_root
+from trivet.wire.groups import server_root
 
 _secret_files: dict[str, Path] = {}
 """Secret files of running servers, by address."""

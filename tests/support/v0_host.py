@@ -7,9 +7,8 @@ from typing import Any
 import verifiers as vf
 
 from trivet.environments.apis.v0.play import V0Host
-from trivet.wire.groups import GroupRequest, SamplingArguments
+from trivet.wire.groups import GroupRequest, SamplingArguments, ServerAccess
 from trivet.wire.rollouts import Rollout
-from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 

@@ -31,8 +31,9 @@ from trivet.view.evaluations import (
     find_evaluations,
     pair_rollouts,
 )
-from trivet.view.rollouts import RolloutFile, RolloutRow
+from trivet.view.rollouts import RolloutFile
 from trivet.view.run import ViewedRun, open_run
+from trivet.wire.rollouts import RolloutRecord
 
 RUN, EVALUATIONS = "run", "evaluations"
 _REFRESH_INTERVAL_S = 1.0
@@ -264,7 +265,7 @@ class EvaluationsScreen(Screen[None]):
             column.query_one(Static).update(text)
             column.scroll_home(animate=False)
 
-    def _describe_position(self, pair: RolloutPair, rows: Sequence[RolloutRow | None]) -> Text:
+    def _describe_position(self, pair: RolloutPair, rows: Sequence[RolloutRecord | None]) -> Text:
         order = f"{self._choice(FILTERS, PAIR_FILTERS, self._filter)[0]}, {self._choice(SORTS, PAIR_SORTS, self._sort)[0]}"
         texts = [f"rollout {self._place + 1 if pair else 0} of {len(self._shown)}", order]
         if pair:
@@ -279,7 +280,7 @@ class EvaluationsScreen(Screen[None]):
         self.notify(text, severity="warning", markup=False)
 
 
-def _conversation(row: RolloutRow | None) -> Text:
+def _conversation(row: RolloutRecord | None) -> Text:
     if row is None:
         return Text("This line is no rollout that can be shown.", style="red")
     scores = "".join(f"  {one_line(name)} {value:g}" for name, value in row.scores.items())

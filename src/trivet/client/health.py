@@ -17,7 +17,7 @@ from trivet.client.inference_client import InferenceClient
 from trivet.client.server import Server
 from trivet.config.schema.inference import ClientConfig, ElasticConfig
 from trivet.errors import ForeignPolicy, InferenceError
-from trivet.wire.servers import server_root
+from trivet.wire.groups import server_root
 
 if TYPE_CHECKING:
     from trivet.client.server_pool import ServerPool

@@ -19,7 +19,7 @@ import msgspec
 from trivet.errors import ConfigError, InferenceError, InferenceTimeout, PolicyRefused, ServerGone
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.storage.durable import DECODE_ERRORS
-from trivet.wire.servers import server_root
+from trivet.wire.groups import server_root
 from trivet.wire.versions import PolicyVersion, VersionRun
 
 _POLL_INTERVAL_S = 0.5

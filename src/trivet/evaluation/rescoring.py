@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -28,6 +27,7 @@ from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.telemetry.console import conversation_text
 from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments, Split
+from trivet.wire.rollouts import RolloutRecord
 from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
@@ -41,20 +41,6 @@ _MAX_CONCURRENT_GROUPS = 64
 _PREVIEW_CHARS = 200
 
 
-class SavedRollout(msgspec.Struct, kw_only=True):
-    """The fields of a line of rollouts.jsonl or results.jsonl that scoring needs or is compared with."""
-
-    env: str = ""
-    group_id: int = -1
-    example_id: int
-    index: int
-    reward: float
-    scores: dict[str, float] = {}
-    is_truncated: bool = False
-    prompt: list[dict[str, Any]]
-    completion: list[dict[str, Any]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
     """One file of saved rollouts."""
@@ -65,14 +51,14 @@ class SavedFile:
     task: TaskRecord | None = None
     """The evaluation; None for rollouts that were trained on."""
 
-    def groups(self) -> list[tuple[str, list[SavedRollout]]]:
+    def groups(self) -> list[tuple[str, list[RolloutRecord]]]:
         """Return the environment's name and the rollouts of each group, in the order of the file.
 
         Raises:
             ConfigError: a line cannot be read.
         """
-        groups: dict[tuple[str, int], list[SavedRollout]] = {}
-        decoder = msgspec.json.Decoder(SavedRollout)
+        groups: dict[tuple[str, int | None], list[RolloutRecord]] = {}
+        decoder = msgspec.json.Decoder(RolloutRecord)
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
@@ -210,12 +196,12 @@ async def rescore(
     """
     slots, wanted = asyncio.Semaphore(_MAX_CONCURRENT_GROUPS), set(envs)
 
-    async def score(number: int, env: str, saved: list[SavedRollout]) -> list[RescoredRollout]:
+    async def score(number: int, env: str, saved: list[RolloutRecord]) -> list[RescoredRollout]:
         rescored = [
             RescoredRollout(
                 step=file.step,
                 env=env,
-                group_id=rollout.group_id,
+                group_id=-1 if rollout.group_id is None else rollout.group_id,
                 example_id=rollout.example_id,
                 index=rollout.index,
                 reward_before=rollout.reward,

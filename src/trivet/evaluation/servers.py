@@ -26,7 +26,7 @@ from trivet.process.lock import holder_of
 from trivet.process.proxies import is_direct
 from trivet.secret import find_secret
 from trivet.weights.manifest import read_manifest
-from trivet.wire.servers import server_root
+from trivet.wire.groups import server_root
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
 logger = logging.getLogger(__name__)

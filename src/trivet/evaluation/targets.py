@@ -25,7 +25,7 @@ from trivet.errors import ConfigError
 from trivet.step_directories import list_steps
 from trivet.storage.durable import is_listed
 from trivet.weights.retention import acknowledge, forget_reader
-from trivet.wire.servers import server_root
+from trivet.wire.groups import server_root
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
 logger = logging.getLogger(__name__)

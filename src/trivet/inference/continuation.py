@@ -16,9 +16,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of `text`."""
+        ...
 
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool) -> str:
         """Return the text of `token_ids`."""
+        ...
 
 
 def continue_tokens(known_ids: Sequence[int], *, text: str, tokenizer: Tokenizer) -> list[int] | None:

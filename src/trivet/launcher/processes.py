@@ -68,24 +68,30 @@ class HostedProcess(Protocol):
     @property
     def spec(self) -> ProcessSpec:
         """The command, environment and log that it was started with."""
+        ...
 
     @property
     def pid(self) -> int:
         """Process id on its node, which is also that of its group and session."""
+        ...
 
     @property
     def log_offset(self) -> int:
         """Byte of the log at which this attempt's output starts."""
+        ...
 
     @property
     def exit_code(self) -> int | None:
         """Exit code: None while it runs; -N when signal N ended it; `exits.NODE_LOST` when it was lost with its node."""
+        ...
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to it and to what it started; nothing once it has ended."""
+        ...
 
     def signal_leader(self, number: signal.Signals) -> None:
         """Send a signal to the role itself, not to what it started."""
+        ...
 
 
 class ProcessHost(Protocol):
@@ -93,6 +99,7 @@ class ProcessHost(Protocol):
 
     def start(self, spec: ProcessSpec) -> HostedProcess:
         """Start a process; its output is appended to its log. What an earlier one reported is removed."""
+        ...
 
     def stop(
         self, processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool]
@@ -102,21 +109,26 @@ class ProcessHost(Protocol):
         Args:
             is_hurried: asked while waiting; True ends the wait.
         """
+        ...
 
     def end_orphans(self, *, spared: Collection[HostedProcess] = ()) -> None:
         """Kill what outlived the processes that started it, except `spared` and all that descends from them.
 
         To be called when the processes that ended have been waited for.
         """
+        ...
 
     def show_stacks(self, process: HostedProcess, pids: Iterable[int]) -> None:
         """Have those of `pids` that descend from `process`, or are it, write their stacks into their logs."""
+        ...
 
     def find_stopped(self, processes: Sequence[HostedProcess]) -> Sequence[tuple[int, ...]]:
         """Return for each process the pids of those of its processes that a signal has stopped."""
+        ...
 
     def read_reports(self, process: HostedProcess) -> RoleReports:
         """Return what its processes report now."""
+        ...
 
     def lost_nodes(self) -> frozenset[int]:
         """Return the nodes of the run that are not there.
@@ -124,9 +136,11 @@ class ProcessHost(Protocol):
         Raises:
             RunDirectoryBusy: another node leads the run now.
         """
+        ...
 
     def leaving_nodes(self) -> frozenset[int]:
         """Return the nodes, besides this one, that a signal has asked to end."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,11 @@ from trivet.errors import HistoryError, WeightsError
 from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS, sync_tree
 from trivet.view.files import GrowingLines
-from trivet.view.rollouts import RolloutRow
 from trivet.view.run import open_run
 from trivet.view.status import read_status
 from trivet.weights.manifest import read_manifest, verify
 from trivet.weights.retention import acknowledge, forget_reader
+from trivet.wire.rollouts import RolloutRecord
 from trivet.wire.status import RunStatus
 from trivet.wire.versions import PolicyVersion
 
@@ -32,7 +32,7 @@ _COPY_LIFETIME_S = 600.0
 """For this long a policy that is being copied is kept, if the program is killed meanwhile."""
 
 
-class RecordedRollout(RolloutRow):
+class RecordedRollout(RolloutRecord):
     """A rollout that was trained on, as `rollouts/step_N/rollouts.jsonl` has it."""
 
     @property

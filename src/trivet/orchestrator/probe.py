@@ -17,7 +17,7 @@ from trivet.config.schema.environment import SamplingConfig
 from trivet.environments.settings import sampling_arguments
 from trivet.errors import InferenceError
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
-from trivet.wire.servers import OVERLONG_REFUSALS
+from trivet.wire.groups import OVERLONG_REFUSALS
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)

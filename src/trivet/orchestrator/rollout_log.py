@@ -13,27 +13,8 @@ from trivet.step_directories import discard_after
 from trivet.storage.durable import digest_of, hash_bytes, replace_file
 from trivet.transport.recording import GROUPS_FILE, pack_groups
 from trivet.wire.events import RolloutsWritten
-from trivet.wire.rollouts import Group, Rollout
-from trivet.wire.versions import Step, VersionRun
-
-
-class RolloutRecord(msgspec.Struct, kw_only=True):
-    """A line of `rollouts.jsonl`."""
-
-    group_id: int
-    env: str
-    example_id: int
-    index: int
-    reward: float
-    advantage: float
-    scores: dict[str, float]
-    num_turns: int
-    is_truncated: bool
-    ran_out_of_context: bool
-    versions: list[VersionRun]
-    """Policy of the sampled tokens, run-length encoded."""
-    prompt: list[dict[str, object]]
-    completion: list[dict[str, object]]
+from trivet.wire.rollouts import Group, Rollout, RolloutRecord
+from trivet.wire.versions import Step
 
 
 def write_rollouts(

@@ -24,7 +24,8 @@ def setup_logging(role: str, *, level: str, file: Path | None = None, as_json: b
         as_json: write each line as one JSON object, `JsonFormatter`'s, instead.
     """
     logging.addLevelName(SUCCESS, "SUCCESS")
-    formatter = JsonFormatter(role) if as_json else _text_formatter(role)
+    text = logging.Formatter(f"%(asctime)s {role.replace('%', '%%')} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    formatter = JsonFormatter(role) if as_json else text
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,10 +102,6 @@ def text_line(line: str) -> str:
 
 LAUNCHER = "rl"
 """Role of the launcher's own lines, which name no level as text."""
-
-
-def _text_formatter(role: str) -> logging.Formatter:
-    return logging.Formatter(f"%(asctime)s {role.replace('%', '%%')} %(levelname)s %(message)s", datefmt="%H:%M:%S")
 
 
 _handle_error = logging.Handler.handleError

@@ -128,18 +128,10 @@ class Telemetry:
 
     def close(self) -> None:
         """Close every output. May be called again."""
-        self._events.close()
-        self._metrics.close()
-        if self._evals is not None:
-            self._evals.close()
-        if self._server is not None:
-            self._server.close()
-        if self._heartbeat is not None:
-            self._heartbeat.close()
-            self._heartbeat = None
-        if self._wandb is not None:
-            self._wandb.close()
-            self._wandb = None
+        for output in (self._events, self._metrics, self._evals, self._server, self._heartbeat, self._wandb):
+            if output is not None:
+                output.close()
+        self._heartbeat = self._wandb = None
 
 
 class Heartbeat:

@@ -64,7 +64,8 @@ class WandbSink:
         if extras.samples:
             table = wandb.Table(columns=_COLUMNS)
             for rollout in rollouts[: extras.max_samples]:
-                table.add_data(*_row(step, rollout))
+                texts = (conversation_text(part, max_chars=_MAX_CELL_CHARS) for part in (rollout.prompt, rollout.completion))
+                table.add_data(step, *texts, rollout.reward, rollout.advantage, rollout.num_turns)
             values[f"{self._role}/samples"] = table
         if extras.distributions:
             columns = {
@@ -80,10 +81,3 @@ class WandbSink:
         self._run.finish()
         # `finish` returns before an offline run is on disk; the end of W&B's own process is what comes after that.
         wandb.teardown()
-
-
-def _row(step: int, rollout: Rollout) -> list[object]:
-    prompt, completion = (
-        conversation_text(messages, max_chars=_MAX_CELL_CHARS) for messages in (rollout.prompt, rollout.completion)
-    )
-    return [step, prompt, completion, rollout.reward, rollout.advantage, rollout.num_turns]

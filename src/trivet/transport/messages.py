@@ -49,12 +49,15 @@ class BatchSender(Protocol):
             MessageRefused: larger than the limit, or the trainer belongs to another run, attempt or schema.
             WaitTimeout: no acknowledgement within the configured time.
         """
+        ...
 
     async def say_alive(self) -> None:
         """Tell a trainer that waits for the next batch that the orchestrator is well: its deadline starts anew."""
+        ...
 
     async def aclose(self) -> None:
         """Close the connection. May be called again."""
+        ...
 
 
 class BatchReceiver(Protocol):
@@ -70,9 +73,11 @@ class BatchReceiver(Protocol):
             WaitTimeout: neither the batch nor a sign of life within the configured time; says what was waited for, what
                 arrived last and what was refused.
         """
+        ...
 
     def close(self) -> None:
         """Close the connection; a waiting `receive` fails."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

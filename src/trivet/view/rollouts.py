@@ -21,28 +21,12 @@ from trivet.storage.durable import DECODE_ERRORS, open_regular
 from trivet.telemetry.console import conversation_text
 from trivet.transport.recording import GROUPS_FILE, unpack_groups
 from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, stamp_of
-from trivet.wire.rollouts import Rollout, Sample
+from trivet.wire.rollouts import Rollout, RolloutRecord, Sample
 
 _KEPT_FILES = 4
 """Files whose heads stay in memory, for paging back and forth."""
 _PREVIEW_CHARS = 160
 """Characters of a prompt or completion in the list: one line on a screen."""
-
-
-class RolloutRow(msgspec.Struct, kw_only=True):
-    """A rollout: the fields that `rollouts.jsonl` and `results.jsonl` share, and a few of their own."""
-
-    index: int = 0
-    reward: float = 0.0
-    advantage: float | None = None
-    env: str = ""
-    group_id: int | None = None
-    example_id: int = 0
-    num_turns: int = 0
-    is_truncated: bool = False
-    scores: dict[str, float] = {}
-    prompt: list[dict[str, Any]] = []
-    completion: list[dict[str, Any]] = []
 
 
 class RolloutHead(msgspec.Struct, kw_only=True):
@@ -110,10 +94,10 @@ class RolloutFile:
         """Return the line of a rollout. May be called on any thread."""
         return os.pread(self._file.fileno(), head.num_bytes, head.offset)
 
-    def row(self, head: RolloutHead) -> RolloutRow | None:
+    def row(self, head: RolloutHead) -> RolloutRecord | None:
         """Return a rollout with its conversation; None when its line has another form, or the file was closed."""
         try:
-            return msgspec.json.decode(self.text(head), type=RolloutRow)
+            return msgspec.json.decode(self.text(head), type=RolloutRecord)
         except (OSError, ValueError, *DECODE_ERRORS):
             return None
 
@@ -135,7 +119,7 @@ class RowPreview:
 
     line: int
     """Line of the file, counted from 0, as `RunRollouts.record` takes it."""
-    row: RolloutRow
+    row: RolloutRecord
     prompt: str
     completion: str
 

@@ -1,4 +1,7 @@
-"""Defines the messages between orchestrator and environment workers: requests for groups, facts about environments."""
+"""Defines requests for groups, facts about environments, and how an environment worker reaches the inference servers.
+
+It carries the names of the variables that hold keys, never the keys.
+"""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -7,6 +10,9 @@ from typing import Any
 import msgspec
 
 from trivet.wire.versions import GroupId
+
+OVERLONG_REFUSALS = ("maximum context length", "max_tokens must be at least 1")
+"""What vLLM says of a prompt that is longer than the context, and of one that fills it."""
 
 
 class Split(StrEnum):
@@ -69,6 +75,34 @@ class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     example_hashes: list[str] = []
     """SHA-256 of the fields `buffer.hash_keys` of each training example, by index. With it a resume finds an example again in a
     data set that has changed."""
+
+
+class ServerAccess(msgspec.Struct, frozen=True, kw_only=True):
+    """The inference servers, as an environment worker asks them."""
+
+    base_urls: list[str]
+    key_variables: list[str]
+    """Environment variable that holds the key: one for all servers, or one per entry of `base_urls`."""
+    headers: dict[str, str] = {}
+    """Sent with every request."""
+    timeout_s: float = 1200.0
+    """Longest time for one request, seconds."""
+
+    def api_key(self, base_url: str, environ: Mapping[str, str]) -> str | None:
+        """Return the key for the server at `base_url`, None when its variable is not set."""
+        return environ.get(self.key_variable(base_url))
+
+    def key_variable(self, base_url: str) -> str:
+        """Return the name of the variable that holds the key for the server at `base_url`."""
+        roots = [server_root(url) for url in self.base_urls]
+        root = server_root(base_url)
+        index = roots.index(root) if root in roots and len(self.key_variables) > 1 else 0
+        return self.key_variables[index]
+
+
+def server_root(base_url: str) -> str:
+    """Return a server's address without `/v1`, which names it in events and logs."""
+    return base_url.rstrip("/").removesuffix("/v1")
 
 
 _REPRODUCIBLE = frozenset(

@@ -124,3 +124,23 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
     def rewards(self) -> np.ndarray:
         """float64 [rollouts]."""
         return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)
+
+
+class RolloutRecord(msgspec.Struct, kw_only=True):
+    """A line of `rollouts.jsonl`. One of an evaluation's `results.jsonl` has some of these fields, and fields of its own."""
+
+    env: str = ""
+    group_id: GroupId | None = None
+    """None in an evaluation."""
+    example_id: int
+    index: int
+    reward: float
+    advantage: float | None = None
+    scores: dict[str, float] = {}
+    num_turns: int = 0
+    is_truncated: bool = False
+    ran_out_of_context: bool = False
+    versions: list[VersionRun] = []
+    """Policy of the sampled tokens, run-length encoded."""
+    prompt: list[dict[str, Any]] = []
+    completion: list[dict[str, Any]] = []

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import EnvironmentInfo, GroupRequest, ServerAccess, Split
 from trivet.wire.rollouts import Rollout
-from trivet.wire.servers import ServerAccess
 
 PROTOCOL = 5
 """Version of these messages and of every struct in them. Raise it whenever one changes; a test compares their schema with it."""

@@ -9,13 +9,13 @@ import pytest
 
 from trivet.environments.apis.messages import EXAMPLE_GONE
 from trivet.errors import RolloutFailed, WorkerLost
-from trivet.evaluation.rescoring import RescoredRollout, SavedFile, SavedRollout, compare, most_changed, rescore
+from trivet.evaluation.rescoring import RescoredRollout, SavedFile, compare, most_changed, rescore
 from trivet.wire.groups import GroupRequest
-from trivet.wire.rollouts import Rollout
+from trivet.wire.rollouts import Rollout, RolloutRecord
 
 
-def row(group_id: int, index: int, *, env: str = "toy", reward: float = 0.0, is_truncated: bool = False) -> SavedRollout:
-    return SavedRollout(
+def row(group_id: int, index: int, *, env: str = "toy", reward: float = 0.0, is_truncated: bool = False) -> RolloutRecord:
+    return RolloutRecord(
         env=env,
         group_id=group_id,
         example_id=group_id,
@@ -46,7 +46,7 @@ class Pool:
         return [Rollout(index=index, reward=value, scores={"exact": value}) for index in range(request.num_rollouts)]
 
 
-def score(tmp_path: Path, rows: Sequence[SavedRollout], *, envs: Sequence[str] = ("toy",), zeroes: bool = False):
+def score(tmp_path: Path, rows: Sequence[RolloutRecord], *, envs: Sequence[str] = ("toy",), zeroes: bool = False):
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in rows))
     pool = Pool()

@@ -5,8 +5,9 @@ import numpy as np
 
 from support.groups import make_group
 from trivet.config.layout import RunLayout
-from trivet.orchestrator.rollout_log import RolloutRecord, discard_rollouts_after, write_rollouts
+from trivet.orchestrator.rollout_log import discard_rollouts_after, write_rollouts
 from trivet.transport.recording import GROUPS_FILE, unpack_groups
+from trivet.wire.rollouts import RolloutRecord
 from trivet.wire.versions import Step
 
 

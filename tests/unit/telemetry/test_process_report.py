@@ -42,29 +42,17 @@ def test_numbers_and_workers_are_part_of_the_report() -> None:
     assert [worker.env for worker in report.workers] == ["x"]
 
 
-def test_reports_are_written_at_once_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_are_written_at_once_again_and_when_a_wait_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = RunLayout(tmp_path).report_file("trainer", 1)
+
+    def read() -> ProcessReport:
+        return msgspec.json.decode(path.read_bytes(), type=ProcessReport)
+
     monkeypatch.setattr(process_report, "REPORT_INTERVAL_S", 0.01)
-    layout = RunLayout(tmp_path)
-    path = layout.report_file("trainer", 1)
-    process_report.start_reports(layout, role="trainer", attempt=2, rank=1, num_ranks=2)
-    first = msgspec.json.decode(path.read_bytes(), type=ProcessReport)
-    assert (first.rank, first.num_ranks, first.attempt) == (1, 2, 2)
+    process_report.start_reports(RunLayout(tmp_path), role="trainer", attempt=2, rank=1, num_ranks=2)
+    assert (read().rank, read().num_ranks, read().attempt) == (1, 2, 2)
     process_report.begin("training step 9")
-    wait_until(
-        lambda: msgspec.json.decode(path.read_bytes(), type=ProcessReport).activity == "training step 9",
-        timeout_s=5,
-        waiting_for="a second report",
-    )
-
-
-def test_a_wait_is_reported_before_the_next_report_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_until(lambda: read().activity == "training step 9", timeout_s=20, waiting_for="a second report")
     monkeypatch.setattr(process_report, "REPORT_INTERVAL_S", 3600.0)
-    layout = RunLayout(tmp_path)
-    process_report.start_reports(layout, role="trainer", attempt=1)
     process_report.begin_waiting("the self-check", on="orchestrator")
-    path = layout.report_file("trainer")
-    wait_until(
-        lambda: msgspec.json.decode(path.read_bytes(), type=ProcessReport).waits_for == "orchestrator",
-        timeout_s=20,
-        waiting_for="the report of the wait",
-    )
+    wait_until(lambda: read().waits_for == "orchestrator", timeout_s=20, waiting_for="the report of the wait")

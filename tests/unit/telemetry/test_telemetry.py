@@ -121,16 +121,12 @@ def test_a_line_that_a_full_disk_cut_short_does_not_break_the_chain(layout):
     with layout.events.open("ab") as file:
         file.write(b'{"event":"commit","st')
     assert num_complete_bytes(layout.events) == layout.events.stat().st_size - 21
+    assert [event.step for event in read_events(layout.events)] == [1], "a last event cut short is left out"
     again = EventWriter(layout.events, role="trainer", attempt=2)
     again.write(Commit(step=2))
     last = take_apart(layout.events.read_bytes().splitlines(keepends=True)[-1])
     assert last.start == 21
     assert last.chain == chain_value(last.content, take_apart(layout.events.read_bytes().splitlines(keepends=True)[0]).chain)
-
-
-def test_a_last_event_cut_short_is_left_out(layout):
-    layout.events.write_bytes(b'{"event":"commit","step":1}\n{"event":"com')
-    assert [event.step for event in read_events(layout.events)] == [1]
 
 
 def test_a_rollout_is_shown_in_one_line_per_part(layout, caplog):
@@ -162,23 +158,17 @@ def test_a_long_conversation_is_cut_and_tool_calls_are_named():
     assert conversation_text([{"role": "user", "content": "abcdef"}], max_chars=4) == "abcd… (6 characters)"
 
 
-def test_wandb_gets_a_table_of_rollouts_and_their_distributions(layout):
+def test_wandb_offline_gets_numbers_a_table_of_rollouts_and_their_distributions(layout):
+    wandb = pytest.importorskip("wandb")
     telemetry = Telemetry("orchestrator", layout=layout, run=RUN, outputs=TelemetryOutputs(wandb=WandbConfig(offline=True)))
+    telemetry.write_step(10, {"reward/mean": 0.25, "entropy/mean": float("nan")})
     telemetry.show_rollouts(10, [Rollout(index=0, reward=0.5, completion=[{"role": "assistant", "content": "olleh"}])])
     telemetry.close()
     (table,) = layout.root.glob("wandb/offline-run-*/files/media/table/**/*.json")
     assert "olleh" in table.read_text()
     (record,) = layout.root.glob("wandb/offline-run-*/run-run.wandb")
+    assert b"orchestrator/reward/mean" in record.read_bytes()
     assert b"orchestrator/distributions/reward" in record.read_bytes()
-
-
-def test_wandb_offline_writes_a_run_of_our_name_with_the_role_in_front(layout):
-    wandb = pytest.importorskip("wandb")
-    telemetry = Telemetry("trainer", layout=layout, run=RUN, outputs=TelemetryOutputs(wandb=WandbConfig(offline=True)))
-    telemetry.write_step(1, {"loss/mean": 0.25, "entropy/mean": float("nan")})
-    telemetry.close()
-    (record,) = layout.root.glob("wandb/offline-run-*/run-run.wandb")
-    assert b"trainer/loss/mean" in record.read_bytes()
     assert b"entropy" not in record.read_bytes()
     assert wandb.run is None
 

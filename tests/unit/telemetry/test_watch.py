@@ -47,9 +47,9 @@ def test_an_answer_that_is_no_success_is_said_once_without_the_address(caplog, s
 def test_a_detector_warns_with_the_step_and_its_key_or_is_off(caplog, reaction, num_warnings):
     with caplog.at_level(logging.WARNING):
         DetectorWatch(DetectorsConfig(no_loss_tokens=reaction)).check(4, EMPTY)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == num_warnings
-    assert all(line.startswith("step 4: no token") and line.endswith("(detectors.no_loss_tokens)") for line in said)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == num_warnings
+    assert all(line.startswith("step 4: no token") and line.endswith("(detectors.no_loss_tokens)") for line in lines)
 
 
 def test_a_detector_may_end_the_run_with_exit_code_3():

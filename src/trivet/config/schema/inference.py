@@ -9,7 +9,7 @@ from pydantic import Field
 from trivet.config.schema.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Host, Section, ServerAddress
 from trivet.config.schema.model import MAX_RANK, RopeScalingConfig
 from trivet.config.schema.shared import DEFAULT_MODEL, RoleConfig
-from trivet.wire.servers import ServerAccess, server_root
+from trivet.wire.groups import ServerAccess, server_root
 
 VLLM_KEYS = {
     "model": "model.name",

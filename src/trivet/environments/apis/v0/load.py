@@ -12,7 +12,7 @@ from trivet.environments.apis.v0.score import guard_rewards
 from trivet.errors import EnvironmentLoadError
 from trivet.process.imports import file_of, import_by_path
 from trivet.process.proxies import is_direct
-from trivet.wire.servers import server_root
+from trivet.wire.groups import server_root
 from trivet.wire.workers import HostSettings
 
 

@@ -30,9 +30,8 @@ from trivet.environments.apis.turns import Turn, later_seed, read_turn, request_
 from trivet.environments.apis.v1.score import OUT_OF_CONTEXT, incomplete, rescore, task_messages, to_rollout
 from trivet.errors import RolloutFailed
 from trivet.process.proxies import is_direct
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import OVERLONG_REFUSALS, EnvironmentInfo, GroupRequest, Split, server_root
 from trivet.wire.rollouts import Rollout
-from trivet.wire.servers import OVERLONG_REFUSALS, server_root
 from trivet.wire.workers import HostSettings
 
 _CONNECT_TIMEOUT_S = 30.0

@@ -13,9 +13,8 @@ import pytest
 
 from trivet.environments.apis.load import FIRST_OF_V1, EnvironmentHost, load_host, require_release
 from trivet.errors import EnvironmentLoadError, RolloutFailed
-from trivet.wire.groups import GroupRequest, SamplingArguments, Split
+from trivet.wire.groups import GroupRequest, SamplingArguments, ServerAccess, Split
 from trivet.wire.rollouts import Rollout
-from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 

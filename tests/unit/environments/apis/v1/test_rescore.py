@@ -10,9 +10,8 @@ import pytest
 from trivet.environments.apis.load import FIRST_OF_V1, load_host, require_release
 from trivet.environments.apis.messages import EXAMPLE_GONE, PROMPT_DIFFERS
 from trivet.errors import RolloutFailed
-from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments
+from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments, ServerAccess
 from trivet.wire.rollouts import Rollout
-from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 

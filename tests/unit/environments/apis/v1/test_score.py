@@ -12,8 +12,8 @@ from trivet.environments.apis.turns import Turn
 from trivet.environments.apis.v1.play import ServedTurns
 from trivet.environments.apis.v1.score import to_rollout
 from trivet.errors import RolloutFailed
+from trivet.wire.groups import ServerAccess
 from trivet.wire.rollouts import Rollout
-from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import VersionRun
 from trivet.wire.workers import HostSettings
 
