@@ -1,5 +1,6 @@
 """Fixtures that any test may ask for. Nothing here imports torch or vLLM before a test needs them."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from support.servers import ServerProcess, reload_weights, run_server
 from support.tiny_models import tiny_model_writer
 
 pytest_plugins = ["support.record"]
+
+# Importing everything that the tests name leaves a million objects that live to the end. Looking through them for garbage again and
+# again is a third of the time of collecting: `pytest_collection_finish` goes on without them.
+gc.disable()
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,12 +29,26 @@ _SLOW = ("integration", "unit/launcher/nodes", "unit/environments/nodes", "unit/
 """Directories whose tests are slow unless they are marked core: integration tests, and those of runs over many machines."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files of slow tests alone where none is asked for: importing them takes seconds in every worker."""
+    is_slow = collection_path.suffix == ".py" and _is_slow(collection_path) and "mark.core" not in collection_path.read_text()
+    return True if is_slow and str(config.option.markexpr).startswith("not slow") else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    directories = [Path(__file__).parent / name for name in _SLOW]
     for item in items:
-        if item.get_closest_marker("core") is None and any(map(item.path.is_relative_to, directories)):
+        if item.get_closest_marker("core") is None and _is_slow(item.path):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def _is_slow(path: Path) -> bool:
+    return any(path.is_relative_to(Path(__file__).parent / name) for name in _SLOW)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -83,6 +83,7 @@ def test_every_command_answers(command: str) -> None:
     assert done.stdout.startswith("usage:")
 
 
+@pytest.mark.slow
 def test_a_run_is_planned() -> None:
     program = "sys.exit(importlib.import_module('trivet.startup').rl())"
     done = run(program, "@", "configs/reverse_text/rl.toml", "--dry-run")
