@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import inspect
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 from support.simulated_run import SimulatedServer
+from support.virtual_time import run_virtually
 from trivet.client.server import TargetPolicy
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
@@ -26,6 +29,8 @@ def policy(layout: RunLayout, version: int) -> TargetPolicy:
 class Site:
     def __init__(self, *roots: str, names: Sequence[list[str] | OSError] = (), ready_s: float = 600.0) -> None:
         self.servers = {root: SimulatedServer(root, random.Random(0), load_s=1.0) for root in roots}
+        self.running: asyncio.Task[None] | None = None
+        """Watches the servers of a pool that was started."""
         self.events: list[Event] = []
         self.lost: list[str] = []
         self._names = list(names)
@@ -63,3 +68,23 @@ async def started(site: Site) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         running.cancel()
         await site.pool.aclose()
+
+
+def simulated(*roots: str, limit_s: float, **options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Make a test of an asynchronous function of a started site and the fixtures that it names; it runs in virtual time."""
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
+            async def scenario() -> None:
+                site = Site(*roots, **options)
+                async with started(site) as site.running:
+                    await test(site, **fixtures)
+
+            run_virtually(scenario(), limit_s=limit_s)
+
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        _, *fixtures = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]  # by which pytest finds the fixtures
+        return run
+
+    return decorate

@@ -1,9 +1,11 @@
 """Makes the two ends of the transport, a relay that causes faults between them, and a trainer that acknowledges everything."""
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import numpy as np
 import zmq
@@ -109,14 +111,20 @@ class Ends:
         return self.receiver(config), self.sender(config, relay=relay)
 
 
-def with_ends(body: Callable[[Ends], Awaitable[None]]) -> None:
-    """Run the body of a test with the ends of the transport."""
+def with_ends(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Make a test of an asynchronous function of the ends of the transport and the fixtures that it names."""
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            await body(Ends(stack))
+    def run(**fixtures: Any) -> None:
+        async def main() -> None:
+            async with AsyncExitStack() as stack:
+                await test(Ends(stack), **fixtures)
 
-    asyncio.run(main())
+        asyncio.run(main())
+
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    _, *fixtures = inspect.signature(test).parameters.values()
+    run.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]  # by which pytest finds the fixtures
+    return run
 
 
 class ReadyTrainer:

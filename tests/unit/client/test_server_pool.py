@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from support.server_pools import START, A, B, Site, policy, started
+from support.server_pools import START, A, B, Site, policy, simulated, started
 from support.simulated_run import START_DIGEST, SimulatedServer, publish_policies
 from support.virtual_time import run_virtually
 from trivet.client.inference_client import PolicyStatus
@@ -17,142 +17,106 @@ def layout(tmp_path_factory) -> RunLayout:
     return RunLayout(publish_policies(tmp_path_factory.mktemp("published"), count=3))
 
 
-def test_a_policy_is_loaded_on_every_server_with_its_digest_on_record(layout):
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site):
-            await site.pool.ensure_policy(policy(layout, 2))
-        loads = [(event.server, event.version, event.digest) for event in site.of(Load)]
-        digest = policy(layout, 2).digest
-        assert loads[:2] == [(A, 0, START_DIGEST), (B, 0, START_DIGEST)]
-        assert sorted(loads[2:]) == [(A, 2, digest), (B, 2, digest)]
-        assert {server.status.version for server in site.servers.values()} == {2}
-
-    run_virtually(scenario(), limit_s=60)
+@simulated(A, B, limit_s=60)
+async def test_a_policy_is_loaded_on_every_server_with_its_digest_on_record(site: Site, layout) -> None:
+    await site.pool.ensure_policy(policy(layout, 2))
+    loads = [(event.server, event.version, event.digest) for event in site.of(Load)]
+    digest = policy(layout, 2).digest
+    assert loads[:2] == [(A, 0, START_DIGEST), (B, 0, START_DIGEST)]
+    assert sorted(loads[2:]) == [(A, 2, digest), (B, 2, digest)]
+    assert {server.status.version for server in site.servers.values()} == {2}
 
 
-def test_rollouts_go_to_the_server_with_the_fewest():
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site):
-            picked = [site.pool.pick(num_rollouts=size) for size in (8, 2, 2, 2)]
-            assert picked == [A, B, B, B]
-            site.pool.release(A, num_rollouts=8)
-            assert site.pool.pick(num_rollouts=1) == A
-
-    run_virtually(scenario(), limit_s=60)
+@simulated(A, B, limit_s=60)
+async def test_rollouts_go_to_the_server_with_the_fewest(site: Site) -> None:
+    picked = [site.pool.pick(num_rollouts=size) for size in (8, 2, 2, 2)]
+    assert picked == [A, B, B, B]
+    site.pool.release(A, num_rollouts=8)
+    assert site.pool.pick(num_rollouts=1) == A
 
 
-def test_a_server_that_crashed_takes_rollouts_again_only_once_it_holds_what_the_others_hold(layout):
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site):
-            await site.pool.ensure_policy(policy(layout, 1))
-            crash = asyncio.create_task(site.servers[A].crash(30.0))
-            await asyncio.sleep(6)
-            assert (site.pool.roots, site.lost) == ([B], [A])
-            await site.pool.ensure_policy(policy(layout, 2))
-            await asyncio.sleep(60)
-            assert site.pool.roots == [A, B]
-            assert site.servers[A].status.version == 2
-            await crash
-        [down] = site.of(ServerDown)
-        assert "ConnectError" in down.reason
-        ups = [(event.server, event.version) for event in site.of(ServerUp)]
-        assert ups == [(A, 0), (B, 0), (A, 2)]
-
-    run_virtually(scenario(), limit_s=200)
+@simulated(A, B, limit_s=200)
+async def test_a_server_that_crashed_takes_rollouts_again_only_once_it_holds_what_the_others_hold(site: Site, layout) -> None:
+    await site.pool.ensure_policy(policy(layout, 1))
+    crash = asyncio.create_task(site.servers[A].crash(30.0))
+    await asyncio.sleep(6)
+    assert (site.pool.roots, site.lost) == ([B], [A])
+    await site.pool.ensure_policy(policy(layout, 2))
+    await asyncio.sleep(60)
+    assert site.pool.roots == [A, B]
+    assert site.servers[A].status.version == 2
+    await crash
+    [down] = site.of(ServerDown)
+    assert "ConnectError" in down.reason
+    ups = [(event.server, event.version) for event in site.of(ServerUp)]
+    assert ups == [(A, 0), (B, 0), (A, 2)]
 
 
-def test_a_server_that_was_started_again_between_two_questions_is_found_by_what_it_holds(layout):
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site):
-            await site.pool.ensure_policy(policy(layout, 1))
-            site.servers[A].status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
-            await asyncio.sleep(20)
-            assert "it was started again" in site.of(ServerDown)[0].reason
-            assert site.servers[A].status.version == 1
-            assert site.pool.roots == [A, B]
-
-    run_virtually(scenario(), limit_s=60)
+@simulated(A, B, limit_s=60)
+async def test_a_server_that_was_started_again_between_two_questions_is_found_by_what_it_holds(site: Site, layout) -> None:
+    await site.pool.ensure_policy(policy(layout, 1))
+    site.servers[A].status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
+    await asyncio.sleep(20)
+    assert "it was started again" in site.of(ServerDown)[0].reason
+    assert site.servers[A].status.version == 1
+    assert site.pool.roots == [A, B]
 
 
-def test_a_server_that_fails_a_load_is_set_aside_and_the_others_go_on(layout):
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site):
-            crash = asyncio.create_task(site.servers[B].crash(20.0))
-            await asyncio.sleep(0)
-            await site.pool.ensure_policy(policy(layout, 1))
-            assert site.pool.roots == [A]
-            await asyncio.sleep(60)
-            assert site.pool.roots == [A, B]
-            await crash
-
-    run_virtually(scenario(), limit_s=200)
+@simulated(A, B, limit_s=200)
+async def test_a_server_that_fails_a_load_is_set_aside_and_the_others_go_on(site: Site, layout) -> None:
+    crash = asyncio.create_task(site.servers[B].crash(20.0))
+    await asyncio.sleep(0)
+    await site.pool.ensure_policy(policy(layout, 1))
+    assert site.pool.roots == [A]
+    await asyncio.sleep(60)
+    assert site.pool.roots == [A, B]
+    await crash
 
 
-def test_a_server_that_stops_answering_is_set_aside_after_some_time_and_a_late_answer_is_forgiven():
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site):
-            site.servers[A].is_frozen = True
-            await asyncio.sleep(50)
-            site.servers[A].is_frozen = False
-            await asyncio.sleep(50)
-            assert site.of(ServerDown) == []
-            site.servers[A].is_frozen = True
-            await asyncio.sleep(150)
-            assert site.pool.roots == [B]
-            assert "3 times in a row" in site.of(ServerDown)[0].reason
-
-    run_virtually(scenario(), limit_s=400)
+@simulated(A, B, limit_s=400)
+async def test_a_server_that_stops_answering_is_set_aside_after_some_time_and_a_late_answer_is_forgiven(site: Site) -> None:
+    site.servers[A].is_frozen = True
+    await asyncio.sleep(50)
+    site.servers[A].is_frozen = False
+    await asyncio.sleep(50)
+    assert site.of(ServerDown) == []
+    site.servers[A].is_frozen = True
+    await asyncio.sleep(150)
+    assert site.pool.roots == [B]
+    assert "3 times in a row" in site.of(ServerDown)[0].reason
 
 
-def test_after_a_failed_group_the_server_is_asked_whether_it_was_its_fault():
-    async def scenario() -> None:
-        site = Site(A)
-        async with started(site):
-            assert not await site.pool.is_at_fault(A)
-            crash = asyncio.create_task(site.servers[A].crash(1.0))
-            await asyncio.sleep(0)
-            assert await asyncio.gather(*(site.pool.is_at_fault(A) for _ in range(5))) == [True] * 5
-            assert site.lost == [A]
-            await crash
-
-    run_virtually(scenario(), limit_s=60)
+@simulated(A, limit_s=60)
+async def test_after_a_failed_group_the_server_is_asked_whether_it_was_its_fault(site: Site) -> None:
+    assert not await site.pool.is_at_fault(A)
+    crash = asyncio.create_task(site.servers[A].crash(1.0))
+    await asyncio.sleep(0)
+    assert await asyncio.gather(*(site.pool.is_at_fault(A) for _ in range(5))) == [True] * 5
+    assert site.lost == [A]
+    await crash
 
 
-def test_a_run_without_any_server_ends_when_the_time_for_one_to_come_back_is_over():
-    async def scenario() -> None:
-        site = Site(A, ready_s=100.0)
-        async with started(site) as running:
-            site.servers[A].is_down = True
-            assert site.pool.pick(num_rollouts=1) == A
-            with pytest.raises(ExceptionGroup) as caught:
-                await running
-            [error] = caught.value.exceptions
-            assert isinstance(error, InferenceError)
-            assert "no inference server was left for 10" in str(error)
-            assert "ConnectError" in str(error)
-            assert site.pool.pick(num_rollouts=1) is None
-
-    run_virtually(scenario(), limit_s=200)
+@simulated(A, ready_s=100.0, limit_s=200)
+async def test_a_run_without_any_server_ends_when_the_time_for_one_to_come_back_is_over(site: Site) -> None:
+    site.servers[A].is_down = True
+    assert site.pool.pick(num_rollouts=1) == A
+    with pytest.raises(ExceptionGroup) as caught:
+        await site.running
+    [error] = caught.value.exceptions
+    assert isinstance(error, InferenceError)
+    assert "no inference server was left for 10" in str(error)
+    assert "ConnectError" in str(error)
+    assert site.pool.pick(num_rollouts=1) is None
 
 
-def test_a_load_waits_for_a_server_when_none_is_there(layout):
-    async def scenario() -> None:
-        site = Site(A)
-        async with started(site):
-            crash = asyncio.create_task(site.servers[A].crash(40.0))
-            await asyncio.sleep(0)
-            await site.pool.ensure_policy(policy(layout, 3))
-            assert asyncio.get_running_loop().time() > 40
-            assert site.servers[A].status.version == 3
-            await crash
-
-    run_virtually(scenario(), limit_s=200)
+@simulated(A, limit_s=200)
+async def test_a_load_waits_for_a_server_when_none_is_there(site: Site, layout) -> None:
+    crash = asyncio.create_task(site.servers[A].crash(40.0))
+    await asyncio.sleep(0)
+    await site.pool.ensure_policy(policy(layout, 3))
+    assert asyncio.get_running_loop().time() > 40
+    assert site.servers[A].status.version == 3
+    await crash
 
 
 def test_a_weights_directory_that_every_server_refuses_ends_the_run(layout):
@@ -171,18 +135,14 @@ def test_a_weights_directory_that_every_server_refuses_ends_the_run(layout):
     run_virtually(scenario(), limit_s=60)
 
 
-def test_a_server_that_another_run_uses_ends_the_run(layout):
-    async def scenario() -> None:
-        site = Site(A)
-        async with started(site) as running:
-            site.servers[A].status = PolicyStatus(version=PolicyVersion(7), digest="foreign")
-            with pytest.raises(ExceptionGroup) as caught:
-                await running
-            [error] = caught.value.exceptions
-            assert isinstance(error, ForeignPolicy)
-            assert "another run uses the same server" in str(error)
-
-    run_virtually(scenario(), limit_s=60)
+@simulated(A, limit_s=60)
+async def test_a_server_that_another_run_uses_ends_the_run(site: Site, layout) -> None:
+    site.servers[A].status = PolicyStatus(version=PolicyVersion(7), digest="foreign")
+    with pytest.raises(ExceptionGroup) as caught:
+        await site.running
+    [error] = caught.value.exceptions
+    assert isinstance(error, ForeignPolicy)
+    assert "another run uses the same server" in str(error)
 
 
 def test_a_run_that_does_not_reset_its_servers_refuses_what_they_hold():
@@ -212,35 +172,27 @@ def test_every_server_loads_the_policy_of_a_resumed_run_at_once(layout):
     run_virtually(scenario(), limit_s=60)
 
 
-def test_a_server_that_is_lost_does_not_hold_up_a_policy_that_the_others_load(layout):
-    async def scenario() -> None:
-        site = Site(*(f"http://server-{number}" for number in range(4)))
-        async with started(site):
-            site.servers["http://server-0"].is_frozen = True
-            before = asyncio.get_running_loop().time()
-            await site.pool.ensure_policy(policy(layout, 1))
-            assert asyncio.get_running_loop().time() - before < 32  # 1 s and 30 s more
-            assert site.lost == ["http://server-0"]
-            assert len(site.pool.roots) == 3
-            site.servers["http://server-0"].is_frozen = False
-            await asyncio.sleep(40)
-            assert len(site.pool.roots) == 4
-            assert site.servers["http://server-0"].status.version == 1
-
-    run_virtually(scenario(), limit_s=600)
+@simulated(*(f"http://server-{number}" for number in range(4)), limit_s=600)
+async def test_a_server_that_is_lost_does_not_hold_up_a_policy_that_the_others_load(site: Site, layout) -> None:
+    site.servers["http://server-0"].is_frozen = True
+    before = asyncio.get_running_loop().time()
+    await site.pool.ensure_policy(policy(layout, 1))
+    assert asyncio.get_running_loop().time() - before < 32  # 1 s and 30 s more
+    assert site.lost == ["http://server-0"]
+    assert len(site.pool.roots) == 3
+    site.servers["http://server-0"].is_frozen = False
+    await asyncio.sleep(40)
+    assert len(site.pool.roots) == 4
+    assert site.servers["http://server-0"].status.version == 1
 
 
-def test_a_slow_server_is_not_given_up_for_one_that_failed(layout):
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site):
-            site.servers[A].is_down = True
-            site.servers[B].load_s = 100.0
-            await site.pool.ensure_policy(policy(layout, 1))
-            assert site.pool.roots == [B]
-            assert site.servers[B].status.version == 1
-
-    run_virtually(scenario(), limit_s=600)
+@simulated(A, B, limit_s=600)
+async def test_a_slow_server_is_not_given_up_for_one_that_failed(site: Site, layout) -> None:
+    site.servers[A].is_down = True
+    site.servers[B].load_s = 100.0
+    await site.pool.ensure_policy(policy(layout, 1))
+    assert site.pool.roots == [B]
+    assert site.servers[B].status.version == 1
 
 
 def test_named_servers_that_do_not_answer_do_not_hold_up_the_start(layout):
@@ -307,14 +259,10 @@ def test_a_name_behind_which_nobody_answers_ends_the_start():
     run_virtually(scenario(), limit_s=60)
 
 
-def test_a_server_that_never_comes_back_is_asked_for_ever():
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site) as running:
-            crash = asyncio.create_task(site.servers[B].crash(1e9))
-            await asyncio.sleep(36_000)
-            assert not running.done()
-            assert site.pool.roots == [A]
-            crash.cancel()
-
-    run_virtually(scenario(), limit_s=40_000)
+@simulated(A, B, limit_s=40_000)
+async def test_a_server_that_never_comes_back_is_asked_for_ever(site: Site) -> None:
+    crash = asyncio.create_task(site.servers[B].crash(1e9))
+    await asyncio.sleep(36_000)
+    assert not site.running.done()
+    assert site.pool.roots == [A]
+    crash.cancel()
