@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support.groups import make_sample
 from trivet.algorithms.advantages import mean_baseline
-from trivet.client.inference_client import PolicyStatus, ServerLoad
+from trivet.client.inference_client import ServerLoad
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import ClientConfig, ConcurrencyConfig, ElasticConfig
@@ -32,7 +32,7 @@ from trivet.weights.publish import publish
 from trivet.wire.batches import Batch
 from trivet.wire.events import Event, Publish, Start, Train
 from trivet.wire.rollouts import Rollout
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.versions import PolicyStatus, PolicyVersion, Step
 
 EXAMPLES = {"toy": [f"hash-{index}" for index in range(13)]}
 START_DIGEST = "start"

@@ -20,28 +20,12 @@ from trivet.errors import ConfigError, InferenceError, InferenceTimeout, PolicyR
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.groups import server_root
-from trivet.wire.versions import PolicyVersion, VersionRun
+from trivet.wire.versions import PolicyStatus, VersionRun
 
 _POLL_INTERVAL_S = 0.5
 """Between two questions whether a server is ready."""
 _REASON_CHARS = 500
 """An answer that is no reason of ours is quoted up to this length."""
-
-
-class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy that a server serves."""
-
-    version: PolicyVersion
-    digest: str
-    """Digest in the manifest of the weights directory; for version 0, that of the start model's weight files."""
-    probe_mismatch: float | None = None
-    """Mean difference, in nats, of the server's log-probabilities of the policy's probe; None for a policy without one."""
-    probe_limit: float | None = None
-    """The largest mean difference that rounding explains."""
-    dtype: str = ""
-    """The dtype that the server computes in, by torch's name."""
-    asleep: bool = False
-    """True while the server answers no completion. It answers again once it has loaded a policy, the same or another."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,9 +4,9 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trivet.client.inference_client import InferenceClient, PolicyStatus
+from trivet.client.inference_client import InferenceClient
 from trivet.errors import ForeignPolicy, InferenceError, InferenceTimeout
-from trivet.wire.versions import START_VERSION, PolicyVersion
+from trivet.wire.versions import START_VERSION, PolicyStatus, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from trivet.client.inference_client import InferenceClient, PolicyStatus
+from trivet.client.inference_client import InferenceClient
 from trivet.client.server import Server, TargetPolicy
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import SECRET_FILE, RunLayout
@@ -27,7 +27,7 @@ from trivet.process.proxies import is_direct
 from trivet.secret import find_secret
 from trivet.weights.manifest import read_manifest
 from trivet.wire.groups import server_root
-from trivet.wire.versions import START_VERSION, PolicyVersion
+from trivet.wire.versions import START_VERSION, PolicyStatus, PolicyVersion
 
 logger = logging.getLogger(__name__)
 

@@ -139,7 +139,15 @@ class PolicyLoader:
         async with self._lock:
             manifest = await asyncio.to_thread(verify, directory, max_bytes=limit)
             if is_adapter(directory):
-                self._require_servable(directory)
+                if not self._engine.serves_adapters:
+                    raise WeightsError(
+                        f"{directory} is an adapter, and this server was started without {key_name('inference.enable_lora')} = true"
+                    )
+                if not is_same_model(base := base_of(directory), self._model_name):
+                    raise WeightsError(
+                        f"{directory} is an adapter for {base}, and this server serves {self._model_name}: start one with "
+                        f"{key_name('inference.model.name')} = {base!r}"
+                    )
             reach("reload.before", step=manifest.version)
             await self._switch(directory, manifest)
             reach("reload.after", step=manifest.version)
@@ -196,17 +204,6 @@ class PolicyLoader:
             except TimeoutError as exc:
                 self._on_broken()
                 raise InferenceError(f"the engine did not answer within {self._timeout_s:.0f} s: the server ends") from exc
-
-    def _require_servable(self, adapter: Path) -> None:
-        if not self._engine.serves_adapters:
-            raise WeightsError(
-                f"{adapter} is an adapter, and this server was started without {key_name('inference.enable_lora')} = true"
-            )
-        if not is_same_model(base := base_of(adapter), self._model_name):
-            raise WeightsError(
-                f"{adapter} is an adapter for {base}, and this server serves {self._model_name}: start one with "
-                f"{key_name('inference.model.name')} = {base!r}"
-            )
 
     async def _switch(self, directory: Path, manifest: Manifest) -> None:
         started = self._clock()

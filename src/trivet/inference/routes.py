@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -25,6 +26,7 @@ from trivet.config.layout import SECRET_FILE
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.policy_loader import PolicyLoader
 from trivet.key_names import key_name
+from trivet.wire.versions import PolicyStatus
 
 if TYPE_CHECKING:
     from trivet.inference.api_server import NamedAdapters
@@ -68,30 +70,6 @@ class LoadLoRAAdapter(BaseModel):
     """The adapter's directory in PEFT's format, as the server sees it."""
 
 
-class LoadedAdapter(BaseModel):
-    """An adapter that is served."""
-
-    status: str = "ok"
-    lora_name: str
-    lora_path: Path
-
-
-class ServedPolicy(BaseModel):
-    """The policy that is served."""
-
-    status: str = "ok"
-    model: str
-    version: int
-    digest: str
-    probe_mismatch: float | None
-    """Mean difference, in nats, of the engine's log-probabilities of the policy's probe; null for a policy without one."""
-    probe_limit: float | None
-    dtype: str
-    """The dtype that the engine computes in, by torch's name."""
-    asleep: bool
-    """True while the server answers no request. Its next load ends that."""
-
-
 def make_router(
     loader: PolicyLoader,
     engine: "VersionedEngine",
@@ -110,16 +88,25 @@ def make_router(
     router = APIRouter()
 
     @router.get("/policy")
-    async def policy() -> ServedPolicy:
-        return _describe(loader, model_name=model_name)
+    async def policy() -> Response:
+        result = loader.probe_result
+        status = PolicyStatus(
+            version=loader.policy.version,
+            digest=loader.policy.digest,
+            probe_mismatch=result.mismatch if result else None,
+            probe_limit=result.limit if result else None,
+            dtype=loader.dtype,
+            asleep=loader.is_asleep,
+        )
+        return JSONResponse({"status": "ok", "model": model_name, **msgspec.structs.asdict(status)})
 
-    @router.post("/update_weights", response_model=ServedPolicy)
-    async def update_weights(body: UpdateWeights) -> ServedPolicy | Response:
-        return await _try(loader.load(body.weight_dir)) or _describe(loader, model_name=model_name)
+    @router.post("/update_weights")
+    async def update_weights(body: UpdateWeights) -> Response:
+        return await _try(loader.load(body.weight_dir)) or await policy()
 
-    @router.post("/reload_weights", response_model=ServedPolicy)
-    async def reload_weights() -> ServedPolicy | Response:
-        return await _try(loader.load_start()) or _describe(loader, model_name=model_name)
+    @router.post("/reload_weights")
+    async def reload_weights() -> Response:
+        return await _try(loader.load_start()) or await policy()
 
     @router.post("/sleep")
     async def sleep() -> Response:
@@ -127,14 +114,15 @@ def make_router(
             return _refusal(409, f"this server was started without {key_name('inference.sleep_while_training')} = true")
         return await _try(loader.sleep()) or JSONResponse({"status": "ok"})
 
-    @router.post("/load_lora_adapter", response_model=LoadedAdapter)
-    async def load_lora_adapter(body: LoadLoRAAdapter) -> LoadedAdapter | Response:
+    @router.post("/load_lora_adapter")
+    async def load_lora_adapter(body: LoadLoRAAdapter) -> Response:
         if adapters is None:
             return _refusal(409, f"this server was started without {key_name('inference.enable_lora')} = true")
         if body.lora_name == model_name:
             return _refusal(409, f"{model_name} is the policy's own name; its adapter is loaded with /update_weights")
         loading = loader.while_awake(partial(adapters.load, body.lora_name, path=body.lora_path))
-        return await _try(loading) or LoadedAdapter(lora_name=body.lora_name, lora_path=body.lora_path)
+        answer = {"status": "ok", "lora_name": body.lora_name, "lora_path": str(body.lora_path)}
+        return await _try(loading) or JSONResponse(answer)
 
     @router.get("/health")
     async def health() -> Response:
@@ -201,19 +189,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _describe(loader: PolicyLoader, *, model_name: str) -> ServedPolicy:
-    result = loader.probe_result
-    return ServedPolicy(
-        model=model_name,
-        version=loader.policy.version,
-        digest=loader.policy.digest,
-        probe_mismatch=result.mismatch if result else None,
-        probe_limit=result.limit if result else None,
-        dtype=loader.dtype,
-        asleep=loader.is_asleep,
-    )
 
 
 async def _check_health(engine: "VersionedEngine", *, timeout_s: float) -> Response:

@@ -123,7 +123,9 @@ class VersionedEngine(AsyncLLM):
         admitted = self._admitted.get(queue)
         if admitted is None:
             admitted = self._admitted[queue] = _Admitted()
-            if (collected := _answering.get()) is not None and _is_for_policy(request):
+            # No version of the policy samples the tokens of an adapter under a name of its own.
+            is_of_policy = request.lora_request is None or request.lora_request.lora_int_id == POLICY_ADAPTER_ID
+            if (collected := _answering.get()) is not None and is_of_policy:
                 collected.append(admitted.versions)
         admitted.attempts[request_index] = _Attempt(request, request_index, admitted.versions, since=time.monotonic())
         self._add_request_state(request, prompt, parent_req, request_index, queue)
@@ -304,8 +306,3 @@ class ManyProcessExecutor(MultiprocExecutor):
     def _init_executor(self) -> None:
         end_with_api_server()
         super()._init_executor()
-
-
-def _is_for_policy(request: EngineCoreRequest) -> bool:
-    """Return False for an adapter under a name of its own: no version of the policy sampled its tokens."""
-    return request.lora_request is None or request.lora_request.lora_int_id == POLICY_ADAPTER_ID

@@ -1,4 +1,4 @@
-"""Defines policy versions, steps and ids of groups, and encodes the versions of tokens by run length.
+"""Defines policy versions, steps and ids of groups, what a server says of its policy, and encodes the versions of tokens.
 
 Policy version N is the weights after optimizer step N; version 0 is the start model. Batch n is trained in step n (from 1).
 """
@@ -14,6 +14,22 @@ GroupId = NewType("GroupId", int)
 """Handed out by the sampler in order, never twice in a run. It survives a resume: a group dispatched again keeps its id."""
 
 START_VERSION = PolicyVersion(0)
+
+
+class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy that a server serves."""
+
+    version: PolicyVersion
+    digest: str
+    """Digest in the manifest of the weights directory; for version 0, that of the start model's weight files."""
+    probe_mismatch: float | None = None
+    """Mean difference, in nats, of the server's log-probabilities of the policy's probe; None for a policy without one."""
+    probe_limit: float | None = None
+    """The largest mean difference that rounding explains."""
+    dtype: str = ""
+    """The dtype that the server computes in, by torch's name."""
+    asleep: bool = False
+    """True while the server answers no completion. It answers again once it has loaded a policy, the same or another."""
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):

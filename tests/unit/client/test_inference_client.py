@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from support.fake_inference import START_DIGEST, FakeInference
-from trivet.client.inference_client import InferenceClient, PolicyStatus, ServerLoad, read_load
+from trivet.client.inference_client import InferenceClient, ServerLoad, read_load
 from trivet.config.layout import RunLayout
 from trivet.errors import InferenceError, ServerGone
 from trivet.weights.publish import publish
-from trivet.wire.versions import PolicyVersion, VersionRun
+from trivet.wire.versions import PolicyStatus, PolicyVersion, VersionRun
 
 T = TypeVar("T")
 

@@ -5,11 +5,10 @@ import pytest
 from support.server_pools import START, A, B, Site, policy, simulated, started
 from support.simulated_run import START_DIGEST, SimulatedServer, publish_policies
 from support.virtual_time import run_virtually
-from trivet.client.inference_client import PolicyStatus
 from trivet.config.layout import RunLayout
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
 from trivet.wire.events import Load, ServerDown, ServerUp
-from trivet.wire.versions import PolicyVersion
+from trivet.wire.versions import PolicyStatus, PolicyVersion
 
 
 @pytest.fixture(scope="module")

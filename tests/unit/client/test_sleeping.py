@@ -7,11 +7,10 @@ import pytest
 from support.server_pools import A, B, Site, policy, simulated, started
 from support.simulated_run import START_DIGEST, publish_policies
 from support.virtual_time import run_virtually
-from trivet.client.inference_client import PolicyStatus
 from trivet.config.layout import RunLayout
 from trivet.errors import InferenceError, PolicyRefused
 from trivet.wire.events import ServerDown
-from trivet.wire.versions import PolicyVersion
+from trivet.wire.versions import PolicyStatus, PolicyVersion
 
 
 @pytest.fixture(scope="module")
