@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from support.processes import wait_until
 from trivet.process.lifetime import descendants, end_session, module_command, process_exists, read_processes, tied_command
@@ -43,12 +44,9 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def test_a_tied_process_ends_when_its_parent_is_killed() -> None:
-    assert_gone(run_parent("wait"))
-
-
-def test_a_parent_that_ended_before_the_tie_is_noticed() -> None:
-    assert_gone(run_parent("leave"))
+@pytest.mark.parametrize("mode", ["wait", "leave"], ids=["killed later", "ended before the tie"])
+def test_a_tied_process_ends_with_its_parent(mode: str) -> None:
+    assert_gone(run_parent(mode))
 
 
 def test_a_process_becomes_its_command_with_the_same_pid_and_exit_code() -> None:
@@ -88,25 +86,18 @@ time.sleep(60)
 """
 
 
-def test_a_fork_ends_with_the_process_that_made_it() -> None:
-    with subprocess.Popen([sys.executable, "-c", _FORKER, "main"], stdout=subprocess.PIPE) as process:
+@pytest.mark.parametrize("origin", ["main", "thread"])
+def test_a_fork_ends_with_the_process_that_made_it_and_outlives_a_thread(origin: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", _FORKER, origin], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        process.kill()
-    assert_gone(pid)
-
-
-def test_a_fork_outlives_the_thread_that_made_it() -> None:
-    with subprocess.Popen([sys.executable, "-c", _FORKER, "thread"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = {process.stdout.readline().strip() for _ in range(2)}
+        lines = {process.stdout.readline().strip() for _ in range(1 if origin == "main" else 2)}
         (pid,) = (int(line) for line in lines if line.isdigit())
-        try:
+        if origin == "thread":
             assert "thread ended" in lines
             assert not _has_ended(pid)
-        finally:
             os.kill(pid, signal.SIGKILL)
-            process.kill()
+        process.kill()
+    assert_gone(pid)
 
 
 def test_descendants_leave_out_those_that_are_spared_and_their_children() -> None:
@@ -152,19 +143,13 @@ while not os.path.exists("started"):
 """
 
 
-def start(how: str, directory: Path) -> None:
-    """Start a rank from a process that ends once the rank has started."""
-    (directory / "some_rank.py").write_text(RANK)
-    environ = {**os.environ, "PYTHONPATH": str(directory)}
-    subprocess.run([sys.executable, "-c", STARTER, how], cwd=directory, env=environ, timeout=60, check=True)
-
-
-def test_ranks_that_a_user_started_outlive_the_shell(tmp_path: Path) -> None:
-    start("by hand", tmp_path)
-    wait_until((tmp_path / "ended").exists, timeout_s=20, waiting_for="the rank's end")
-
-
-def test_ranks_that_the_launcher_started_end_with_it(tmp_path: Path) -> None:
-    start("tied", tmp_path)
-    time.sleep(1.5)  # the rank would end by itself before
-    assert not (tmp_path / "ended").exists()
+@pytest.mark.parametrize(("how", "outlives"), [("by hand", True), ("tied", False)])
+def test_ranks_that_a_user_started_outlive_the_shell_and_the_launchers_do_not(how: str, outlives: bool, tmp_path: Path) -> None:
+    (tmp_path / "some_rank.py").write_text(RANK)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", STARTER, how], cwd=tmp_path, env=environ, timeout=60, check=True)
+    if outlives:
+        wait_until((tmp_path / "ended").exists, timeout_s=20, waiting_for="the rank's end")
+    else:
+        time.sleep(1.5)  # the rank would end by itself before
+        assert not (tmp_path / "ended").exists()

@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,12 +67,6 @@ def test_without_the_key_tokens_masks_and_versions_stay_and_log_probabilities_ha
     assert not second.samples[0].loss_mask_T.any()
 
 
-def test_a_record_without_the_key_is_refused(tmp_path: Path) -> None:
-    record(tmp_path, is_replayable=False)
-    with pytest.raises(ConfigError, match=r"was not recorded with orchestrator\.record_rollouts = true"):
-        require_replayable(config(tmp_path))
-
-
 def test_the_record_is_listed_in_the_order_of_its_steps(tmp_path: Path) -> None:
     layout = record(tmp_path, steps=11)
     assert [file.parent.name for file in recorded_files(layout.root)] == [f"step_{step}" for step in range(1, 12)]
@@ -84,26 +80,36 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage) -> None:
         read_groups(file)
 
 
-def test_rollouts_without_tokens_are_refused_with_the_key_that_keeps_them(tmp_path: Path) -> None:
-    layout = record(tmp_path)
+def leave_out_a_step(layout: RunLayout) -> None:
     (layout.rollouts_step(2) / GROUPS_FILE).unlink()
-    said = r"lacks the tokens and log-probabilities of 1 of 2 steps, first step_2/.*orchestrator\.record_rollouts = true"
-    with pytest.raises(ConfigError, match=said):
-        require_replayable(config(tmp_path))
 
 
-def test_a_directory_without_rollouts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"orchestrator\.replay \(.*\) holds no rollouts"):
-        require_replayable(config(tmp_path))
-
-
-def test_groups_of_another_size_are_refused(tmp_path: Path) -> None:
-    record(tmp_path)
-    with pytest.raises(ConfigError, match=r"rollouts_per_example \(1\) must be that of the recorded groups .*, 2"):
-        require_replayable(config(tmp_path, rollouts_per_example=1))
-
-
-def test_a_run_cannot_replay_itself(tmp_path: Path) -> None:
-    record(tmp_path)
-    with pytest.raises(ConfigError, match="is output_dir: a replay is a run of its own"):
-        require_replayable(config(tmp_path, output_dir=tmp_path / "recorded"))
+@pytest.mark.parametrize(
+    ("recorded", "change", "keys", "message"),
+    [
+        ({"is_replayable": False}, None, {}, r"was not recorded with orchestrator\.record_rollouts = true"),
+        (
+            {},
+            leave_out_a_step,
+            {},
+            r"lacks the tokens and .* of 1 of 2 steps, first step_2/.*orchestrator\.record_rollouts = true",
+        ),
+        ({"steps": 0}, None, {}, r"orchestrator\.replay \(.*\) holds no rollouts"),
+        ({}, None, {"rollouts_per_example": 1}, r"rollouts_per_example \(1\) must be that of the recorded groups .*, 2"),
+        ({}, None, {"output_dir": "recorded"}, "is output_dir: a replay is a run of its own"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_with_the_key(
+    tmp_path: Path,
+    recorded: dict[str, Any],
+    change: Callable[[RunLayout], None] | None,
+    keys: dict[str, object],
+    message: str,
+) -> None:
+    layout = record(tmp_path, **recorded)
+    if change is not None:
+        change(layout)
+    if "output_dir" in keys:
+        keys = {"output_dir": layout.root}
+    with pytest.raises(ConfigError, match=message):
+        require_replayable(config(tmp_path, **keys))
