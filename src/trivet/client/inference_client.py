@@ -366,7 +366,7 @@ def _was_refused(error: BaseException | None) -> bool:
     """Return whether the host refused every connection. Another error, such as a failed name lookup, says nothing about it."""
     while error is not None:
         if isinstance(error, ExceptionGroup):  # one error for each address of the host
-            return all(_was_refused(each) for each in cast("ExceptionGroup[Exception]", error).exceptions)
+            return all(_was_refused(cause) for cause in cast("ExceptionGroup[Exception]", error).exceptions)
         if isinstance(error, ConnectionRefusedError):
             return True
         error = error.__cause__ or error.__context__

@@ -46,7 +46,7 @@ class Server:
     num_attempts: int = 0
     """Tries to admit it since it was marked unhealthy, or since the start."""
     status: PolicyStatus | None = None
-    """What it answered when it was last made to serve a policy."""
+    """Its answer when it was last made to serve a policy."""
     last_error: str = "was never asked"
     probed_at: float = float("-inf")
     """When the last probe that it answered began."""

@@ -64,9 +64,9 @@ class _Attempt:
 
     request: EngineCoreRequest
     index: int
-    """Of the completion among those of the request."""
+    """Position of the completion among those of the request."""
     versions: TokenVersions
-    """Of all completions of the request."""
+    """Versions of all completions of the request."""
     since: float
     """Monotonic seconds. Tokens sampled earlier belong to an attempt that was abandoned."""
 

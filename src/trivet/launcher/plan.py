@@ -86,7 +86,7 @@ class ProcessSpec:
     does_finish: bool
     """True for a process that ends by itself after the last step; any other serves until it is stopped."""
     reports: tuple[ReportFile, ...] = ()
-    """Where its processes report what they do."""
+    """The files in which its processes report what they do."""
     node: int = 0
     """The index of the node on which it runs."""
     records_end: bool = True

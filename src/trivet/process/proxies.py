@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 from urllib.request import proxy_bypass_environment  # pyright: ignore[reportAttributeAccessIssue]  typeshed omits it
 
 PROXY_ERRORS = (ImportError, ValueError)
-"""What httpx raises where the variables name a proxy that it cannot use: SOCKS without its package, or another scheme."""
+"""The errors of httpx where the variables name a proxy that it cannot use: SOCKS without its package, or another scheme."""
 
 OWN_DIRECT = "the servers of a run are asked without a proxy, judges and hubs through it"
 

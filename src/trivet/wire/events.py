@@ -41,7 +41,7 @@ class Start(Event):
     from_step: Step
     """0 for a fresh run; N when resumed from the checkpoint of step N."""
     replayed_run: str = ""
-    """Of an orchestrator that replays rollouts (`orchestrator.replay`): the run that sampled them. The versions in its events of
+    """The run that sampled the rollouts which this orchestrator replays (`orchestrator.replay`). The versions in its events of
     groups and batches are of policies of that run, and no server is asked."""
 
 

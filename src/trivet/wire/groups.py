@@ -12,7 +12,7 @@ import msgspec
 from trivet.wire.versions import GroupId
 
 OVERLONG_REFUSALS = ("maximum context length", "max_tokens must be at least 1")
-"""What vLLM says of a prompt that is longer than the context, and of one that fills it."""
+"""Parts of vLLM's refusals of a prompt that is longer than the context, and of one that fills it."""
 
 
 class Split(StrEnum):

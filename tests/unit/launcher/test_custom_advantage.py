@@ -25,10 +25,10 @@ def test_a_function_that_works_is_accepted() -> None:
 def test_a_function_that_does_not_work_is_refused_in_words() -> None:
     with pytest.raises(ConfigError) as caught:
         require_advantage(custom("bad"))
-    said = str(caught.value)
-    assert said.startswith('orchestrator.advantage.import_path "launched_advantages.bad" called with rewards')
-    assert "must be finite" in said
-    assert "Traceback" not in said
+    message = str(caught.value)
+    assert message.startswith('orchestrator.advantage.import_path "launched_advantages.bad" called with rewards')
+    assert "must be finite" in message
+    assert "Traceback" not in message
 
 
 def test_functions_of_ours_are_not_tried() -> None:

@@ -21,7 +21,7 @@ def describe(num_gpus: int, **changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "changes", "said"),
+    ("num_gpus", "changes", "message"),
     [
         (0, {}, []),
         (2, {}, []),
@@ -42,12 +42,12 @@ def describe(num_gpus: int, **changes: Any) -> list[str]:
         ),
     ],
 )
-def test_the_memory_of_shared_gpus_is_shown_as_a_sum(num_gpus: int, changes: dict[str, Any], said: list[str]) -> None:
-    assert describe(num_gpus, **changes) == said
+def test_the_memory_of_shared_gpus_is_shown_as_a_sum(num_gpus: int, changes: dict[str, Any], message: list[str]) -> None:
+    assert describe(num_gpus, **changes) == message
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "changes", "said"),
+    ("num_gpus", "changes", "message"),
     [
         (0, {}, "this machine shows no GPU"),
         (2, {}, "here the two share none"),
@@ -56,10 +56,10 @@ def test_the_memory_of_shared_gpus_is_shown_as_a_sum(num_gpus: int, changes: dic
     ],
 )
 def test_a_server_that_shares_no_gpu_with_the_trainer_has_no_reason_to_sleep(
-    num_gpus: int, changes: dict[str, Any], said: str
+    num_gpus: int, changes: dict[str, Any], message: str
 ) -> None:
     config = RLConfig.model_validate(SLEEPING | changes)
-    with pytest.raises(ConfigError, match=f"{said}: remove it, or give inference_gpu_ids and trainer_gpu_ids the same ids"):
+    with pytest.raises(ConfigError, match=f"{message}: remove it, or give inference_gpu_ids and trainer_gpu_ids the same ids"):
         require_shared_gpu(config, share_gpus(config, tuple(map(str, range(num_gpus)))))
 
 

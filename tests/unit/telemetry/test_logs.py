@@ -52,9 +52,9 @@ def test_setting_up_twice_writes_each_line_once_and_pythons_warnings_too(capsys)
         logging.captureWarnings(False)
         logging.captureWarnings(True)
         warnings.warn("deprecated thing", stacklevel=1)
-    said = capsys.readouterr().out
-    assert said.count("a%b INFO once") == 1
-    assert "a%b WARNING" in said
+    output = capsys.readouterr().out
+    assert output.count("a%b INFO once") == 1
+    assert "a%b WARNING" in output
 
 
 def test_a_line_may_be_one_json_object(capsys, tmp_path):

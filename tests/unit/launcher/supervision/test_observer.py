@@ -55,7 +55,7 @@ class Observed:
         return self.observer.roles["trainer"].stuck
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         return self.written.getvalue()
 
 
@@ -74,7 +74,7 @@ def test_a_stuck_role_is_found_once_and_may_report_again(run: Observed) -> None:
     run.passes(5, reports=True).passes(2 * TIMEOUT_S)
     assert run.found_stuck == ["trainer"]
     assert run.passes(2, reports=True).stuck == ""
-    assert "trainer reports again" in run.said
+    assert "trainer reports again" in run.text
 
 
 def test_one_silent_rank_of_several_is_named(tmp_path: Path) -> None:
@@ -106,18 +106,18 @@ def test_time_in_which_the_launcher_itself_was_stopped_counts_for_nobody(tmp_pat
     run = Observed(tmp_path, stall_warn_s=40).passes(10, reports=True)
     run.clock.sleep(3600)
     assert run.passes(25).stuck == ""
-    assert "nothing has moved" not in run.said
+    assert "nothing has moved" not in run.text
     assert run.passes(TIMEOUT_S).stuck != ""
-    assert "nothing has moved" in run.said
+    assert "nothing has moved" in run.text
 
 
 def test_a_stall_is_named_after_the_time_and_then_ever_more_rarely(tmp_path: Path) -> None:
     run = Observed(tmp_path, stall_warn_s=100).passes(150, reports=True)
-    assert run.said.count("WARNING nothing has moved for 100 s") == 1
+    assert run.text.count("WARNING nothing has moved for 100 s") == 1
     assert run.host.shown == [7]
     run.passes(750, reports=True)
-    assert [f"moved for {seconds} s" in run.said for seconds in (200, 400, 800)] == [True, True, True]
-    assert run.said.count("WARNING nothing") == 4
+    assert [f"moved for {seconds} s" in run.text for seconds in (200, 400, 800)] == [True, True, True]
+    assert run.text.count("WARNING nothing") == 4
     assert run.host.shown == [7], "what is written often would pass for a sign of life"
     assert run.stuck == ""
 
@@ -138,7 +138,7 @@ def test_whatever_moves_but_the_time_starts_a_stall_anew(change: dict[str, objec
     before: dict[str, object] = {"num_in_flight": 2, "workers": [WORKER], "activity": "filling batch 3"}
     run = Observed(tmp_path, stall_warn_s=100).passes(99, reports=True, **before)
     run.passes(50, reports=True, **(before | change))
-    assert ("nothing has moved" in run.said) is not is_movement
+    assert ("nothing has moved" in run.text) is not is_movement
 
 
 def test_the_line_of_a_stall_says_who_waits_for_whom_and_where_the_groups_are() -> None:
@@ -203,7 +203,7 @@ def test_a_server_is_said_to_answer_once_and_after_a_restart_again(server: str, 
     run = Observed(tmp_path, urls=[server])
     assert not run.observer.is_answering(INFERENCE)
     assert run.passes(5).observer.has_progressed(INFERENCE)
-    assert run.said.count(f"inference ready url={server}") == 1
+    assert run.text.count(f"inference ready url={server}") == 1
     run.observer.restart(INFERENCE, names=["inference"])
     assert not run.observer.has_progressed(INFERENCE)
     assert run.passes(5).observer.is_answering(INFERENCE)
@@ -213,10 +213,10 @@ def test_a_unit_answers_when_all_its_servers_do_and_is_not_asked_once_it_has_end
     absent = f"http://127.0.0.1:{find_free_port()}/v1"
     run = Observed(tmp_path, urls=[absent, server])
     assert not run.passes(5).observer.is_answering(INFERENCE)
-    assert "ready url=" in run.said
+    assert "ready url=" in run.text
     run.observer.restart(INFERENCE, names=["inference"])
     run.observer.add(FakeChild(spec=make_spec(run.layout, "inference"), pid=1, exit_code=NODE_LOST))
-    assert run.passes(5).said.count("ready url=") == 1
+    assert run.passes(5).text.count("ready url=") == 1
 
 
 def test_a_report_is_a_sign_of_life_even_if_it_cannot_be_read_until_it_is_forgotten(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class SimulatedRun:
         return msgspec.json.decode(self.layout.status.read_bytes(), type=RunStatus)
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         return self.written.getvalue()
 
 
@@ -95,21 +95,21 @@ def test_a_launcher_that_must_not_lead_ends_its_roles_before_it_writes_anything(
     run: SimulatedRun, monkeypatch: pytest.MonkeyPatch, error: TrivetError, exit_code: int, has_status: bool
 ) -> None:
     """The log and the status may be in a directory that does not answer."""
-    said: list[str] = []
+    logs: list[str] = []
 
     def refuse() -> None:
         raise error
 
     def stop(*args: object, **kwargs: object) -> object:
-        said.append(run.said)
+        logs.append(run.text)
         return FakeHost.stop(run.host, *args, **kwargs)  # type: ignore[arg-type]  # as it was called
 
     run.at(10, lambda: monkeypatch.setattr(run.host, "lost_nodes", refuse))
     monkeypatch.setattr(run.host, "stop", stop)
     assert run.supervisor.run() == exit_code
-    assert said
-    assert str(error) not in said[0]
-    assert str(error) in run.said
+    assert logs
+    assert str(error) not in logs[0]
+    assert str(error) in run.text
     assert (run.status().exit_code == exit_code) == has_status
 
 
@@ -137,7 +137,7 @@ def test_a_role_that_ends_while_others_wait_is_recovered_like_any_other(tmp_path
     run.ends("inference", 1, at=3)
     assert run.supervisor.run() == 1
     assert run.starts() == ["inference", "orchestrator", "trainer"]
-    assert "before it answered" in run.said
+    assert "before it answered" in run.text
 
 
 def test_a_killed_trainer_takes_the_orchestrator_along_and_both_start_again(run: SimulatedRun) -> None:
@@ -152,8 +152,8 @@ def test_a_killed_trainer_takes_the_orchestrator_along_and_both_start_again(run:
     (restart,) = run.status().restarts
     assert (restart.from_step, restart.lost_steps) == (6, 2)
     assert [type(event) for event in run.attempts.events] == [Restart]
-    assert "attempt 2 from step 6" in run.said
-    assert "restarts: 1, " in run.said
+    assert "attempt 2 from step 6" in run.text
+    assert "restarts: 1, " in run.text
 
 
 def test_an_attempt_on_fewer_nodes_forgets_the_ranks_that_were_lost(run: SimulatedRun) -> None:
@@ -163,7 +163,7 @@ def test_an_attempt_on_fewer_nodes_forgets_the_ranks_that_were_lost(run: Simulat
     run.ends("trainer-1", NODE_LOST, at=10).completes(at=60)
     assert run.supervisor.run() == 0
     assert run.starts()[4:] == ["trainer", "orchestrator"]
-    assert "trainer-1 lost with its node" in run.said
+    assert "trainer-1 lost with its node" in run.text
     assert {role.name for role in run.status().roles} == {"inference", "trainer", "orchestrator"}
 
 
@@ -205,8 +205,8 @@ def test_a_server_is_started_again_once_the_trainer_on_its_gpu_waits_for_rollout
 def test_a_final_failure_ends_the_run_and_quotes_the_log(run: SimulatedRun) -> None:
     run.layout.log_file("trainer.stdout").write_text("loss is nan\n")
     assert run.ends("trainer", 3, at=10).supervisor.run() == 3
-    assert "trainer failed: ended with exit code 3" in run.said
-    assert "  | loss is nan" in run.said
+    assert "trainer failed: ended with exit code 3" in run.text
+    assert "  | loss is nan" in run.text
     assert run.status().state is RunState.FAILED
     assert all(child.exit_code is not None for child in run.host.started)
 
@@ -231,13 +231,13 @@ def test_what_does_not_heed_sigterm_is_killed_and_named(run: SimulatedRun) -> No
     run.at(5, lambda: setattr(run.newest("inference"), "does_heed_sigterm", False)).completes(at=10)
     assert run.supervisor.run() == 0
     assert run.newest("inference").signals == [signal.SIGTERM, signal.SIGKILL]
-    assert "inference did not end within 20 s of SIGTERM and was killed" in run.said
+    assert "inference did not end within 20 s of SIGTERM and was killed" in run.text
 
 
 def test_without_a_whole_checkpoint_there_is_no_restart(run: SimulatedRun) -> None:
     run.attempts.error = CheckpointError("none is whole")
     assert run.ends("trainer", -9, at=10).supervisor.run() == 1
-    assert "no restart is possible: none is whole" in run.said
+    assert "no restart is possible: none is whole" in run.text
     assert run.newest("inference").exit_code == -signal.SIGTERM
 
 
@@ -257,7 +257,7 @@ def test_a_role_that_stops_reporting_is_named_killed_and_started_again(tmp_path:
     assert run.supervisor.run() == 0
     assert run.host.started[1].signals == [signal.SIGKILL]
     assert run.host.shown == [77]
-    assert "trainer stuck: " in run.said
+    assert "trainer stuck: " in run.text
     assert "has not reported for 30 s" in run.status().restarts[0].cause
 
 
@@ -267,11 +267,11 @@ def test_lines_for_people_go_to_the_terminal(run: SimulatedRun) -> None:
 
     run.at(5, write).completes(at=10)
     assert run.supervisor.run() == 0
-    assert "SUCCESS Step 1" in run.said
-    assert "INFO loaded" not in run.said
+    assert "SUCCESS Step 1" in run.text
+    assert "INFO loaded" not in run.text
 
 
 def test_a_checkpoint_to_go_on_from_is_named_at_the_end(run: SimulatedRun) -> None:
     run.attempts.last_commit = Step(2)
     assert run.ends("orchestrator", 2, at=10).supervisor.run() == 2
-    assert "committed up to step 2; go on from there with --ckpt.resume-step -1" in run.said
+    assert "committed up to step 2; go on from there with --ckpt.resume-step -1" in run.text
