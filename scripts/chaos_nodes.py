@@ -85,8 +85,8 @@ def summarize(outcome: NodeOutcome, *, seed: int, num_nodes: int) -> dict[str, o
         "steps": outcome.report.last_step,
         "steps_done_again": outcome.report.voided_steps,
         "starts_of_all_nodes": sum(item.starts for item in outcome.endured),
-        "groups": outcome.report.groups.dispatched,
-        "statements_proven": outcome.report.num_checks,
+        "groups": outcome.report.groups.state.dispatched,
+        "statements_proven": outcome.report.ledger.checks,
         "seconds": round(outcome.seconds, 1),
         "endured": [
             {"kind": item.kind, "node": item.node, "seconds": round(item.seconds, 1), "starts": item.starts}

@@ -121,6 +121,6 @@ def test_two_commands_train_the_quickstart_in_the_workspace(workspace: Path) -> 
     assert held_out is not None
     before, after = map(float, held_out.groups())
     assert after > before + 0.2
-    assert not check_run(RunLayout(workspace / "outputs/quickstart/run")).breaches
+    assert not check_run(RunLayout(workspace / "outputs/quickstart/run")).ledger.breaches
     assert "usage: eval [@" in run_outside(uv, "run", "eval", "--help", cwd=workspace, timeout_s=HELP_TIMEOUT_S)
     assert "usage: trivet init" in run_outside(uv, "run", "vf-setup", "--help", cwd=workspace, timeout_s=HELP_TIMEOUT_S)

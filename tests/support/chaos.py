@@ -23,7 +23,8 @@ from support.rl_run import Run
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.faults import POINTS, Fault, FaultAction, Happened, Schedule, happened_directory
-from trivet.history.check import CheckReport, check_run
+from trivet.history.check import check_run
+from trivet.history.run_history import RunHistory
 from trivet.launcher.run_directory import RunDirectory
 from trivet.telemetry.events import decode_event
 from trivet.wire.events import AnyEvent, Load, Train
@@ -151,7 +152,7 @@ class Survived:
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     survived: list[Survived]
-    report: CheckReport
+    report: RunHistory
     launches: int
     seconds: float
 
@@ -211,7 +212,7 @@ class ChaosRun:
         assert self._scratch
         assert not [path for path in self._scratch if path.exists()], "temporary files were left behind"
         report = check_run(self.layout)
-        assert not report.breaches, report.breaches[:5]
+        assert not report.ledger.breaches, report.ledger.breaches[:5]
         return Outcome(survived=self.survived, report=report, launches=self.launches, seconds=time.monotonic() - started)
 
     def _launch(self, *, deadline: float) -> int:

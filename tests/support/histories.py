@@ -6,9 +6,8 @@ from random import Random
 
 import msgspec
 
-from trivet.history.check import CheckReport
 from trivet.history.record import Outline
-from trivet.history.replay import Replay
+from trivet.history.run_history import RunHistory
 from trivet.telemetry.events import seal
 from trivet.wire.events import (
     AnyEvent,
@@ -246,7 +245,7 @@ class RunMaker:
         return max(self._published, default=0)
 
 
-def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] = (), first_step: int = 0) -> Replay:
+def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] = (), first_step: int = 0) -> RunHistory:
     """Replay events alone, as the checker does, without files.
 
     Args:
@@ -258,10 +257,10 @@ def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] 
         has_orchestrator=any(event.role == "orchestrator" for event in events),
         first_step=first_step,
     )
-    replay = Replay(outline, max_off_policy_steps=MAX_OFF_POLICY_STEPS, with_rollouts=with_rollouts)
+    history = RunHistory(outline, max_off_policy_steps=MAX_OFF_POLICY_STEPS, with_rollouts=with_rollouts)
     for line, event in enumerate(events, start=1):
-        replay.read(event, line=line)
-    return replay
+        history.read(event, line=line)
+    return history
 
 
 def write_events(path: Path, events: Sequence[AnyEvent], *, is_sealed: bool = True) -> None:
@@ -277,6 +276,7 @@ def write_events(path: Path, events: Sequence[AnyEvent], *, is_sealed: bool = Tr
     path.write_bytes(content)
 
 
-def assert_proven(report: CheckReport) -> CheckReport:
-    assert not report.breaches, "\n".join(f"line {breach.line}: {breach.reason}" for breach in report.breaches[:10])
+def assert_proven(report: RunHistory) -> RunHistory:
+    breaches = report.ledger.breaches
+    assert not breaches, "\n".join(f"line {breach.line}: {breach.reason}" for breach in breaches[:10])
     return report

@@ -81,13 +81,13 @@ def write_weights(directory: Path, data: bytes) -> None:
 def write_checkpoint(layout: RunLayout, events: Sequence[AnyEvent], step: int) -> str:
     """Commit `step` with the groups that live when its batch is formed. Return the record's digest."""
     formed = max(place for place, event in enumerate(events) if isinstance(event, BatchFormed) and event.step == step)
-    owed = replay_events(events[: formed + 1]).groups.live
+    pending = replay_events(events[: formed + 1]).groups.state.pending
     part = OrchestratorPart(
         progress=RunTotals(step=Step(step)),
-        sampler=SamplerState(next_group_id=owed.next_group_id),
+        sampler=SamplerState(next_group_id=pending.next_group_id),
         buffer=BufferState(
-            ready=[Group(group_id=group_id, env="e", example_id=0, rollouts=[]) for group_id in sorted(owed.ready)],
-            in_flight=[make_draw(group_id) for group_id in sorted(owed.in_flight)],
+            ready=[Group(group_id=group_id, env="e", example_id=0, rollouts=[]) for group_id in sorted(pending.ready)],
+            in_flight=[make_draw(group_id) for group_id in sorted(pending.in_flight)],
         ),
         rollouts_per_example=2,
     )

@@ -28,7 +28,8 @@ from support.node_run import ENVIRON, NodeRun
 from support.processes import wait_until
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import COMMITTED
-from trivet.history.check import CheckReport, check_run
+from trivet.history.check import check_run
+from trivet.history.run_history import RunHistory
 from trivet.telemetry.events import decode_event
 from trivet.wire.events import ServerUp, Train
 
@@ -73,7 +74,7 @@ class Endured:
 @dataclass(slots=True, kw_only=True)
 class NodeOutcome:
     endured: list[Endured]
-    report: CheckReport
+    report: RunHistory
     seconds: float
 
     @property
@@ -119,7 +120,7 @@ class NodeChaos:
             say(f"{len(endured)}/{len(schedule)} {kind}, node {node}: {endured[-1].seconds:.0f} s")
         self._finish()
         report = check_run(self.run.layout)
-        assert not report.breaches, report.breaches[:5]
+        assert not report.ledger.breaches, report.ledger.breaches[:5]
         assert not self.run.layout.control.exists()
         assert not self.run.layout.lease.exists()
         return NodeOutcome(endured=endured, report=report, seconds=time.monotonic() - started)

@@ -20,7 +20,7 @@ SCHEMA = 2
 """Raised whenever the state, or a struct in it, changes in a way that an older reader would misread."""
 
 
-class OwedGroups(msgspec.Struct, frozen=True, kw_only=True):
+class PendingGroups(msgspec.Struct, frozen=True, kw_only=True):
     """The groups that have not ended when a batch is formed: a checkpoint of that step holds them."""
 
     next_group_id: int
@@ -67,10 +67,10 @@ def read_state(layout: RunLayout, step: Step, kind: type[StructT]) -> StructT:
     )
 
 
-def read_owed_groups(layout: RunLayout, step: Step) -> OwedGroups:
+def read_pending_groups(layout: RunLayout, step: Step) -> PendingGroups:
     """Read which groups the checkpoint holds."""
     state = read_state(layout, step, _GroupsOnly)
-    return OwedGroups(
+    return PendingGroups(
         next_group_id=state.sampler.next_group_id,
         ready=frozenset(group.group_id for group in state.buffer.ready),
         in_flight=frozenset(group.group_id for group in state.buffer.in_flight),

@@ -1,8 +1,9 @@
 """Reads events.jsonl line by line, and checks that it holds every line as it was written (`telemetry.events`).
 
 Each role's lines are a chain: a line that was changed, removed, repeated or moved breaks it at the next one. Each line says how
-long the file was when it was written: a line that stands earlier has lost something before it, whoever wrote that. Lines that are
-missing at the end of the file are not found here; other files tell of those. A run may go on while it is checked.
+long the file was when it was written: a line that stands earlier has lost something before it, whoever wrote that. Each role's
+events are attempts: a start, events in the order of its clock, and a stop unless the role was killed. Lines that are missing at the
+end of the file are not found here; other files show those. A run may go on while it is checked.
 """
 
 from collections.abc import Iterator
@@ -12,12 +13,16 @@ from pathlib import Path
 import msgspec
 
 from trivet.errors import HistoryError
-from trivet.history.breaches import Invariant, Ledger
+from trivet.history.ledger import Invariant, Ledger
 from trivet.telemetry.events import chain_value, decode_event, take_apart
-from trivet.wire.events import AnyEvent, Start
+from trivet.wire.events import AnyEvent, Start, Stop
 
+_RECORD, _ONCE = Invariant.INTACT_RECORD, Invariant.EXACTLY_ONCE
 _START, _ORCHESTRATOR = b'"start"', b'"role":"orchestrator"'
-_RECORD = Invariant.INTACT_RECORD
+_LAUNCHER = "launcher"
+"""Writes between the attempts of others, and has no start of its own."""
+_ORDERLY = ("done", "preempted", "exhausted")
+"""Reasons of a stop before which the role has finished everything that it began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +36,11 @@ class Outline:
     first_step: int = 0
     """The step that the first attempt started from; above 0 for a fork of another run."""
     does_count_attempts: bool = False
-    """A launcher started the roles: each start of a role is a later attempt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """The part of events.jsonl that is checked."""
-
-    outline: Outline
-    num_bytes: int
-    """Length of the complete lines."""
-    num_torn: int
-    """Bytes after them: of a line that is being written, or was cut short."""
+    """A launcher started the roles: each start is a later attempt. Roles started by hand may all write attempt 1."""
+    num_bytes: int = 0
+    """Length of the complete lines, which are checked."""
+    num_torn: int = 0
+    """Bytes after them: a line that is being written, or was cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +55,8 @@ class Line:
     event: AnyEvent
 
 
-def outline(path: Path, *, does_count_attempts: bool) -> Extent:
+def read_outline(path: Path, *, does_count_attempts: bool) -> Outline:
     """Read where the attempts started, and the length of the file.
-
-    Args:
-        does_count_attempts: as `Outline` has it.
 
     Raises:
         HistoryError: a line is no event, or there is no file to read.
@@ -77,20 +72,18 @@ def outline(path: Path, *, does_count_attempts: bool) -> Extent:
     with path.open("rb") as file:
         file.seek(num_bytes)
         rest = file.read()
-    return Extent(
-        outline=Outline(
-            start_steps=frozenset(int(event.from_step) for event in starts),
-            has_orchestrator=has_orchestrator,
-            first_step=int(starts[0].from_step) if starts else 0,
-            does_count_attempts=does_count_attempts,
-        ),
+    return Outline(
+        start_steps=frozenset(int(event.from_step) for event in starts),
+        has_orchestrator=has_orchestrator,
+        first_step=int(starts[0].from_step) if starts else 0,
+        does_count_attempts=does_count_attempts,
         num_bytes=num_bytes,
-        num_torn=0 if b"\n" in rest else len(rest),  # else lines that came since
+        num_torn=0 if b"\n" in rest else len(rest),  # else lines that were written since
     )
 
 
 def read_lines(path: Path, *, first: int = 0, num_bytes: int | None = None) -> Iterator[Line]:
-    """Events with their lines, of the `num_bytes` after the byte `first`.
+    """Read the events of the `num_bytes` after the byte `first`, with their lines.
 
     Raises:
         HistoryError: a line is no event.
@@ -136,39 +129,95 @@ class ChainHistory:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._last: dict[str, bytes] = {}
-        self.num_unsealed = 0
+        self._num_unsealed = 0
         """Lines that carry no chain: of versions that wrote none."""
 
     def read(self, line: Line) -> None:
         """Check one line against the last line of its role."""
-        role, place = line.event.role, line.place
-        parts, last = take_apart(line.text), self._last.get(role)
-        ledger = self._ledger
+        ledger, role, parts = self._ledger, line.event.role, take_apart(line.text)
         ledger.checks += 1
         if parts is None:
-            if last is not None:
+            if role in self._last:
                 ledger.breach(_RECORD, f"the line carries no chain, and earlier lines of the {role} do")
-            self.num_unsealed += 1
+            self._num_unsealed += 1
             return
-        last = last or b""
         ledger.checks += 1
-        if parts.chain != chain_value(parts.content, last):
+        if parts.chain != chain_value(parts.content, self._last.get(role, b"")):
             ledger.breach(
                 _RECORD, f"the chain of the {role} breaks: this line, or one before it, was changed, removed or moved"
             )
-        if place + parts.start < parts.offset:
+        if line.place + parts.start < parts.offset:
             ledger.breach(
                 _RECORD,
-                f"the line was written at byte {parts.offset} or later and stands at byte {place + parts.start}: "
+                f"the line was written at byte {parts.offset} or later and stands at byte {line.place + parts.start}: "
                 "something before it was removed or moved",
             )
         self._last[role] = parts.chain
 
     def report_not_examined(self) -> None:
-        """Put what was not looked at into the ledger."""
-        self._ledger.line = None
-        if self.num_unsealed:
+        """Report what the chain cannot show."""
+        if self._num_unsealed:
             self._ledger.not_examined.append(
-                f"the chain of {self.num_unsealed:,} lines: they carry none, as those of older versions"
+                f"the chain of {self._num_unsealed:,} lines: they carry none, as those of older versions"
             )
         self._ledger.not_examined.append("edits that recompute the chain")
+
+
+class RoleHistory:
+    """Holds the last event of each role."""
+
+    def __init__(self, ledger: Ledger, *, does_count_attempts: bool) -> None:
+        self._ledger = ledger
+        self._does_count_attempts = does_count_attempts
+        self.last: dict[str, AnyEvent] = {}
+        """The last event by role."""
+        self.starts_after_cut: dict[str, list[int]] = {}
+        """Steps by role, of starts that found the attempt before without an orderly stop."""
+        self._clock_steps: dict[str, tuple[int, float, int | None]] = {}
+        """Number, greatest seconds and first line of the times that a role's clock went back."""
+
+    def read(self, event: AnyEvent) -> None:
+        """Check the event's attempt, time and place between start and stop."""
+        ledger, role, last = self._ledger, event.role, self.last.get(event.role)
+        self.last[role] = event
+        if last is None:
+            if not isinstance(event, Start) and role != _LAUNCHER:
+                ledger.require(False, _RECORD, f"the {role} writes before its start: the start was removed or moved")
+            return
+        if isinstance(event, Start):
+            is_later = event.attempt > last.attempt or (not self._does_count_attempts and event.attempt == last.attempt)
+            ledger.require(is_later, _RECORD, f"the {role} starts as attempt {event.attempt} after attempt {last.attempt}")
+            ledger.require(event != last, _RECORD, f"the start of the {role} is there twice")
+            if not _is_orderly(last):
+                self.starts_after_cut.setdefault(role, []).append(event.from_step)
+            return
+        ledger.checks += 3
+        if isinstance(last, Stop):
+            ledger.breach(_ONCE, f"the {role} writes after its stop")
+        if event.attempt != last.attempt and not (role == _LAUNCHER and event.attempt > last.attempt):
+            ledger.breach(_RECORD, f"the {role} started as attempt {last.attempt} and writes as {event.attempt}")
+        if event == last:
+            ledger.breach(_RECORD, "this line repeats the line before of the same role, to the same moment")
+        elif event.time < last.time:
+            count, seconds, line = self._clock_steps.get(role, (0, 0.0, ledger.line))
+            self._clock_steps[role] = (count + 1, max(seconds, last.time - event.time), line)
+
+    def has_stopped(self, role: str) -> bool:
+        """Return whether the role's last event is a stop."""
+        return isinstance(self.last.get(role), Stop)
+
+    def is_cut_short(self, role: str) -> bool:
+        """Return whether the role's last attempt has no orderly stop: it runs, was killed, or failed."""
+        return not _is_orderly(self.last.get(role))
+
+    def report_clocks(self) -> None:
+        """Remark on clocks that went back."""
+        for role, (count, seconds, line) in self._clock_steps.items():
+            times = "once" if count == 1 else f"{count} times"
+            self._ledger.remarks.append(
+                f"the clock of the {role} went back {times}, by {seconds:.6g} s at most, first at line {line}"
+            )
+
+
+def _is_orderly(last: AnyEvent | None) -> bool:
+    return isinstance(last, Stop) and last.reason in _ORDERLY

@@ -115,7 +115,7 @@ def test_a_run_that_was_killed_between_a_commit_and_its_event_is_proven(layout):
     write_events(layout.events, [event for event in events if not (isinstance(event, Stop) and event.role == "trainer")])
     layout.status.unlink()
     report = check_run(layout)
-    assert not report.breaches, report.breaches
+    assert not report.ledger.breaches, report.ledger.breaches
     assert report.last_stop is None
 
 
@@ -125,7 +125,7 @@ def test_a_line_that_is_cut_short_by_a_full_disk_does_not_count(layout):
     lines[20] = lines[19][:30] + lines[20]
     layout.events.write_bytes(b"".join(lines) + b'{"event":"train","st')
     report = check_run(layout)
-    assert not report.breaches
+    assert not report.ledger.breaches
     assert report.num_events == len(events)
 
 
@@ -155,7 +155,7 @@ def test_supervised_fine_tuning_is_proven_too(layout):
     ]
     write_events(layout.events, events)
     report = check_run(layout)
-    assert not report.breaches
+    assert not report.ledger.breaches
     assert report.last_step == 4
 
 
@@ -169,4 +169,4 @@ def test_supervised_fine_tuning_that_tells_every_step_is_proven(layout):
         Stop(role="sft", step=Step(2), reason="done"),
     ]
     write_events(layout.events, events)
-    assert not check_run(layout).breaches
+    assert not check_run(layout).ledger.breaches

@@ -15,7 +15,7 @@ from support.made_run import STEPS, make_run, write_checkpoint
 from support.mutations import KINDS, judge_many, shares
 from trivet.cli.main import main
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
-from trivet.history.replay import TRAINER
+from trivet.history.run_history import TRAINER
 from trivet.wire.events import AnyEvent, Commit, Restart, Start
 
 Lines = list[dict[str, Any]]

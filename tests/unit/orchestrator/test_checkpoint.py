@@ -5,7 +5,7 @@ import pytest
 
 from support.groups import make_draw, make_examples, make_group
 from trivet.checkpoints.commit import TRAINER, begin_part, commit, finish_part
-from trivet.checkpoints.orchestrator_part import read_owed_groups
+from trivet.checkpoints.orchestrator_part import read_pending_groups
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import BufferConfig, OrchestratorConfig
 from trivet.errors import CheckpointError
@@ -45,7 +45,7 @@ def test_what_is_written_is_read_back(layout: RunLayout) -> None:
     found = read_part(layout, Step(3), rollouts_per_example=2)
     assert (found.sampler, found.progress, found.buffer.in_flight) == (part.sampler, part.progress, part.buffer.in_flight)
     assert [parked.example_hash for parked in found.sampler.parked["toy"]]
-    owed = read_owed_groups(layout, Step(3))
+    owed = read_pending_groups(layout, Step(3))
     assert (owed.next_group_id, owed.ready, owed.in_flight) == (1, {4}, {5})
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.simulated_run import Plan, SimulatedRun, publish_policies
 from support.virtual_time import run_virtually
 from trivet.history.record import Outline
-from trivet.history.replay import Replay
+from trivet.history.run_history import RunHistory
 from trivet.wire.events import BatchFormed, ServerDown
 
 LIMIT_S = 20_000.0
@@ -32,19 +32,19 @@ def simulate(plan: Plan, published: Path) -> SimulatedRun:
         return run_virtually(play(Path(directory) / "run"), limit_s=LIMIT_S)
 
 
-def judge(run: SimulatedRun) -> Replay:
+def judge(run: SimulatedRun) -> RunHistory:
     """Check that the history keeps its invariants, and that its live groups are those of the last checkpoint."""
     outline = Outline(start_steps=frozenset({0}), has_orchestrator=True)
-    replay = Replay(outline, max_off_policy_steps=run.plan.max_off_policy_steps)
+    history = RunHistory(outline, max_off_policy_steps=run.plan.max_off_policy_steps)
     for line, event in enumerate(run.events, start=1):
-        replay.read(event, line=line)  # type: ignore[arg-type]  # every event that is written is of the union
-    assert replay.ledger.breaches == []
+        history.read(event, line=line)  # type: ignore[arg-type]  # every event that is written is of the union
+    assert history.ledger.breaches == []
     batches = [event for event in run.events if isinstance(event, BatchFormed)]
     assert [batch.step for batch in batches] == list(range(1, run.plan.max_steps + 1))
     owed = run.loop.buffer.snapshot(also_in_flight=run.loop.dispatcher.undispatched_draws)
-    assert replay.groups.live.in_flight == {draw.group_id for draw in owed.in_flight}
-    assert replay.groups.live.ready == {group.group_id for group in owed.ready}
-    return replay
+    assert history.groups.state.pending.in_flight == {draw.group_id for draw in owed.in_flight}
+    assert history.groups.state.pending.ready == {group.group_id for group in owed.ready}
+    return history
 
 
 shares = st.sampled_from([0.0, 0.1, 0.4])
@@ -81,16 +81,16 @@ def test_no_schedule_of_thousands_loses_or_doubles_a_group_or_breaks_a_version(p
 
 def test_a_run_whose_only_server_crashes_goes_on_under_the_same_ids(published):
     run = simulate(Plan(seed=5, crash_every_s=8.0, max_steps=6), published)
-    replay = judge(run)
+    history = judge(run)
     assert any(isinstance(event, ServerDown) for event in run.events)
-    assert replay.groups.counts.tried_again > 0
+    assert history.groups.state.tried_again > 0
 
 
 def test_groups_of_lost_workers_are_dispatched_again(published):
     run = simulate(Plan(seed=6, lost_share=0.5), published)
-    replay = judge(run)
-    assert replay.groups.counts.tried_again > 0
-    assert set(replay.groups.counts.dropped) <= {"failed"}
+    history = judge(run)
+    assert history.groups.state.tried_again > 0
+    assert set(history.groups.state.dropped) <= {"failed"}
 
 
 def test_the_same_seed_gives_the_same_history(published):

@@ -13,7 +13,7 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError, CheckpointError
 from trivet.history.record import Outline
-from trivet.history.replay import Replay
+from trivet.history.run_history import RunHistory
 from trivet.orchestrator.assembly import make_replay_loop
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
@@ -71,7 +71,7 @@ def replay(root: Path, record: Path, part: OrchestratorPart, *, max_steps: int |
 def breaches_of(root: Path) -> list[str]:
     events = list(read_events(RunLayout(root / "new").events))
     starts = frozenset(int(event.from_step) for event in events if isinstance(event, Start))
-    checker = Replay(Outline(start_steps=starts, has_orchestrator=True), max_off_policy_steps=1)
+    checker = RunHistory(Outline(start_steps=starts, has_orchestrator=True), max_off_policy_steps=1)
     for line, event in enumerate(events, start=1):
         checker.read(event, line=line)
     return [breach.reason for breach in checker.ledger.breaches]

@@ -7,10 +7,10 @@ import pytest
 
 from support.chaos import ALL_FAULTS, FIRST_STEP, Outcome, Survived, draw_schedule, last_step
 from support.scripts import load_script
-from trivet.checkpoints.orchestrator_part import OwedGroups
 from trivet.faults import POINTS, FaultAction
-from trivet.history.check import CheckReport
-from trivet.history.groups import GroupCounts
+from trivet.history.record import Outline
+from trivet.history.run_history import RunHistory
+from trivet.wire.versions import Step
 
 script = load_script("chaos")
 
@@ -55,26 +55,10 @@ def test_the_summary_counts_kinds_and_says_how_long_each_part_took_to_come_back(
     assert (summary["seconds"], summary["launches"], summary["steps"]) == (100.0, 2, 12)
 
 
-def make_report() -> CheckReport:
-    return CheckReport(
-        run_id="run",
-        num_events=1,
-        num_checks=1,
-        breaches=[],
-        starts={"trainer": 3},
-        last_step=12,
-        last_batch=12,
-        last_stop=None,
-        groups=GroupCounts(dispatched=48),
-        live=OwedGroups(next_group_id=48, ready=frozenset(), in_flight=frozenset()),
-        voided_groups=0,
-        voided_steps=0,
-        num_loads=1,
-        probe_mismatches=[],
-        commits=[12],
-        remarks=[],
-        not_examined=[],
-    )
+def make_report() -> RunHistory:
+    report = RunHistory(Outline(start_steps=frozenset(), has_orchestrator=True), max_off_policy_steps=1)
+    report.last_step, report.starts["trainer"] = Step(12), 3
+    return report
 
 
 def test_a_time_that_never_came_is_left_out():

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from support.histories import RunMaker, replay_events
-from trivet.history.breaches import Invariant
+from trivet.history.ledger import Invariant
 from trivet.wire.events import (
     AnyEvent,
     BatchFormed,
@@ -33,10 +33,10 @@ ONCE, VERSIONS, COMMIT, READERS, RECORD = Invariant
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_run_that_keeps_its_promises_passes_whatever_happens_to_it(seed, max_steps):
     events = RunMaker(Random(seed), max_steps=max_steps).run()
-    replay = replay_events(events)
-    assert not replay.ledger.breaches, replay.ledger.breaches[0]
-    assert replay.steps.last_step == max_steps
-    counts, live = replay.groups.counts, replay.groups.live
+    history = replay_events(events)
+    assert not history.ledger.breaches, history.ledger.breaches[0]
+    assert history.last_step == max_steps
+    counts, live = history.groups.state, history.groups.state.pending
     ended = counts.batched + counts.filtered.total() + counts.dropped.total()
     assert counts.dispatched == ended + len(live.ready) + len(live.in_flight)
 
@@ -52,8 +52,8 @@ def test_a_fork_whose_first_checkpoint_is_gone_passes(seed):
     later = [event.from_step for event in forked if isinstance(event, Start)]
     first_step = later[0]
     assume(min(later) >= first_step)  # a fork never goes back to before it began
-    replay = replay_events(forked, first_step=first_step)
-    assert not replay.ledger.breaches, replay.ledger.breaches[0]
+    history = replay_events(forked, first_step=first_step)
+    assert not history.ledger.breaches, history.ledger.breaches[0]
     place = last(forked, BatchFormed)
     twice = [*forked[: place + 1], copy.deepcopy(forked[place]), *forked[place + 1 :]]
     assert replay_events(twice, first_step=first_step).ledger.breaches
@@ -87,9 +87,9 @@ def with_probes(events: History, mismatch: float | None = 1e-6) -> History:
 
 
 def test_servers_that_reproduce_each_probe_are_consistent() -> None:
-    replay = replay_events(with_probes(unbroken()))
-    assert not replay.ledger.breaches
-    assert len(replay.policies.probe_mismatches) == sum(isinstance(e, Load) and e.version > 0 for e in unbroken())
+    history = replay_events(with_probes(unbroken()))
+    assert not history.ledger.breaches
+    assert len(history.policies.probe_mismatches) == sum(isinstance(e, Load) and e.version > 0 for e in unbroken())
 
 
 @pytest.mark.parametrize("mismatch", [None, 2e-3])
@@ -252,7 +252,7 @@ def a_resumed_group_that_finishes_undispatched(events: History) -> int:
     commit = last(events, Commit, lambda event: event.step < 12)
     step = events[commit].step
     formed = last(events, BatchFormed, lambda event: event.step == step)
-    live = replay_events(events[: formed + 1]).groups.live.in_flight
+    live = replay_events(events[: formed + 1]).groups.state.pending.in_flight
     del events[commit + 1 :]
     for role in ("trainer", "orchestrator"):
         events.append(Start(role=role, attempt=2, run_id="run", from_step=step))

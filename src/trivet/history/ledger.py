@@ -1,4 +1,4 @@
-"""Records which invariant a history breaks, at which line, and why."""
+"""Collects the statements that the checker examined, and which of them do not hold."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,7 +26,7 @@ class Breach:
 
 
 class Ledger:
-    """Collects what the parts of the checker find about the event that is being read."""
+    """Collects the findings about the event that is being read, and about the files."""
 
     def __init__(self) -> None:
         self.line: int | None = None
@@ -39,12 +39,12 @@ class Ledger:
         """Things about which no statement was made, with the reason."""
 
     def require(self, holds: bool, invariant: Invariant, reason: str) -> bool:
-        """Record a breach unless `holds`; returns `holds`."""
+        """Count a statement, record a breach unless it `holds`, and return `holds`."""
         self.checks += 1
         if not holds:
             self.breach(invariant, reason)
         return holds
 
     def breach(self, invariant: Invariant, reason: str) -> None:
-        """Record a statement that does not hold, which the caller has counted or could not count."""
+        """Record a statement that does not hold and was counted already."""
         self.breaches.append(Breach(invariant=invariant, reason=reason, line=self.line))
