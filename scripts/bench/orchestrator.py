@@ -48,8 +48,7 @@ from trivet.environments.apis.v0.play import V0Host
 from trivet.environments.workers.pool import open_worker_pool
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.checkpoint import RunTotals
-from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher
-from trivet.orchestrator.group_runner import RunDrawnGroup, group_runner
+from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher, RunDrawnGroup, group_runner
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
@@ -99,7 +98,7 @@ def costless(num_tokens: int) -> RunDrawnGroup:
 
     turn = asyncio.Lock()
 
-    async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
+    async def run(draw: Draw, base_url: str) -> list[Rollout]:
         version = POLICIES.version
         await asyncio.sleep(LATENCY_S * random.uniform(0.5, 1.5))
         async with turn:  # in a run this is the work of environment processes; here it must not pile up on the loop

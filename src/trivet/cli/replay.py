@@ -68,12 +68,7 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Score again and show the differences; returns 0, 1 when no rollout could be scored, 130 or 143 when a signal ended it.
-
-    Raises:
-        ConfigError: the directory holds no rollouts that the arguments select, or not what is needed to score them.
-        EnvironmentLoadError: an environment cannot be loaded.
-    """
+    """Score again and show the differences; returns 0, 1 when no rollout could be scored, 130 or 143 when a signal ended it."""
     layout = RunLayout(arguments.output_dir)
     if arguments.write is not None and arguments.write.resolve().is_relative_to(layout.root.resolve()):
         raise ConfigError(
@@ -92,11 +87,20 @@ def run_replay(arguments: argparse.Namespace) -> int:
     rescored: list[RescoredRollout] = []
 
     async def work() -> int:
-        rescored.extend(await _rescore_all(files, settings, zeroes_truncated=zeroes))
+        opening = open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=EnvWorkersConfig())
+        async with opening as pool, asyncio.TaskGroup() as tasks:
+            supervision = tasks.create_task(pool.run(), name="workers")
+            for file in files:
+                rescored.extend(await rescore(pool, file, envs=settings, zeroes_truncated=zeroes))
+            supervision.cancel()
         return 0
 
-    if exit_code := asyncio.run(run_until_signalled(work())):
-        return exit_code
+    with tempfile.TemporaryDirectory(prefix="trivet-replay-") as logs:  # since the run's own directory is not changed
+        places = {name: RunLayout(Path(logs)).eval_worker_log(name) for name in settings}
+        for place in places.values():
+            place.parent.mkdir(parents=True, exist_ok=True)
+        if exit_code := asyncio.run(run_until_signalled(work())):
+            return exit_code
     report = make_report(rescored, layout=layout, source="rollouts" if trained else "evals", limit=arguments.limit)
     if arguments.write is not None:
         write_atomically(arguments.write, b"".join(msgspec.json.encode(rollout) + b"\n" for rollout in rescored))
@@ -143,56 +147,32 @@ def _select(settings: Mapping[str, HostSettings], files: Sequence[SavedFile], *,
     return chosen
 
 
-async def _rescore_all(
-    files: Sequence[SavedFile], settings: Mapping[str, HostSettings], *, zeroes_truncated: bool
-) -> list[RescoredRollout]:
-    """Score file after file. The workers' logs lie in a temporary directory, since the run's own is not changed."""
-    with tempfile.TemporaryDirectory(prefix="trivet-replay-") as logs:
-        places = {name: RunLayout(Path(logs)).eval_worker_log(name) for name in settings}
-        for place in places.values():
-            place.parent.mkdir(parents=True, exist_ok=True)
-        opening = open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=EnvWorkersConfig())
-        async with opening as pool, asyncio.TaskGroup() as tasks:
-            supervision = tasks.create_task(pool.run(), name="workers")
-            scored = [await rescore(pool, file, envs=settings, zeroes_truncated=zeroes_truncated) for file in files]
-            supervision.cancel()
-    return [rollout for rollouts in scored for rollout in rollouts]
-
-
 def _show(report: ReplayReport) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     for change in report.environments:
-        console.print(_make_table(change))
+        table = Table(title=Text(printable(change.env)))
+        for column in ("reward function", "mean before", "mean after", "changed", "rollouts"):
+            table.add_column(column, justify="left" if column == "reward function" else "right")
+        for function in change.functions:
+            means = ("" if mean is None else f"{mean:.4f}" for mean in (function.mean_before, function.mean_after))
+            table.add_row(Text(printable(function.name)), *means, str(function.num_changed), str(function.num_rollouts))
+        console.print(table)
         for reason, count in sorted(change.not_comparable.items()):
             console.print(f"not comparable, {reason}: {count} of {change.num_rollouts} rollouts", markup=False)
         if change.num_failed:
             failures = f"not scored: {change.num_failed} of {change.num_rollouts} rollouts; the first: {change.first_error}"
             console.print(printable(failures), markup=False)
     if report.most_changed:
-        console.print(_changed_table(report.most_changed))
+        table = Table(title="rollouts that changed most")
+        for column in ("step", "environment", "example", "index", "before", "after"):
+            table.add_column(column, justify="left" if column == "environment" else "right")
+        table.add_column("completion", overflow="fold")
+        for rollout in report.most_changed:
+            after = "" if rollout.reward_after is None else f"{rollout.reward_after:.4f}"
+            place = (str(rollout.step), Text(printable(rollout.env)), str(rollout.example_id), str(rollout.index))
+            table.add_row(*place, f"{rollout.reward_before:.4f}", after, Text(printable(rollout.completion)))
+        console.print(table)
     console.print(
         f"{report.num_changed} of {report.num_scored} scored rollouts have another reward; {report.num_rollouts} were saved",
         markup=False,
     )
-
-
-def _make_table(change: EnvironmentChange) -> Table:
-    table = Table(title=Text(printable(change.env)))
-    for column in ("reward function", "mean before", "mean after", "changed", "rollouts"):
-        table.add_column(column, justify="left" if column == "reward function" else "right")
-    for function in change.functions:
-        means = ("" if mean is None else f"{mean:.4f}" for mean in (function.mean_before, function.mean_after))
-        table.add_row(Text(printable(function.name)), *means, str(function.num_changed), str(function.num_rollouts))
-    return table
-
-
-def _changed_table(rescored: Sequence[RescoredRollout]) -> Table:
-    table = Table(title="rollouts that changed most")
-    for column in ("step", "environment", "example", "index", "before", "after"):
-        table.add_column(column, justify="left" if column == "environment" else "right")
-    table.add_column("completion", overflow="fold")
-    for rollout in rescored:
-        after = "" if rollout.reward_after is None else f"{rollout.reward_after:.4f}"
-        place = (str(rollout.step), Text(printable(rollout.env)), str(rollout.example_id), str(rollout.index))
-        table.add_row(*place, f"{rollout.reward_before:.4f}", after, Text(printable(rollout.completion)))
-    return table

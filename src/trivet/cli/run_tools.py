@@ -27,7 +27,7 @@ from trivet.view.evaluations import FoundEvaluation, find_evaluations
 from trivet.view.metrics import ENTROPY, LOSS, MISMATCH, REWARD, STEP_TIME, THROUGHPUT, MetricKey
 from trivet.view.run import ViewedRun, name_runs, open_run
 from trivet.view.status import StatusClock, describe_run, read_status, watch_status
-from trivet.wire.status import RunState, RunStatus
+from trivet.wire.status import RunState
 
 EVALUATION_COLUMNS = ("policy", "environment", "mean reward", "± (95 %)", "pass@k", "k", "examples", "failed")
 _PIPED_WIDTH = 10_000
@@ -55,11 +55,7 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print what the run is doing, or how it ended, in words; returns the exit code.
-
-    Raises:
-        ConfigError: the directory holds no run.
-    """
+    """Print what the run is doing, or how it ended, in words; returns the exit code."""
     layout = RunLayout(arguments.output_dir)
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(read_status(layout)), indent=1).decode() + "\n")
@@ -82,11 +78,7 @@ def configure_view(parser: argparse.ArgumentParser) -> None:
 
 
 def run_view(arguments: argparse.Namespace) -> int:
-    """Serve runs as a web page until SIGINT or SIGTERM; returns the exit code.
-
-    Raises:
-        ConfigError: a directory holds no run, or the port is taken.
-    """
+    """Serve runs as a web page until SIGINT or SIGTERM; returns the exit code."""
     layouts = [open_run(directory) for directory in arguments.output_dirs]
     runs = [ViewedRun(layout, name=name) for layout, name in zip(layouts, name_runs(arguments.output_dirs), strict=True)]
     from trivet.view.api import Api
@@ -111,18 +103,13 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Prove from what a run left behind that it kept its promises; returns 0 when it kept every one, else 1.
-
-    Raises:
-        ConfigError: the directory holds no run.
-        HistoryError: its events.jsonl cannot be read.
-    """
+    """Prove from what a run left behind that it kept its promises; returns 0 when it kept every one, else 1."""
     from trivet.history.check import check_run, describe_report
 
     layout = RunLayout(arguments.output_dir)
-    report = check_run(layout)
-    print(printable(describe_report(report, events=layout.events)))
-    return 1 if report.breaches else 0
+    history = check_run(layout)
+    print(printable(describe_report(history, events=layout.events)))
+    return 1 if history.ledger.breaches else 0
 
 
 def configure_merge(parser: argparse.ArgumentParser) -> None:
@@ -133,12 +120,7 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
 
 
 def run_merge(arguments: argparse.Namespace) -> int:
-    """Write an adapter and its base model as one whole model; returns the exit code.
-
-    Raises:
-        ConfigError: there is no such adapter or base model, or the output is there already.
-        WeightsError: the adapter is not what was published.
-    """
+    """Write an adapter and its base model as one whole model; returns the exit code."""
     from trivet.trainer.model.lora import merge
 
     base = merge(arguments.adapter, output=arguments.output, base=arguments.base)
@@ -154,11 +136,7 @@ def configure_evals(parser: argparse.ArgumentParser) -> None:
 
 
 def run_evals(arguments: argparse.Namespace) -> int:
-    """Browse the evaluations until a key ends it, or print their list where there is no terminal; returns the exit code.
-
-    Raises:
-        ConfigError: the directory holds no evaluation.
-    """
+    """Browse the evaluations until a key ends it, or print their list where there is no terminal; returns the exit code."""
     found = find_evaluations(arguments.directory)
     if sys.stdin.isatty() and sys.stdout.isatty():
         from trivet.cli.screens import EVALUATIONS, TerminalApp
@@ -193,11 +171,7 @@ def configure_top(parser: argparse.ArgumentParser) -> None:
 
 
 def run_top(arguments: argparse.Namespace) -> int:
-    """Show the run at a glance until a key ends it; returns the exit code.
-
-    Raises:
-        ConfigError: the directory holds no run.
-    """
+    """Show the run at a glance until a key ends it; returns the exit code."""
     viewed, console = ViewedRun(open_run(arguments.output_dir), name=arguments.output_dir.name), Console()
     if not arguments.once and console.is_terminal and sys.stdin.isatty():
         from trivet.cli.screens import RUN, TerminalApp
@@ -226,10 +200,17 @@ def picture(viewed: ViewedRun, *, width: int) -> RenderableType:
         if len(values):
             numbers = (f"{value:.4g}" for value in (values[-1], values.min(), values.max()))
             curves.add_row(label, *numbers, Text(sparkline(values, width=max(8, width - 60)), style="cyan"))
+    progress = Text("")
+    if status is not None and status.max_steps:
+        step = max((report.step for role in status.roles for report in role.reports), default=0)
+        num_bars = max(10, width - 24)
+        num_filled = round(num_bars * min(1.0, step / status.max_steps))
+        bars = ("━" * num_filled, "green"), ("━" * (num_bars - num_filled), "dim")
+        progress = Text.assemble(*bars, f" {step}/{status.max_steps} steps")
     awaited = Text("no step has ended yet: curves appear with the first", style="dim")
     return Group(
         Text(head, style=f"bold {style}"),
-        _progress(status, width=width),
+        progress,
         *(Text(line) for line in lines[:error_at]),
         curves if curves.row_count else awaited,
         *(Text(line, style="red") for line in lines[error_at:]),
@@ -245,14 +226,3 @@ def sparkline(values: np.ndarray, *, width: int) -> str:
     low, high = float(means.min()), float(means.max())
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((float(mean) - low) * scale)] for mean in means)
-
-
-def _progress(status: RunStatus | None, *, width: int) -> RenderableType:
-    if status is None or not status.max_steps:
-        return Text("")
-    step = max((report.step for role in status.roles for report in role.reports), default=0)
-    num_bars = max(10, width - 24)
-    num_filled = round(num_bars * min(1.0, step / status.max_steps))
-    return Text.assemble(
-        ("━" * num_filled, "green"), ("━" * (num_bars - num_filled), "dim"), f" {step}/{status.max_steps} steps"
-    )

@@ -219,16 +219,17 @@ class EvaluationsScreen(Screen[None]):
         """Go to the next rollout that contains the text, after the last rollout from the first one on."""
         self.action_close_search()
         order = [*range(self._place + 1, len(self._shown)), *range(min(self._place + 1, len(self._shown)))]
+
+        def find() -> int | None:
+            pairs = ((place, zip(self._rollouts, self._shown[place], strict=True)) for place in order)
+            return next((place for place, pair in pairs if any(file.contains(head, event.value) for file, head in pair)), None)
+
         # On a thread: to read all conversations may take seconds.
-        place = await asyncio.to_thread(self._find, event.value, order) if event.value else self._place
+        place = await asyncio.to_thread(find) if event.value else self._place
         if place is None:
             self._warn(f"no rollout contains {one_line(event.value)!r}")
         else:
             self._go(place)
-
-    def _find(self, text: str, order: Sequence[int]) -> int | None:
-        pairs = ((place, zip(self._rollouts, self._shown[place], strict=True)) for place in order)
-        return next((place for place, pair in pairs if any(file.contains(head, text) for file, head in pair)), None)
 
     def _open(self, evaluations: Sequence[FoundEvaluation]) -> None:
         with ExitStack() as files:
@@ -259,13 +260,6 @@ class EvaluationsScreen(Screen[None]):
         self._place = max(0, min(place, len(self._shown) - 1))
         pair: RolloutPair = self._shown[self._place] if self._shown else ()
         rows = [file.row(head) for file, head in zip(self._rollouts, pair, strict=False)]
-        self.query_one("#position", Static).update(self._describe_position(pair, rows))
-        for index, column in enumerate(self.query(".column").results(VerticalScroll)):
-            text = _conversation(rows[index]) if index < len(rows) else Text("nothing to show", style="dim")
-            column.query_one(Static).update(text)
-            column.scroll_home(animate=False)
-
-    def _describe_position(self, pair: RolloutPair, rows: Sequence[RolloutRecord | None]) -> Text:
         order = f"{self._choice(FILTERS, PAIR_FILTERS, self._filter)[0]}, {self._choice(SORTS, PAIR_SORTS, self._sort)[0]}"
         texts = [f"rollout {self._place + 1 if pair else 0} of {len(self._shown)}", order]
         if pair:
@@ -274,7 +268,11 @@ class EvaluationsScreen(Screen[None]):
             texts.append(f"{num_damaged} damaged lines skipped")
         if len({str(row.prompt) for row in rows if row is not None}) > 1:
             texts.append("the prompts differ")
-        return Text(" · ".join(texts))
+        self.query_one("#position", Static).update(Text(" · ".join(texts)))
+        for index, column in enumerate(self.query(".column").results(VerticalScroll)):
+            text = _conversation(rows[index]) if index < len(rows) else Text("nothing to show", style="dim")
+            column.query_one(Static).update(text)
+            column.scroll_home(animate=False)
 
     def _warn(self, text: str) -> None:
         self.notify(text, severity="warning", markup=False)
@@ -291,20 +289,16 @@ def _conversation(row: RolloutRecord | None) -> Text:
     for message in messages[:_MAX_MESSAGES]:
         role = one_line(str(message.get("role", "")))
         text.append(f"\n{role}\n", style=_STYLES.get(role, "bold"))
-        text.append(f"{_message(message)}\n")
+        try:
+            content = message_text(message)
+        except (AttributeError, KeyError, TypeError):  # a message of another form is shown as it is
+            content = str(message)
+        if len(content) > _MAX_MESSAGE_CHARS:
+            content = f"{content[:_MAX_MESSAGE_CHARS]}… ({len(content)} characters)"
+        text.append(printable(content.replace("\r\n", "\n").expandtabs(4)) + "\n")
     if len(messages) > _MAX_MESSAGES:
         text.append(f"\n… {len(messages) - _MAX_MESSAGES} more messages", style="dim")
     return text
-
-
-def _message(message: Mapping[str, Any]) -> str:
-    try:
-        text = message_text(message)
-    except (AttributeError, KeyError, TypeError):  # a message of another form is shown as it is
-        text = str(message)
-    if len(text) > _MAX_MESSAGE_CHARS:
-        text = f"{text[:_MAX_MESSAGE_CHARS]}… ({len(text)} characters)"
-    return printable(text.replace("\r\n", "\n").expandtabs(4))
 
 
 def _title(evaluation: FoundEvaluation) -> str:

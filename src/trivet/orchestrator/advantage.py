@@ -1,7 +1,7 @@
 """Maps `[orchestrator.advantage]` to the function that the dispatcher calls on each finished group.
 
-Whatever the function, what it returns is checked: a wrong shape or a value that is not finite would otherwise reach the
-optimizer. As a program it tries a custom function for the launcher, which imports no user code.
+The values that a function returns are checked: a wrong shape or a value that is not finite would otherwise reach the optimizer.
+As a program it tries a custom function for the launcher, which imports no user code.
 """
 
 import sys
@@ -37,13 +37,33 @@ _PROBES = (
 
 
 def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
-    """Return the function that `config` names. It checks what it returns.
-
-    Raises:
-        ConfigError: a custom function cannot be imported, refuses what it is given, or returns what cannot be trained on.
-    """
+    """Return the function that `config` names. It checks what it returns."""
+    name = f'orchestrator.advantage "{config.type}"'
     if config.type == "custom":
-        function = _load_custom(config)
+        path = config.import_path or ""
+        name = f'orchestrator.advantage.import_path "{config.import_path}"'
+        if not path.replace(":", ".").rpartition(".")[0]:
+            raise ConfigError(f'{name} must be "module.function"; the module has to be installed, or on PYTHONPATH')
+        try:
+            custom: Callable[..., Any] = import_by_path(path)
+        except Exception as exc:  # importing runs the user's code
+            raise ConfigError(
+                f"{name} cannot be imported ({type(exc).__name__}: {exc}); give module.function of a module that"
+                " is installed, or on PYTHONPATH"
+            ) from exc
+
+        def function(inputs: AdvantageInputs) -> Any:
+            return custom(inputs, **config.kwargs)
+
+        for probe in _PROBES:
+            try:
+                _checked(function, probe)
+            except Exception as exc:  # the user's code
+                raise ConfigError(
+                    f"{name} called with rewards {probe.rewards.tolist()}, completion_lengths"
+                    f" {probe.completion_lengths.tolist()} and kwargs {config.kwargs} failed ({type(exc).__name__}: {exc});"
+                    " it takes (inputs, **kwargs) and returns one finite number per rollout"
+                ) from exc
     else:
         function = {
             "default": length_weighted_mean if config.length_weighted_mean else mean_baseline,
@@ -55,41 +75,12 @@ def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
         }[config.type]
 
     def checked(inputs: AdvantageInputs) -> np.ndarray:
-        """Return the advantages, or raise BatchError with the name of the function that failed."""
         try:
             return _checked(function, inputs)
         except Exception as exc:  # a custom function is the user's code: whatever it raises ends the run with its name
-            raise BatchError(f"{_name(config)} of rewards {inputs.rewards.tolist()} failed: {exc}") from exc
+            raise BatchError(f"{name} of rewards {inputs.rewards.tolist()} failed: {exc}") from exc
 
     return checked
-
-
-def _load_custom(config: AdvantageConfig) -> AdvantageFunction:
-    path = config.import_path or ""
-    if not path.replace(":", ".").rpartition(".")[0]:
-        raise ConfigError(f'{_name(config)} must be "module.function"; the module has to be installed, or on PYTHONPATH')
-    try:
-        function: Callable[..., Any] = import_by_path(path)
-    except Exception as exc:  # importing runs the user's code
-        raise ConfigError(
-            f"{_name(config)} cannot be imported ({type(exc).__name__}: {exc}); give module.function of a module that"
-            " is installed, or on PYTHONPATH"
-        ) from exc
-
-    def bound(inputs: AdvantageInputs) -> Any:
-        """Call the custom function with its configured arguments."""
-        return function(inputs, **config.kwargs)
-
-    for probe in _PROBES:
-        try:
-            _checked(bound, probe)
-        except Exception as exc:  # the user's code
-            raise ConfigError(
-                f"{_name(config)} called with rewards {probe.rewards.tolist()}, completion_lengths"
-                f" {probe.completion_lengths.tolist()} and kwargs {config.kwargs} failed ({type(exc).__name__}: {exc});"
-                " it takes (inputs, **kwargs) and returns one finite number per rollout"
-            ) from exc
-    return bound
 
 
 def _checked(function: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs) -> np.ndarray:
@@ -102,14 +93,8 @@ def _checked(function: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs
     return advantages
 
 
-def _name(config: AdvantageConfig) -> str:
-    if config.type == "custom":
-        return f'orchestrator.advantage.import_path "{config.import_path}"'
-    return f'orchestrator.advantage "{config.type}"'
-
-
 def main() -> int:
-    """Try the function of the section that stands on standard input as JSON; what is wrong is said on standard error."""
+    """Try the function of the section on standard input, which is JSON; a problem is written to standard error."""
     try:
         make_advantage(AdvantageConfig.model_validate_json(sys.stdin.read()))
     except ConfigError as exc:

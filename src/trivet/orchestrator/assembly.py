@@ -1,33 +1,42 @@
-"""Makes the loop of a run from its configuration, its checkpoint and its open connections. Called by `orchestrator.start`.
+"""Makes the loop of a run and its connections from the configuration and the checkpoint. Called by `orchestrator.start`.
 
 Every part is made here and nowhere else; none starts to run here.
 """
 
+import logging
+import os
 from collections.abc import Mapping
 
+from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
+from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.evaluation.evaluate import Evaluator
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer, rollout_filters
 from trivet.orchestrator.checkpoint import OrchestratorPart, data_of
-from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher
-from trivet.orchestrator.group_runner import group_runner
+from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher, group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, schedule_series
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.prompt_lengths import limits_of
+from trivet.orchestrator.prompts import limits_of
 from trivet.orchestrator.replay import UNLIMITED_STEPS, ReplaySource, UnservedPolicy
 from trivet.orchestrator.sampler import ExampleSampler
-from trivet.orchestrator.teacher import Teacher, is_taught, taught
+from trivet.orchestrator.teacher import Teacher, is_scored
 from trivet.process.event_loop import LoopLag, lag_metrics
+from trivet.secret import RunSecret, find_secret
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.messages import BatchSender
+from trivet.transport.zeromq import ZmqSender
+from trivet.weights.catalog import latest_version
+from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Drop
-from trivet.wire.versions import GroupId, PolicyVersion
+from trivet.wire.versions import START_VERSION, GroupId, PolicyVersion
+
+logger = logging.getLogger(__name__)
 
 
 def make_loop(
@@ -44,9 +53,6 @@ def make_loop(
 
     Args:
         part: the checkpoint part that the run starts from; empty at the start of a new run.
-
-    Raises:
-        ConfigError: a custom advantage or an evaluation cannot be used.
     """
     layout, fill_changed, lag = RunLayout(config.output_dir), ChangeEvent(), LoopLag()
     examples = {env.label: environments.infos[env.label].example_hashes for env in config.env}
@@ -54,12 +60,11 @@ def make_loop(
     buffer, waiting = _make_buffer(config, part, telemetry, has_teacher=teacher is not None)
     resumed_draws, gone = sampler.locate_draws(waiting.in_flight)
     buffer.gone(gone)
-    run_group = group_runner(environments, config)
     dispatcher = Dispatcher(
         config,
         sampler=sampler,
         buffer=buffer,
-        run_group=run_group if teacher is None else taught(run_group, teacher, seq_len=config.seq_len),
+        run_group=group_runner(environments, config, teacher),
         servers=servers,
         advantage=make_advantage(config.advantage),
         on_group_end=fill_changed.notify,
@@ -123,13 +128,7 @@ def make_loop(
 
 
 def make_replay_loop(config: OrchestratorConfig, part: OrchestratorPart, *, sender: BatchSender, telemetry: Telemetry) -> Loop:
-    """Return the loop of a run that trains on the rollouts in `config.replay`: it has no servers and no environments.
-
-    Raises:
-        BatchError: the record cannot be read.
-        CheckpointError: `part` is of a replay of another run.
-        ConfigError: a custom advantage cannot be used.
-    """
+    """Return the loop of a run that trains on the rollouts in `config.replay`: it has no servers and no environments."""
     fill_changed, lag = ChangeEvent(), LoopLag()
     buffer, _ = _make_buffer(config, part, telemetry, has_teacher=False)
     source = ReplaySource(
@@ -165,7 +164,7 @@ def usable_groups(waiting: BufferState, *, skip: bool, has_teacher: bool) -> tup
     if skip:
         ids = [*(group.group_id for group in waiting.ready), *waiting.in_flight_ids]
         return BufferState(), dict.fromkeys(ids, "ckpt.skip_buffer")
-    unscored = [group.group_id for group in waiting.ready if has_teacher and not is_taught(group)]
+    unscored = [group.group_id for group in waiting.ready if has_teacher and not is_scored(group)]
     ready = [group for group in waiting.ready if group.group_id not in unscored]
     return BufferState(ready=ready, in_flight=waiting.in_flight), dict.fromkeys(unscored, "no_teacher_logprobs")
 
@@ -190,3 +189,60 @@ def _make_buffer(
 
 def _lag_gauges(lag: LoopLag) -> Mapping[str, float]:
     return lag_metrics("event_loop_lag", lag.take(), ("min", "mean", "med", "p90", "max"))
+
+
+def make_servers(config: OrchestratorConfig, telemetry: Telemetry) -> ServerPool:
+    """Return the inference servers of the run, which it may change. None is asked yet."""
+    client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
+    return ServerPool(
+        client,
+        make_client=lambda url: inference_client(client, url, timeout_s=client.admin_timeout, secret=secret),
+        write_event=telemetry.write_event,
+    )
+
+
+def make_teacher(config: OrchestratorConfig) -> Teacher | None:
+    """Return the teacher of the run, None without one."""
+    if config.teacher_model is None:
+        return None
+    client = config.teacher_model.client
+    return Teacher(config.teacher_model, [inference_client(client, url) for url in client.base_url])
+
+
+def inference_client(
+    config: ClientConfig, url: str, *, timeout_s: float | None = None, secret: RunSecret | None = None
+) -> InferenceClient:
+    """Return a client for the server at `url`.
+
+    Args:
+        secret: None where the server is asked only.
+    """
+    return InferenceClient(
+        url,
+        timeout_s=timeout_s or config.timeout,
+        find_token=lambda: secret.token if secret else None,
+        headers=config.request_headers(url, os.environ),
+    )
+
+
+def make_sender(config: OrchestratorConfig) -> BatchSender:
+    """Return the connection that sends batches to the trainer."""
+    layout = RunLayout(config.output_dir)
+    return ZmqSender(
+        config.rollout_transport,
+        secret=find_secret(layout, environ=os.environ),
+        run=config.run,
+        has_arrived=lambda batch: is_trained(batch, layout),
+    )
+
+
+def is_trained(batch: Batch, layout: RunLayout) -> bool:
+    """Return whether a published policy shows that the trainer had `batch`.
+
+    A trainer answers nobody before it has removed the policies that an earlier attempt left.
+    """
+    try:
+        return batch.purpose is BatchPurpose.TRAIN and (latest_version(layout) or START_VERSION) >= batch.step
+    except OSError as exc:
+        logger.warning("%s cannot be read to see whether batch %s was trained: %s", layout.weights, batch.step, exc)
+        return False

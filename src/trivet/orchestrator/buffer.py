@@ -34,7 +34,7 @@ from trivet.algorithms.filters import (
 from trivet.algorithms.rounding import are_equal, rounding_error
 from trivet.algorithms.staleness import is_stale
 from trivet.config.schema.orchestrator import OrchestratorConfig
-from trivet.orchestrator.prompt_lengths import MAX_NAMED, PromptLimits
+from trivet.orchestrator.prompts import MAX_NAMED, PromptLimits
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group
@@ -184,14 +184,14 @@ class GroupBuffer:
         return self._first_failure or self._first_filtered
 
     def dispatched(self, draw: Draw, *, version: PolicyVersion, server: str = "") -> None:
-        """A group starts, or starts again because its last try was lost."""
+        """Note that a group starts, or starts again because its last try was lost."""
         self._in_flight[draw.group_id] = (draw, version)
         self._write_event(
             Dispatch(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, version=version, server=server)
         )
 
     def finished(self, group: Group) -> None:
-        """Advantages are set; the group becomes ready or is filtered."""
+        """Make a group whose advantages are set ready, or filter it."""
         del self._in_flight[group.group_id]
         rewards = group.rewards
         num_sampled = sum(sample.num_loss_tokens for rollout in group.rollouts for sample in rollout.samples)
@@ -244,8 +244,7 @@ class GroupBuffer:
 
     def cancelled(self, group_id: GroupId, reason: str) -> None:
         """Drop a group that was cancelled for `reason`."""
-        draw, _ = self._in_flight.pop(group_id)
-        self._drop(draw, reason)
+        self._drop(self._in_flight.pop(group_id)[0], reason)
 
     def gone(self, draws: Sequence[Draw]) -> None:
         """Drop groups of a checkpoint whose examples the data sets no longer have."""
@@ -253,11 +252,11 @@ class GroupBuffer:
             self._drop(draw, "example_gone")
 
     def stale_in_flight(self, step: Step) -> list[GroupId]:
-        """Groups whose first tokens are already too old for the batch being filled."""
+        """Return the groups whose first tokens are already too old for the batch being filled."""
         return [group_id for group_id, (_, version) in self._in_flight.items() if self._is_stale(step, version)]
 
     def take_batch(self, step: Step, *, num_groups: int) -> list[Group] | None:
-        """The oldest `num_groups` ready groups for batch `step`, None while there are fewer; stale ones are dropped first."""
+        """Drop stale groups, and return the oldest `num_groups` ready ones for batch `step`; None while there are fewer."""
         fresh: list[Group] = []
         for group in self._ready:
             if self._is_stale(step, group.oldest_version):

@@ -68,12 +68,7 @@ def data_of(infos: Mapping[str, EnvironmentInfo]) -> dict[str, DataRecord]:
 
 
 def read_part(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorPart:
-    """Return the orchestrator's part of checkpoint `step`.
-
-    Raises:
-        CheckpointError: missing, unreadable, of another schema, or made with another group size, which the groups that wait in
-            it have.
-    """
+    """Return the orchestrator's part of checkpoint `step`."""
     part = read_state(layout, step, OrchestratorPart)
     if part.rollouts_per_example != rollouts_per_example:
         raise CheckpointError(

@@ -24,22 +24,27 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from trivet.algorithms.advantages import AdvantageFunction
+from trivet.algorithms.advantages import AdvantageFunction, AdvantageInputs
 from trivet.algorithms.concurrency import TokenBucket
+from trivet.algorithms.packing import truncate
 from trivet.algorithms.rounding import round_down
 from trivet.algorithms.staleness import may_dispatch, required_version
 from trivet.backoff import backoff_s
 from trivet.client.server_pool import ServerPool
 from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.environments.port import EnvironmentPool
+from trivet.environments.settings import sampling_arguments
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.group_runner import RunDrawnGroup, make_group
 from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.wire.rollouts import Rollout
+from trivet.orchestrator.teacher import Teacher
+from trivet.wire.groups import GroupRequest
+from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import START_VERSION, GroupId, PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
@@ -54,6 +59,50 @@ _MAX_TRIES = 5
 """Tries of a group. Their pauses add up to 7 s: more than the 5 s between two probes that notice the loss of a server."""
 _RETRY_PAUSE_S = 1.0
 """Before the third try; doubles with each. The second follows at once, most likely on another server."""
+
+
+RunDrawnGroup = Callable[[Draw, str], Awaitable[list[Rollout]]]
+"""Runs the group of a draw on the server at a base URL and returns its scored rollouts."""
+
+
+def group_runner(pool: EnvironmentPool, config: OrchestratorConfig, teacher: Teacher | None = None) -> RunDrawnGroup:
+    """Return a function that runs groups in a pool of environments, and then has the teacher score them.
+
+    All requests of a group go to one server, so that its prompt is computed once. Its sampling follows from the draw alone, so
+    that a group dispatched again is sampled alike.
+    """
+    by_env = {env.label: env.sampling.over(config.sampling) for env in config.env}
+
+    async def run(draw: Draw, base_url: str) -> list[Rollout]:
+        sampling = by_env[draw.env]
+        temperature = sampling.temperature_at(draw.step, max_steps=config.max_steps)
+        rollouts = await pool.run_group(
+            GroupRequest(
+                group_id=draw.group_id,
+                env=draw.env,
+                example_id=draw.example_id,
+                num_rollouts=config.rollouts_per_example,
+                base_url=base_url,
+                sampling=sampling_arguments(sampling, temperature=temperature),
+            )
+        )
+        if teacher is not None:
+            await teacher.score_rollouts(rollouts, seq_len=config.seq_len)
+        return rollouts
+
+    return run
+
+
+def make_group(draw: Draw, rollouts: list[Rollout], *, config: OrchestratorConfig, advantage: AdvantageFunction) -> Group:
+    """Return the group of `draw`: its samples cut to `seq_len`, rewards of cut rollouts as configured, advantages set."""
+    group = Group(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, rollouts=rollouts)
+    for rollout in rollouts:
+        rollout.samples = [truncate(sample, seq_len=config.seq_len) for sample in rollout.samples]
+        if config.zero_truncated_completions and rollout.is_truncated:
+            rollout.reward = 0.0
+    for rollout, value in zip(rollouts, advantage(AdvantageInputs.of(group)), strict=True):
+        rollout.advantage = float(value)
+    return group
 
 
 class ChangeEvent:
@@ -156,8 +205,15 @@ class Dispatcher:
         """Start groups as they may start, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                self._cancel_stale()
-                self._draw_round()
+                if self.step != self._stale_checked_for:  # a group in flight grows old with the step alone
+                    self._stale_checked_for = self.step
+                    for group_id in self._buffer.stale_in_flight(self.step):
+                        # Without a try, the group waits for one, which starts from a newer policy.
+                        if (attempt := self._tries.get(group_id)) is not None:
+                            self._cancel(attempt)
+                            self._buffer.cancelled(group_id, "stale")
+                if self._config.deterministic:
+                    self._draw_round()
                 num_started = 0
                 while (pause_s := self._pause_s()) == 0 and self._start_next(tasks):
                     num_started += 1
@@ -182,20 +238,10 @@ class Dispatcher:
         self.changed.notify()
         self._on_group_end()
 
-    def _cancel_stale(self) -> None:
-        if self.step == self._stale_checked_for:
-            return  # a group in flight grows old with the step alone
-        self._stale_checked_for = self.step
-        for group_id in self._buffer.stale_in_flight(self.step):
-            if (attempt := self._tries.get(group_id)) is not None:  # else it waits for a try, which starts from a newer policy
-                self._cancel(attempt)
-                self._buffer.cancelled(group_id, "stale")
-
     def _draw_round(self) -> None:
-        """Draw what the batch still lacks in a deterministic run, once every group drawn before has ended."""
+        """Draw the groups that the batch still lacks, once every group drawn before has ended."""
         required = required_version(step=self.step, max_async_level=self._config.max_async_level)
-        is_over = not (self._undispatched or self._buffer.num_in_flight)
-        if self._config.deterministic and is_over and self.version == required:
+        if not self._undispatched and not self._buffer.num_in_flight and self.version == required:
             num_groups = self._config.batch_size // self._group_size - self._buffer.num_ready
             draws = [self._sampler.take(self.step) for _ in range(num_groups)]
             self._undispatched.extend(draw for draw in draws if draw is not None)
@@ -261,7 +307,7 @@ class Dispatcher:
         is_infrastructure = False
         rollouts: list[Rollout] = []
         try:
-            rollouts = await self._run_group(draw, base_url=attempt.server)
+            rollouts = await self._run_group(draw, attempt.server)
         except WorkerLost as exc:
             lost = str(exc)
         except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this group only
@@ -282,9 +328,11 @@ class Dispatcher:
                 self._lost(attempt, lost)
             elif error:
                 logger.warning("group failed group=%s env=%s: %s", draw.group_id, draw.env, error)
-                self._fail(draw, error, kind=kind, is_infrastructure=is_infrastructure)
+                self._settle(
+                    draw, partial(self._buffer.failed, draw.group_id, error, kind=kind, is_infrastructure=is_infrastructure)
+                )
             else:
-                self._settle(draw, lambda: self._finish(draw, rollouts))
+                self._settle(draw, partial(self._finish, draw, rollouts))
             self.changed.notify()
             self._on_group_end()
             await asyncio.sleep(0)
@@ -305,10 +353,6 @@ class Dispatcher:
         self._buffer.finished(group)
         self._sampler.finished(group, draw, step=self.step)
 
-    def _fail(self, draw: Draw, error: str, *, kind: str, is_infrastructure: bool) -> None:
-        failed = self._buffer.failed
-        self._settle(draw, lambda: failed(draw.group_id, error, kind=kind, is_infrastructure=is_infrastructure))
-
     def _cancel(self, attempt: _Try) -> None:
         if attempt.task is not None:
             attempt.task.cancel()
@@ -323,7 +367,7 @@ class Dispatcher:
         draw, number = attempt.draw, attempt.number
         if number >= _MAX_TRIES:
             error = f"WorkerLost: lost {number} times, the last time because {reason}"
-            self._fail(draw, error, kind="WorkerLost", is_infrastructure=True)
+            self._settle(draw, partial(self._buffer.failed, draw.group_id, error, kind="WorkerLost", is_infrastructure=True))
             return
         pause_s = backoff_s(number - 1, first_s=_RETRY_PAUSE_S) if number > 1 else 0.0
         self._retries.append(_Try(draw=draw, number=number + 1, not_before=self._clock() + pause_s))

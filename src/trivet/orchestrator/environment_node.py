@@ -1,23 +1,66 @@
-"""Entry of the environment workers of a node that has no orchestrator, started by the launcher of a run over several nodes.
+"""Loads the environments of a run in worker processes, for the orchestrator.
 
-It reads the orchestrator's configuration, with the number of its own node: `@ orchestrator.toml --env-nodes.own 2`.
+As a program it is the entry of the environment workers of a node that has no orchestrator, started by the launcher of a run over
+several nodes. It reads the orchestrator's configuration, with the number of its own node: `@ orchestrator.toml --env-nodes.own 2`.
 """
 
 import asyncio
 import os
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
+from trivet.config.schema.environment import EnvNodesConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.environments.nodes.node_pools import open_node_pools
 from trivet.environments.nodes.pool_server import PoolServer
 from trivet.environments.packages.interpreters import require_environment
+from trivet.environments.port import EnvironmentPool
+from trivet.environments.settings import run_settings
+from trivet.environments.workers.pool import WorkerPool, open_worker_pool
 from trivet.errors import ConfigError
-from trivet.orchestrator.connections import open_own_workers
+from trivet.process.proxies import direct_variables
 from trivet.process.event_loop import run_until_signalled, show_tasks_on_signal
 from trivet.secret import find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 from trivet.wire.status import RUNNING_GROUPS
+
+
+@asynccontextmanager
+async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[EnvironmentPool, None]:
+    """Load every environment of the run in worker processes, on this node and on others; a replay has none."""
+    if config.replay is not None:
+        async with open_worker_pool([], log_of=RunLayout(config.output_dir).env_worker_log, limits=config) as pool:
+            yield pool
+        return
+    nodes = config.env_nodes
+    if nodes is None:
+        async with open_own_workers(config) as pool:
+            yield pool
+        return
+    async with AsyncExitStack() as opened:
+        local = await opened.enter_async_context(open_own_workers(config)) if nodes.own in nodes.nodes else None
+        secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
+        timeout_s = config.env_start_timeout_s
+        yield await opened.enter_async_context(open_node_pools(local, nodes, secret=secret, timeout_s=timeout_s))
+
+
+def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "") -> AbstractAsyncContextManager[WorkerPool]:
+    """Load every environment of the run in worker processes of this machine.
+
+    Args:
+        name_suffix: of the names of workers and of their logs, where a run has workers on several nodes.
+    """
+    teacher = config.teacher_model.client.base_url if config.teacher_model is not None else []
+    # Judges and tools in the workers have clients of their own, which read these variables.
+    os.environ.update(direct_variables(os.environ, [*config.client.base_url, *teacher]))
+    settings = list(run_settings(config).values())
+    layout = RunLayout(config.output_dir)
+    return open_worker_pool(
+        settings, log_of=lambda env: layout.env_worker_log(f"{env}{name_suffix}"), limits=config, name_suffix=name_suffix
+    )
 
 
 def main() -> int:
@@ -41,16 +84,16 @@ def start(config: OrchestratorConfig) -> int:
         RunLayout(config.output_dir), role=f"env-workers-{config.env_nodes.own}", attempt=config.run.attempt
     )
     process_report.begin("loading environments")
-    return asyncio.run(_run(config))
+    return asyncio.run(_serve(config, config.env_nodes))
 
 
-async def _run(config: OrchestratorConfig) -> int:
+async def _serve(config: OrchestratorConfig, nodes: EnvNodesConfig) -> int:
+    """Serve until the launcher ends the process."""
+
     async def work() -> int:
-        """Serve until the launcher ends it."""
-        assert config.env_nodes is not None
-        async with open_own_workers(config, name_suffix=f"@{config.env_nodes.own}") as pool:
+        async with open_own_workers(config, name_suffix=f"@{nodes.own}") as pool:
             process_report.begin(RUNNING_GROUPS)
-            await PoolServer(pool, config.env_nodes, secret=find_secret(RunLayout(config.output_dir), environ=os.environ)).run()
+            await PoolServer(pool, nodes, secret=find_secret(RunLayout(config.output_dir), environ=os.environ)).run()
         return 0
 
     show_tasks_on_signal()

@@ -5,7 +5,7 @@ Consumes the servers' own metrics. Produces the dispatcher's `max_in_flight`. Wa
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from trivet.algorithms.concurrency import LoadSince, next_limit
 from trivet.client.inference_client import ServerLoad
@@ -43,7 +43,9 @@ class LoadWatcher:
         """Ask the servers at each interval, until cancelled."""
         while True:
             await self._sleep(self._config.interval)
-            self._look(await self._servers.server_loads())
+            loads = await self._servers.server_loads()
+            if loads:
+                self._adapt(loads)
 
     def metrics(self) -> dict[str, float]:
         """Return the limit and the last load as `concurrency/*`."""
@@ -56,9 +58,7 @@ class LoadWatcher:
             }
         return values
 
-    def _look(self, loads: list[ServerLoad]) -> None:
-        if not loads:
-            return
+    def _adapt(self, loads: Sequence[ServerLoad]) -> None:
         total = sum(load.num_preemptions for load in loads)
         # What a server counted before it was first asked, or while it was away, is not of the last seconds.
         before = self._seen[1] if self._seen is not None and self._seen[0] == len(loads) else total
@@ -70,14 +70,8 @@ class LoadWatcher:
         self._seen = len(loads), total
         if not self._config.adaptive:
             return
-        limit_before = self._dispatcher.max_in_flight
-        limit = next_limit(
-            limit_before,
-            self._last,
-            in_flight=self._dispatcher.rollouts_in_flight,
-            floor=self._floor,
-            ceiling=self._ceiling,
-        )
+        limit_before, in_flight = self._dispatcher.max_in_flight, self._dispatcher.rollouts_in_flight
+        limit = next_limit(limit_before, self._last, in_flight=in_flight, floor=self._floor, ceiling=self._ceiling)
         if limit != limit_before:
             logger.debug("rollouts in flight at most=%s before=%s load=%s", limit, limit_before, self._last)
             self._dispatcher.max_in_flight = limit

@@ -73,7 +73,7 @@ _FULL_COLLECTION_INTERVAL_S = 60.0
 
 @contextmanager
 def rare_collections() -> Generator[None, None, None]:
-    """Within it no full collection happens by itself; afterwards all is as before."""
+    """Let no full collection happen by itself within the block."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -86,7 +86,7 @@ def rare_collections() -> Generator[None, None, None]:
 
 
 async def _collect_at_intervals() -> None:
-    """Collect cycles of long-lived objects, so that they do not pile up, until cancelled."""
+    """Collect cycles of long-lived objects until cancelled."""
     while True:
         await asyncio.sleep(_FULL_COLLECTION_INTERVAL_S)
         gc.collect()

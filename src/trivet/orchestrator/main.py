@@ -51,7 +51,7 @@ def start(config: OrchestratorConfig) -> int:
 
 async def _run(config: OrchestratorConfig) -> int:
     """Exit code: 0 done, or committed as SIGUSR1 asks; 130 or 143 when a signal ended the run, 138 for SIGUSR1 too early."""
-    from trivet.orchestrator.connections import open_environments
+    from trivet.orchestrator.environment_node import open_environments
     from trivet.orchestrator.start import run
 
     running: list[Loop] = []

@@ -47,8 +47,15 @@ def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> di
         values[f"reward/{env}"] = _mean(rollout.reward for rollout in members)
         if len(by_env) > 1:
             values |= {f"{name}/{env}": value for name, value in _rollout_metrics(members).items()}
-    values |= _staleness_metrics(groups, step=step)
+    age = np.array([staleness(step=step, oldest=group.oldest_version) for group in groups])  # of its oldest token
+    tokens: Counter[int] = Counter()
+    for run in (run for rollout in rollouts for sample in rollout.samples for run in sample.versions):
+        tokens[staleness(step=step, oldest=run.version)] += run.length
     values |= {
+        "batch/off_policy_level/mean": float(age.mean()),
+        "batch/off_policy_level/max": float(age.max()),
+        "batch/off_policy_level/min": float(age.min()),
+        **{f"batch/off_policy_tokens/{level}": float(tokens[level]) for level in sorted(tokens)},
         "batch/loss_tokens": float(sum(sample.num_loss_tokens for rollout in rollouts for sample in rollout.samples)),
         "progress/tokens": float(num_tokens),
         "progress/samples": float(len(rollouts)),
@@ -69,6 +76,8 @@ def flow_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the groups that ended since the last batch, and of those in flight.
 
+    `error/*` are failed groups as shares of those that ended, by cause, error type and environment.
+
     Args:
         group_size: rollouts of each group.
         num_in_flight: groups that are being generated or scored.
@@ -76,7 +85,16 @@ def flow_metrics(
     """
     filtered = [group for group in counters.finished if group.filtered is not None]
     judged = [*(FinishedGroup.of(group) for group in groups), *filtered]
-    values = _judged_metrics(judged) | _finished_metrics(counters.finished) | _loss_metrics(counters)
+    values = _judged_metrics(judged) | _finished_metrics(counters.finished)
+    num_stale = sum(group.reason == "stale" for group in counters.dropped)
+    failed = counters.failed
+    if ended := len(counters.finished) + len(failed):
+        num_infrastructure = sum(group.is_infrastructure for group in failed)
+        values["error/mean"] = len(failed) / ended
+        values["error/infrastructure"] = num_infrastructure / ended
+        values["error/environment"] = (len(failed) - num_infrastructure) / ended
+        causes = Counter(name for group in failed for name in (group.reason, f"{group.env}/{group.reason}"))
+        values |= {f"error/{name}": count / ended for name, count in causes.items()}
     envs = {group.env for group in judged}
     for env in sorted(envs) if len(envs) > 1 else ():
         of_env = _judged_metrics([group for group in judged if group.env == env])
@@ -86,7 +104,8 @@ def flow_metrics(
         "batch/async_level": float(step - 1 - version),
         "batch/inflight_groups": float(num_in_flight),
         "batch/inflight_rollouts": float(num_in_flight * group_size),
-        "batch/cancelled_rollouts": float(sum(group.reason == "stale" for group in counters.dropped) * group_size),
+        "batch/stale_groups": float(num_stale),
+        "batch/cancelled_rollouts": float(num_stale * group_size),
         "batch/ready_groups": float(num_ready),
         "batch/overlong_prompts": float(sum(group.filtered is FilterReason.OVERLONG_PROMPT for group in filtered)),
     }
@@ -113,22 +132,6 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if temperatures := [sample.temperature for rollout in rollouts for sample in rollout.samples]:
         values["sampling/temperature"] = _mean(temperatures)
     return values
-
-
-def _staleness_metrics(groups: Sequence[Group], *, step: Step) -> dict[str, float]:
-    """Return the staleness of each group's oldest token (mean, max, min), and the number of tokens at each staleness."""
-    age = np.array([staleness(step=step, oldest=group.oldest_version) for group in groups])
-    tokens: Counter[int] = Counter()
-    for group in groups:
-        for rollout in group.rollouts:
-            for run in (run for sample in rollout.samples for run in sample.versions):
-                tokens[staleness(step=step, oldest=run.version)] += run.length
-    return {
-        "batch/off_policy_level/mean": float(age.mean()),
-        "batch/off_policy_level/max": float(age.max()),
-        "batch/off_policy_level/min": float(age.min()),
-        **{f"batch/off_policy_tokens/{level}": float(tokens[level]) for level in sorted(tokens)},
-    }
 
 
 def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
@@ -165,21 +168,6 @@ def _finished_metrics(finished: Sequence[FinishedGroup]) -> dict[str, float]:
         **{name.value: sum(group.found.count(name) for group in finished) for name in RolloutFilter},
     }
     return values | {f"filtered_rollouts/{name}": count / num_rollouts for name, count in counts.items()}
-
-
-def _loss_metrics(counters: GroupCounters) -> dict[str, float]:
-    """Return `error/*`: failed groups as shares of those that ended since the last batch, by cause, error type and environment."""
-    values = {"batch/stale_groups": float(sum(group.reason == "stale" for group in counters.dropped))}
-    ended = len(counters.finished) + len(counters.failed)
-    if not ended:
-        return values
-    values["error/mean"] = len(counters.failed) / ended
-    num_infrastructure = sum(group.is_infrastructure for group in counters.failed)
-    values["error/infrastructure"] = num_infrastructure / ended
-    values["error/environment"] = (len(counters.failed) - num_infrastructure) / ended
-    values |= {f"error/{kind}": count / ended for kind, count in Counter(group.reason for group in counters.failed).items()}
-    by_env = Counter((group.env, group.reason) for group in counters.failed)
-    return values | {f"error/{env}/{kind}": count / ended for (env, kind), count in by_env.items()}
 
 
 def _mean(values: Iterable[float]) -> float:

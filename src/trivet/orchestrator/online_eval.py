@@ -9,9 +9,10 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from trivet.config.layout import RunLayout
-from trivet.config.schema.environment import EnvConfig, ValConfig
+from trivet.config.schema.environment import SamplingConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import sampling_arguments
@@ -20,9 +21,10 @@ from trivet.evaluation.results import EarlierResults, read_summary
 from trivet.evaluation.scores import Summary, eval_metrics
 from trivet.orchestrator.dispatcher import ChangeEvent
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.step_directories import discard_after, list_steps
+from trivet.step_directories import list_steps
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
+from trivet.wire.groups import SamplingArguments
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -54,15 +56,17 @@ class ScheduledSeries:
         return version // self.series.interval > self.last // self.series.interval
 
 
+def _sampling_after(sampling: SamplingConfig, step: int, *, max_steps: int | None) -> SamplingArguments:
+    """Return the arguments with which the policy of `step` samples for training."""
+    return sampling_arguments(sampling, temperature=sampling.temperature_at(step + 1, max_steps=max_steps))
+
+
 def schedule_series(
     config: OrchestratorConfig, pool: EnvironmentPool, *, layout: RunLayout, resumed_from: PolicyVersion
 ) -> list[ScheduledSeries]:
     """Return the evaluations that `config` asks for, those of earlier attempts counted as done.
 
     Results of `resumed_from` that are to be made again are removed.
-
-    Raises:
-        ConfigError: an environment has nothing to evaluate on.
     """
     evals, val = config.eval, config.val
     scheduled: list[ScheduledSeries] = []
@@ -70,40 +74,29 @@ def schedule_series(
         made = [make_series(env, evals, pool_name=config.pool_name(env)) for env in evals.env]
         scheduled += [ScheduledSeries(series=series, is_val=False) for series in made]
     if val is not None:
-        scheduled += [ScheduledSeries(series=_val_series(env, val, config), is_val=True) for env in config.env]
-    for one in scheduled:
-        name = one.series.name
-        one.series.make_task(pool.infos[one.series.pool_name], step=0, digest="")  # refuses now what it would refuse later
+        for env in config.env:
+            series = EvalSeries(
+                name=f"{VAL}/{env.label}",
+                env=env,
+                pool_name=env.label,
+                interval=val.interval,
+                num_examples=val.num_examples,
+                rollouts_per_example=val.rollouts_per_example,
+                sampling=partial(_sampling_after, env.sampling.over(config.sampling), max_steps=config.max_steps),
+            )
+            scheduled.append(ScheduledSeries(series=series, is_val=True))
+    for entry in scheduled:
+        name = entry.series.name
+        entry.series.make_task(pool.infos[entry.series.pool_name], step=0, digest="")  # refuses now what it would refuse later
         evaluated = [step for step in list_steps(layout.evals) if step <= resumed_from]
         complete = [step for step in evaluated if read_summary(layout.evals_step(step, name)) is not None]
-        one.last = PolicyVersion(max(complete)) if complete else None
-        if one.last is None and (one.is_val or (evals is not None and not evals.eval_base_model)):
-            one.last = START_VERSION  # which is left out, so the first multiple is the first to be due, resumed or not
-        elif evals is not None and not evals.skip_eval_on_resume and one.last == resumed_from:
-            one.last = None
+        entry.last = PolicyVersion(max(complete)) if complete else None
+        if entry.last is None and (entry.is_val or (evals is not None and not evals.eval_base_model)):
+            entry.last = START_VERSION  # which is left out, so the first multiple is the first to be due, resumed or not
+        elif evals is not None and not evals.skip_eval_on_resume and entry.last == resumed_from:
+            entry.last = None
             shutil.rmtree(layout.evals_step(resumed_from, name), ignore_errors=True)
     return scheduled
-
-
-def _val_series(env: EnvConfig, val: ValConfig, config: OrchestratorConfig) -> EvalSeries:
-    """Return the validation of `env`, sampled at the temperature of the version's step."""
-    sampling = env.sampling.over(config.sampling)
-    return EvalSeries(
-        name=f"{VAL}/{env.label}",
-        env=env,
-        pool_name=env.label,
-        interval=val.interval,
-        num_examples=val.num_examples,
-        rollouts_per_example=val.rollouts_per_example,
-        sampling=lambda step: sampling_arguments(
-            sampling, temperature=sampling.temperature_at(step + 1, max_steps=config.max_steps)
-        ),
-    )
-
-
-def discard_evals_after(layout: RunLayout, version: PolicyVersion) -> None:
-    """Remove evaluations of later policies, which will be others when the run reaches them again."""
-    discard_after(layout.evals, version)
 
 
 class OnlineEval:
@@ -133,8 +126,7 @@ class OnlineEval:
         while True:
             version = self._policy.version
             is_last = self._final is not None and version >= self._final
-            due = [one for one in self._scheduled if one.is_due(version, is_last=is_last)]
-            if due:
+            if due := [entry for entry in self._scheduled if entry.is_due(version, is_last=is_last)]:
                 await self._evaluate(due)
             elif is_last:
                 return
@@ -147,30 +139,25 @@ class OnlineEval:
         self.changed.notify()
 
     def take_val_metrics(self) -> dict[str, float]:
-        """`val_reward/mean` and `val_reward/<env>` of a validation that ended since the last call."""
+        """Return `val_reward/mean` and `val_reward/<env>` of a validation that ended since the last call."""
         values, self._val_reward = self._val_reward, {}
         return values
 
     async def _evaluate(self, due: Sequence[ScheduledSeries]) -> None:
         async with self._policy.pinned() as version:
-            logger.info("evaluating version=%s envs=%s", version, ", ".join(one.series.name for one in due))
+            logger.info("evaluating version=%s envs=%s", version, ", ".join(entry.series.name for entry in due))
             summaries = await self._evaluator.evaluate(
-                [one.series for one in due], step=version, digest=self._policy.digest, earlier=EarlierResults.CONTINUE
+                [entry.series for entry in due], step=version, digest=self._policy.digest, earlier=EarlierResults.CONTINUE
             )
         done = list(zip(due, summaries, strict=True))
-        for one, summary in done:
-            one.last = version
+        for entry, summary in done:
+            entry.last = version
+            name, digest, num_failed = entry.series.name, summary.digest, summary.num_failed
             self._telemetry.write_event(
-                Evaluate(
-                    version=version,
-                    env=one.series.name,
-                    digest=summary.digest,
-                    avg=summary.avg,
-                    num_failed=summary.num_failed,
-                )
+                Evaluate(version=version, env=name, digest=digest, avg=summary.avg, num_failed=num_failed)
             )
-        values = eval_metrics({one.series.name: summary for one, summary in done if not one.is_val})
-        val = val_metrics({one.series.env.label: summary for one, summary in done if one.is_val})
+        values = eval_metrics({entry.series.name: summary for entry, summary in done if not entry.is_val})
+        val = val_metrics({entry.series.env.label: summary for entry, summary in done if entry.is_val})
         if self._final is None:
             self._val_reward |= val
         else:  # no step comes that could report it

@@ -73,12 +73,7 @@ class PolicyWatcher:
         self._on_policy_served.append(on_policy_served)
 
     async def run(self) -> None:
-        """Have the servers serve each policy that is wanted, until cancelled.
-
-        Raises:
-            WaitTimeout: the trainer published nothing that the batch being filled could start from.
-            InferenceError: every server refused a policy, or none was left.
-        """
+        """Have the servers serve each policy that is wanted, until cancelled."""
         waited_s, asked_at = 0.0, self._clock()
         while True:
             required = required_version(step=self.step, max_async_level=self._max_async_level)
@@ -122,10 +117,6 @@ class PolicyWatcher:
         """Wait until the trainer has published `version`, then have every server load it.
 
         After a resume it lies there already, unless it is damaged: then the trainer publishes it again.
-
-        Raises:
-            WaitTimeout: it did not appear, or stayed damaged.
-            InferenceError: a server failed to load it.
         """
         deadline = self._clock() + self._timeout_s
         directory = self._layout.weights_step(version)
@@ -152,9 +143,6 @@ class PolicyWatcher:
 
         Args:
             reload: have servers that serve something else go back to the start weights; else they are refused.
-
-        Raises:
-            InferenceError: a server failed, or serves another policy.
         """
         start = TargetPolicy(version=START_VERSION, digest=None, directory=None)
         self._loaded(await self._servers.ensure_policy_on_all(start, reset=reload))

@@ -14,17 +14,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from trivet.algorithms.advantages import AdvantageFunction
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.dispatcher import ChangeEvent
-from trivet.orchestrator.group_runner import make_group
+from trivet.orchestrator.dispatcher import ChangeEvent, make_group
 from trivet.orchestrator.sampler import Draw, SamplerState
 from trivet.transport.recording import read_groups, recorded_files
-from trivet.wire.rollouts import Group, Sample
+from trivet.wire.rollouts import Group
 from trivet.wire.versions import GroupId, PolicyVersion, Step
 
 UNLIMITED_STEPS = 1 << 62
@@ -50,10 +47,6 @@ class ReplaySource:
         Args:
             on_group_end: called after every group, and when the record has ended.
             state: of the checkpoint that is resumed.
-
-        Raises:
-            BatchError: the record cannot be read.
-            CheckpointError: `state` is of another record.
         """
         assert config.replay is not None
         self._config = config
@@ -83,11 +76,7 @@ class ReplaySource:
         return not self._files and not self._groups
 
     async def run(self) -> None:
-        """Hand on groups whenever the next batch lacks some, until cancelled.
-
-        Raises:
-            BatchError: a file of the record cannot be read.
-        """
+        """Hand on groups whenever the next batch lacks some, until cancelled."""
         groups_per_batch = self._config.batch_size // self._config.rollouts_per_example
         while True:
             while self._buffer.num_ready < groups_per_batch and not self.is_drained:
@@ -99,7 +88,7 @@ class ReplaySource:
                     self._groups.popleft()
                     self._num_to_skip -= 1
                 else:
-                    self._hand_on(self._groups.popleft())
+                    self._replay(self._groups.popleft())
                     await asyncio.sleep(0)
             self._on_group_end()
             await self.changed.wait(_IDLE_WAIT_S)
@@ -116,33 +105,21 @@ class ReplaySource:
         return {"progress/replayed_groups": float(self.next_group_id)}
 
     def explain_drained(self) -> str:
-        """Say that the record has ended."""
+        """Explain that the record has ended."""
         return f"the record in {self._directory} is used up after {self.next_group_id} groups"
 
-    def _hand_on(self, recorded: Group) -> None:
+    def _replay(self, recorded: Group) -> None:
         """Take a group through the states of one that is sampled; no await, so that every checkpoint sees it whole."""
-        draw = Draw(
-            group_id=self.next_group_id,
-            env=recorded.env,
-            example_id=recorded.example_id,
-            example_hash="",
-            step=self.step,
-        )
-        self.next_group_id = GroupId(self.next_group_id + 1)
+        group_id, env, example_id = self.next_group_id, recorded.env, recorded.example_id
+        draw = Draw(group_id=group_id, env=env, example_id=example_id, example_hash="", step=self.step)
+        self.next_group_id = GroupId(group_id + 1)
         self._buffer.dispatched(draw, version=recorded.oldest_version)
-        for rollout in recorded.rollouts:
-            rollout.samples = [_unmask(sample) for sample in rollout.samples]
+        for sample in (sample for rollout in recorded.rollouts for sample in rollout.samples):
+            if sample.masked is not None:  # by a filter: the replaying run has filters of its own
+                sample.loss_mask_T, sample.logprobs_T = sample.masked.loss_mask_T, sample.masked.logprobs_T
+                sample.masked = None
         self._buffer.finished(make_group(draw, recorded.rollouts, config=self._config, advantage=self._advantage))
         self._on_group_end()
-
-
-def _unmask(sample: Sample) -> Sample:
-    """Return the sample as it was before a filter masked it: the replaying run has filters of its own."""
-    if sample.masked is None:
-        return sample
-    return msgspec.structs.replace(
-        sample, loss_mask_T=sample.masked.loss_mask_T, logprobs_T=sample.masked.logprobs_T, masked=None
-    )
 
 
 class UnservedPolicy:

@@ -11,7 +11,6 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -26,7 +25,7 @@ from trivet.wire.versions import GroupId, Step
 logger = logging.getLogger(__name__)
 
 _ALL = "*"
-"""Name of the row that holds every environment."""
+"""Name of the queue that holds every environment."""
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +42,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowState(msgspec.Struct, kw_only=True):
-    """The position in the examples of one row. A row is every environment, or one of them with `env_ratios`."""
+    """The position of one queue. A queue has every environment, or one of them with `env_ratios`."""
 
     epoch: int = 0
     position: int = 0
@@ -74,15 +73,6 @@ class SamplerState(msgspec.Struct, kw_only=True):
     """The run whose recorded groups are replayed, of which `next_group_id` were; empty in a run that samples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSizes:
-    """Rows of one environment's data set by pool."""
-
-    easy: int
-    normal: int
-    hard: int
-
-
 class DifficultyPools:
     """Keeps which examples are parked."""
 
@@ -100,42 +90,37 @@ class DifficultyPools:
             parked: of the checkpoint; its easy and hard fractions return to normal, longest parked first.
         """
         self._rules = rules
-        self._num_rows = {env: Counter(hashes) for env, hashes in examples.items()}
-        self._totals = {env: len(hashes) for env, hashes in examples.items()}
+        self._rows_of = {env: Counter(hashes) for env, hashes in examples.items()}
+        """Rows of each hash: examples with one hash are one."""
+        self.sizes = {env: Counter({Difficulty.NORMAL: len(hashes)}) for env, hashes in examples.items()}
+        """Rows of each pool, by environment."""
         self._parked: dict[str, dict[str, ParkedExample]] = {env: {} for env in examples}
         """By hash, longest parked first."""
-        self._num_parked_rows: Counter[tuple[str, Difficulty]] = Counter()
         self.evicted: Counter[tuple[str, Difficulty]] = Counter()
         """Examples that left the normal pool since the caller last cleared it."""
         fractions = {Difficulty.EASY: rules.easy_fraction, Difficulty.HARD: rules.hard_fraction}
         for env, members in (parked or {}).items():
-            known = [example for example in members if example.example_hash in self._num_rows.get(env, ())]
+            known = [example for example in members if example.example_hash in self._rows_of.get(env, ())]
             counts = Counter(example.difficulty for example in known)
             to_return = {difficulty: round_down(counts[difficulty] * share) for difficulty, share in fractions.items()}
             for example in known:
                 if to_return[example.difficulty]:
                     to_return[example.difficulty] -= 1
                 else:
-                    self._add(env, example)
+                    self._park(env, example)
 
     def is_parked(self, env: str, example_hash: str) -> bool:
         """Return whether the example is passed over."""
         return example_hash in self._parked[env]
 
-    def sizes(self, env: str) -> PoolSizes:
-        """Return the rows of each pool of `env`."""
-        easy, hard = (self._num_parked_rows[env, difficulty] for difficulty in (Difficulty.EASY, Difficulty.HARD))
-        return PoolSizes(easy=easy, hard=hard, normal=self._totals[env] - easy - hard)
-
-    def judge(self, env: str, example_hash: str, *, mean_reward: float, step: Step) -> Difficulty:
-        """Put an example where its group's mean reward says; its time in a pool starts anew."""
+    def judge(self, env: str, example_hash: str, *, mean_reward: float, step: Step) -> None:
+        """Put an example into the pool of its group's mean reward; its time in a pool starts anew."""
         rules = self._rules
         difficulty = difficulty_of(mean_reward, easy_threshold=rules.easy_threshold, hard_threshold=rules.hard_threshold)
-        was_parked = self._remove(env, example_hash)
+        was_parked = self._unpark(env, example_hash)
         if difficulty is not Difficulty.NORMAL:
-            self._add(env, ParkedExample(example_hash=example_hash, difficulty=difficulty, step=step))
+            self._park(env, ParkedExample(example_hash=example_hash, difficulty=difficulty, step=step))
             self.evicted[env, difficulty] += not was_parked
-        return difficulty
 
     def release(self, step: Step) -> int:
         """Return examples to normal that were parked `recheck_interval` steps before batch `step`; return how many."""
@@ -143,24 +128,24 @@ class DifficultyPools:
         if interval is None:
             return 0
         parked = [(env, example) for env, members in self._parked.items() for example in members.values()]
-        due = [(env, example) for env, example in parked if step - example.step >= interval]
-        for env, example in due:
-            self._remove(env, example.example_hash)
-        return len(due)
+        due = [(env, example.example_hash) for env, example in parked if step - example.step >= interval]
+        return sum(self._unpark(env, example_hash) for env, example_hash in due)
 
     def snapshot(self) -> dict[str, list[ParkedExample]]:
         """Return the parked examples by environment, for a checkpoint."""
         return {env: list(members.values()) for env, members in self._parked.items() if members}
 
-    def _add(self, env: str, parked: ParkedExample) -> None:
-        self._parked[env][parked.example_hash] = parked
-        self._num_parked_rows[env, parked.difficulty] += self._num_rows[env][parked.example_hash]
+    def _park(self, env: str, example: ParkedExample) -> None:
+        self._parked[env][example.example_hash] = example
+        num_rows = self._rows_of[env][example.example_hash]
+        self.sizes[env].update({example.difficulty: num_rows, Difficulty.NORMAL: -num_rows})
 
-    def _remove(self, env: str, example_hash: str) -> bool:
-        parked = self._parked[env].pop(example_hash, None)
-        if parked is None:
+    def _unpark(self, env: str, example_hash: str) -> bool:
+        example = self._parked[env].pop(example_hash, None)
+        if example is None:
             return False
-        self._num_parked_rows[env, parked.difficulty] -= self._num_rows[env][example_hash]
+        num_rows = self._rows_of[env][example_hash]
+        self.sizes[env].update({example.difficulty: -num_rows, Difficulty.NORMAL: num_rows})
         return True
 
 
@@ -189,8 +174,8 @@ class ExampleSampler:
         self._pools = DifficultyPools(examples, rules=self._rules, parked=state.parked)
         ratios = self._rules.env_ratios
         members = {_ALL: list(examples)} if ratios is None else {env: [env] for env in examples}
-        self._rows = {
-            name: _Row(name, envs, examples, seed=self._seed, state=state.rows.get(name)) for name, envs in members.items()
+        self._queues = {
+            name: _Queue(name, envs, examples, seed=self._seed, state=state.rows.get(name)) for name, envs in members.items()
         }
         self._turns = FairTurns(dict(zip(members, ratios or [1.0], strict=True)), credits=state.credits)
         self._empty: set[str] = set()
@@ -198,7 +183,7 @@ class ExampleSampler:
     @property
     def is_drained(self) -> bool:
         """No example is left to draw."""
-        return not any(self._pools.sizes(env).normal for env in self._examples)
+        return not any(sizes[Difficulty.NORMAL] for sizes in self._pools.sizes.values())
 
     def begin_step(self, step: Step) -> None:
         """Return parked examples to the normal pool whose time has come."""
@@ -211,15 +196,16 @@ class ExampleSampler:
         Args:
             step: the batch being filled.
         """
-        sizes = {env: self._pools.sizes(env) for env in self._examples}
-        able = [name for name, row in self._rows.items() if any(sizes[env].normal for env in row.envs)]
-        empty = {env for env, size in sizes.items() if not size.normal}
+        sizes = self._pools.sizes
+        able = [name for name, queue in self._queues.items() if any(sizes[env][Difficulty.NORMAL] for env in queue.envs)]
+        empty = {env for env, size in sizes.items() if not size[Difficulty.NORMAL]}
         for env in sorted(empty - self._empty):
-            logger.warning("no example is left to draw env=%s easy=%s hard=%s", env, sizes[env].easy, sizes[env].hard)
+            counts = sizes[env][Difficulty.EASY], sizes[env][Difficulty.HARD]
+            logger.warning("no example is left to draw env=%s easy=%s hard=%s", env, *counts)
         self._empty = empty
         if not able:
             return None
-        env, example_id = self._rows[self._turns.take(able)].take(self._pools)
+        env, example_id = self._queues[self._turns.take(able)].take(self._pools)
         draw = Draw(
             group_id=self.next_group_id,
             env=env,
@@ -258,7 +244,7 @@ class ExampleSampler:
         """Return the state for a checkpoint."""
         return SamplerState(
             next_group_id=self.next_group_id,
-            rows={name: row.snapshot() for name, row in self._rows.items()},
+            rows={name: queue.snapshot() for name, queue in self._queues.items()},
             credits=dict(self._turns.credits),
             parked=self._pools.snapshot(),
         )
@@ -269,28 +255,27 @@ class ExampleSampler:
         `progress/epoch`: passes so far of the environment that had the fewest. `pool/*`: shares of examples. `evicted_examples/*`:
         counts since the last call.
         """
-        values = {"progress/epoch": min(row.passes for row in self._rows.values())}
+        values = {"progress/epoch": min(queue.passes for queue in self._queues.values())}
         if self._rules.easy_threshold is None and self._rules.hard_threshold is None:
             return values
-        sizes = {env: self._pools.sizes(env) for env in self._examples}
         evicted, total = self._pools.evicted.copy(), sum(len(hashes) for hashes in self._examples.values())
         self._pools.evicted.clear()
-        for pool in ("easy", "normal", "hard"):
-            counts = {env: getattr(size, pool) for env, size in sizes.items()}
+        for pool in Difficulty:
+            counts = {env: size[pool] for env, size in self._pools.sizes.items()}
             values[f"pool/{pool}"] = sum(counts.values()) / total
             values |= {f"pool/{pool}/{env}": count / len(self._examples[env]) for env, count in counts.items()}
-        for difficulty in (pool for pool in Difficulty if pool is not Difficulty.NORMAL):
-            values[f"evicted_examples/{difficulty}"] = sum(evicted[env, difficulty] for env in self._examples)
-            values |= {f"evicted_examples/{difficulty}/{env}": evicted[env, difficulty] for env in self._examples}
+            if pool is not Difficulty.NORMAL:
+                values[f"evicted_examples/{pool}"] = sum(evicted[env, pool] for env in self._examples)
+                values |= {f"evicted_examples/{pool}/{env}": evicted[env, pool] for env in self._examples}
         return values
 
     def explain_drained(self) -> str:
-        """Say where the examples have gone, and what brings them back."""
+        """Explain where the examples have gone, and what brings them back."""
         rules = self._rules
-        sizes = {env: self._pools.sizes(env) for env in self._examples}
         pools = "; ".join(
-            f"{env}: {len(self._examples[env])} examples, {size.easy} easy, {size.hard} hard, {size.normal} normal"
-            for env, size in sizes.items()
+            f"{env}: {size.total()} examples, "
+            + ", ".join(f"{size[pool]} {pool}" for pool in (Difficulty.EASY, Difficulty.HARD, Difficulty.NORMAL))
+            for env, size in self._pools.sizes.items()
         )
         return (
             f"no example is left in a normal pool ({pools}; easy_threshold {rules.easy_threshold}, hard_threshold"
@@ -300,7 +285,7 @@ class ExampleSampler:
         )
 
 
-class _Row:
+class _Queue:
     """The examples of some environments in endless passes, each shuffled anew."""
 
     def __init__(
@@ -316,22 +301,23 @@ class _Row:
             digest.update(f"\n{env}\n".encode())
             for example_hash in examples[env]:
                 digest.update(example_hash.encode())
-        self._fingerprint = digest.hexdigest()
-        self._epoch = self._position = 0
-        if state is not None and state.fingerprint == self._fingerprint:
-            self._epoch, self._position = state.epoch, state.position
+        fingerprint = digest.hexdigest()
+        self._state = RowState(fingerprint=fingerprint)
+        if state is not None and state.fingerprint == fingerprint:
+            self._state = msgspec.structs.replace(state)
         elif state is not None:
-            self._epoch = state.epoch + 1
+            self._state.epoch = state.epoch + 1
         self._order = self._permutation()
 
     def take(self, pools: DifficultyPools) -> tuple[str, int]:
-        """The next example that is not parked, by environment and row; there must be one."""
+        """Return the next example that is not parked, by environment and row; there must be one."""
+        state = self._state
         while True:
-            if self._position == len(self._order):
-                self._epoch, self._position = self._epoch + 1, 0
+            if state.position == len(self._order):
+                state.epoch, state.position = state.epoch + 1, 0
                 self._order = self._permutation()
-            place = int(self._order[self._position])
-            self._position += 1
+            place = int(self._order[state.position])
+            state.position += 1
             index = int(np.searchsorted(self._ends, place, side="right"))
             env = self.envs[index]
             example_id = place - (int(self._ends[index - 1]) if index else 0)
@@ -341,12 +327,12 @@ class _Row:
     @property
     def passes(self) -> float:
         """Return the passes over all examples; one that is under way counts in part."""
-        return self._epoch + self._position / len(self._order)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        return self._state.epoch + self._state.position / int(self._ends[-1])
 
     def snapshot(self) -> RowState:
         """Return the state for a checkpoint."""
-        return RowState(epoch=self._epoch, position=self._position, fingerprint=self._fingerprint)
+        return msgspec.structs.replace(self._state)
 
     def _permutation(self) -> np.ndarray:
-        rng = np.random.Generator(np.random.PCG64(derive_seed(self._seed, *self._path, self._epoch)))
+        rng = np.random.Generator(np.random.PCG64(derive_seed(self._seed, *self._path, self._state.epoch)))
         return rng.permutation(int(self._ends[-1]))

@@ -2,34 +2,38 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import ORCHESTRATOR, resolve_resume_step
+from trivet.checkpoints.settings import compare_data
 from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
-from trivet.checkpoints.settings import compare_data
-from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.examples import require_data
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import CheckpointError
-from trivet.orchestrator.assembly import make_loop, make_replay_loop
+from trivet.orchestrator.assembly import (
+    inference_client,
+    make_loop,
+    make_replay_loop,
+    make_sender,
+    make_servers,
+    make_teacher,
+)
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, data_of, read_part
-from trivet.orchestrator.connections import inference_client, make_sender, make_servers, make_teacher
 from trivet.orchestrator.loop import Loop
-from trivet.orchestrator.online_eval import discard_evals_after
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.probe import NUM_PROMPTS, make_probe
-from trivet.orchestrator.prompt_lengths import NUM_CHECKED, check_prompts
-from trivet.orchestrator.rollout_log import discard_rollouts_after
+from trivet.orchestrator.prompts import NUM_CHECKED, NUM_PROMPTS, check_prompts, make_probe
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
+from trivet.step_directories import discard_after
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
+from trivet.transport.messages import BatchSender
 from trivet.transport.recording import read_groups, recorded_files
 from trivet.weights.manifest import read_manifest
 from trivet.wire.batches import Batch, BatchPurpose
@@ -62,24 +66,30 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         run=config.run,
         detectors=config.detectors,
         outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, shown_samples=config.shown_samples),
-        resume_step=part.progress.step,
+        resume_step=step,
         check=AttemptGuard(layout, config.run).check,
     )
     replayed = read_groups(recorded_files(config.replay)[0]).run_id if config.replay is not None else ""
-    telemetry.write_event(Start(run_id=config.run.id, from_step=part.progress.step, replayed_run=replayed))
-    discard_rollouts_after(layout, part.progress.step)
-    if part.progress.step:
-        discard_evals_after(layout, PolicyVersion(part.progress.step))
+    telemetry.write_event(Start(run_id=config.run.id, from_step=step, replayed_run=replayed))
+    discard_after(layout.rollouts, step)  # later steps happen again with other rollouts
+    if step:
+        discard_after(layout.evals, step)
     pool.report_to(telemetry.write_event)
     process_report.set_worker_source(pool.status)
     reason = "failed"
     loop: Loop | None = None
     try:
         async with AsyncExitStack() as opened:
-            if config.replay is not None:
-                loop = await _begin_replay(opened, config, part, telemetry)
+            sender = make_sender(config)
+            opened.push_async_callback(sender.aclose)
+            if config.replay is None:
+                loop = await _begin_sampling(opened, config, part, pool, sender, telemetry)
             else:
-                loop = await _begin_sampling(opened, config, part, pool, telemetry)
+                loop = make_replay_loop(config, part, sender=sender, telemetry=telemetry)
+                _report_numbers(loop)
+                process_report.begin_waiting("the probe to be received", on="trainer")
+                # Empty: there is no server that could score it.
+                await sender.send(Batch(step=step, purpose=BatchPurpose.PROBE))
             on_loop(loop)
             await loop.run()
             reason = "preempted" if loop.preempt_requested else "exhausted" if loop.is_exhausted else "done"
@@ -92,14 +102,19 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
 
 
 async def _begin_sampling(
-    opened: AsyncExitStack, config: OrchestratorConfig, part: OrchestratorPart, pool: EnvironmentPool, telemetry: Telemetry
+    opened: AsyncExitStack,
+    config: OrchestratorConfig,
+    part: OrchestratorPart,
+    pool: EnvironmentPool,
+    sender: BatchSender,
+    telemetry: Telemetry,
 ) -> Loop:
     """Return the loop of a run that samples, once the servers serve its first policy and the trainer has the probe."""
     process_report.begin_waiting("servers that answer", on="inference")
-    servers, teacher, sender = make_servers(config, telemetry), make_teacher(config), make_sender(config)
-    for connection in (servers, teacher, sender):
-        if connection is not None:
-            opened.push_async_callback(connection.aclose)
+    servers, teacher = make_servers(config, telemetry), make_teacher(config)
+    opened.push_async_callback(servers.aclose)
+    if teacher is not None:
+        opened.push_async_callback(teacher.aclose)
     await servers.start()
     loop = make_loop(config, part, environments=pool, servers=servers, sender=sender, telemetry=telemetry, teacher=teacher)
     assert isinstance(loop.sampler, ExampleSampler)
@@ -111,7 +126,10 @@ async def _begin_sampling(
         """Return the prompt of each draw."""
         return [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws]
 
-    async with _asking(config, servers.roots) as clients:
+    async with AsyncExitStack() as asking:
+        clients = [inference_client(config.client, root) for root in servers.roots]  # servers are asked and not changed
+        for client in clients:
+            asking.push_async_callback(client.aclose)
         if teacher is not None:
             process_report.begin_waiting("a teacher that answers", on="teacher")
             await teacher.wait_ready()
@@ -147,19 +165,6 @@ async def _begin_sampling(
         await _ensure_first_policy(loop, config)
     else:
         await sender.send(batch)
-    return loop
-
-
-async def _begin_replay(
-    opened: AsyncExitStack, config: OrchestratorConfig, part: OrchestratorPart, telemetry: Telemetry
-) -> Loop:
-    """Return the loop of a replay, once the trainer has received a probe, which is empty without a server."""
-    sender = make_sender(config)
-    opened.push_async_callback(sender.aclose)
-    loop = make_replay_loop(config, part, sender=sender, telemetry=telemetry)
-    _report_numbers(loop)
-    process_report.begin_waiting("the probe to be received", on="trainer")
-    await sender.send(Batch(step=Step(part.progress.step), purpose=BatchPurpose.PROBE))
     return loop
 
 
@@ -210,13 +215,3 @@ async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
         await loop.watcher.await_policy(version)
     else:
         await loop.watcher.start_from_base(reload=config.reload_weights_on_start or loop.progress.step > 0)
-
-
-@asynccontextmanager
-async def _asking(config: OrchestratorConfig, roots: Sequence[str]) -> AsyncGenerator[list[InferenceClient], None]:
-    """Yield a client for each server, which is asked and not changed."""
-    async with AsyncExitStack() as opened:
-        clients = [inference_client(config.client, root) for root in roots]
-        for client in clients:
-            opened.push_async_callback(client.aclose)
-        yield clients

@@ -1,4 +1,4 @@
-"""Has a teacher score what the policy sampled before a finished group becomes ready. Wraps the dispatcher's `RunDrawnGroup`.
+"""Has a teacher score the rollouts of a finished group before it becomes ready. Called for each group by the dispatcher.
 
 consumes: the rollouts of a group; produces: the same, with `teacher_logprobs_T` on every sample that has a loss token
 waits for: the teacher's servers, `client.timeout` a question, `client.wait_for_ready_timeout` while none answers
@@ -20,8 +20,6 @@ from trivet.backoff import backoff_s
 from trivet.client.inference_client import InferenceClient
 from trivet.config.schema.orchestrator import TeacherModelConfig
 from trivet.errors import ConfigError, InferenceError, RolloutFailed
-from trivet.orchestrator.group_runner import RunDrawnGroup
-from trivet.orchestrator.sampler import Draw
 from trivet.wire.rollouts import Group, Rollout, Sample
 
 logger = logging.getLogger(__name__)
@@ -64,11 +62,7 @@ class Teacher:
         self._seconds: list[float] = []
 
     async def wait_ready(self) -> None:
-        """Returns once every server answers.
-
-        Raises:
-            InferenceError: one did not within client.wait_for_ready_timeout.
-        """
+        """Returns once every server answers."""
         await asyncio.gather(*(client.wait_ready(self._ready_timeout_s) for client in self._clients))
 
     async def require_same_tokens(
@@ -80,9 +74,6 @@ class Teacher:
             policy: a server of the policy.
             model: the policy's name there.
             messages: a prompt of an environment, under whose chat template special tokens are compared too.
-
-        Raises:
-            ConfigError: the teacher reads texts as other tokens, or other texts from the same tokens.
         """
 
         def refusal(difference: str) -> ConfigError:
@@ -99,17 +90,16 @@ class Teacher:
                     raise refusal(f"{text!r} is {shown[0]} to the policy and {shown[1]} to it")
             if messages is not None:
                 ids = await policy.tokenize(messages, model=model)
-                read, meant = await teacher.detokenize(ids, model=self._name), await policy.detokenize(ids, model=model)
-                if read != meant:
-                    raise refusal(f"it reads a prompt as {read[:200]!r}, the policy as {meant[:200]!r}")
+                teacher_text, policy_text = (
+                    await teacher.detokenize(ids, model=self._name),
+                    await policy.detokenize(ids, model=model),
+                )
+                if teacher_text != policy_text:
+                    raise refusal(f"it reads a prompt as {teacher_text[:200]!r}, the policy as {policy_text[:200]!r}")
         logger.info("teacher model=%s servers=%s reads the policy's tokens", self._name, len(self._clients))
 
     async def score(self, sample: Sample) -> np.ndarray:
-        """Return the teacher's log-probability of each token of `sample`, float32 [T], 0 where it is not trained on.
-
-        Raises:
-            RolloutFailed: no server answered, or the teacher treats a token as impossible.
-        """
+        """Return the teacher's log-probability of each token of `sample`, float32 [T], 0 where it is not trained on."""
         started = time.monotonic()
         token_ids: list[int] = sample.token_ids_T.tolist()
         last_error: InferenceError | None = None
@@ -117,7 +107,20 @@ class Teacher:
             if number:
                 await self._sleep(backoff_s(number, first_s=_PAUSE_S))
             try:
-                logprobs = await self._ask(token_ids, number=number)
+                async with self._places:
+                    # The server with the fewest questions; each try another one.
+                    index = min(self._in_flight, key=lambda i: (self._in_flight[i], (i - number) % len(self._clients)))
+                    client = self._clients[index]
+                    self._in_flight[index] += 1
+                    try:
+                        logprobs = await client.score(token_ids, model=self._name)
+                    except InferenceError:
+                        # A server that is started again costs time, one that refuses costs a try.
+                        if number or len(self._clients) == 1:
+                            await client.wait_ready(self._ready_timeout_s)
+                        raise
+                    finally:
+                        self._in_flight[index] -= 1
             except InferenceError as exc:
                 last_error = exc
                 continue
@@ -131,24 +134,21 @@ class Teacher:
             )
         raise RolloutFailed(f"teacher {self._name}: {last_error}", kind="TeacherFailed") from last_error
 
-    async def _ask(self, token_ids: Sequence[int], *, number: int) -> list[float]:
-        """Ask the server with the fewest questions, each time another one."""
-        async with self._places:
-            index = min(self._in_flight, key=lambda index: (self._in_flight[index], (index - number) % len(self._clients)))
-            client = self._clients[index]
-            self._in_flight[index] += 1
-            try:
-                return await client.score(token_ids, model=self._name)
-            except InferenceError:
-                # A server that is started again costs time, one that refuses costs a try.
-                if number or len(self._clients) == 1:
-                    await client.wait_ready(self._ready_timeout_s)
-                raise
-            finally:
-                self._in_flight[index] -= 1
+    async def score_rollouts(self, rollouts: Sequence[Rollout], *, seq_len: int) -> None:
+        """Set the teacher's log-probabilities in the samples of a group, of up to `seq_len` tokens each."""
+        for rollout in rollouts:
+            rollout.samples = [truncate(sample, seq_len=seq_len) for sample in rollout.samples]
+        samples = [sample for rollout in rollouts for sample in rollout.samples if sample.num_loss_tokens]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                scoring = [tasks.create_task(self.score(sample), name="teacher") for sample in samples]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        for sample, scored in zip(samples, scoring, strict=True):
+            sample.teacher_logprobs_T = scored.result()
 
     def take_metrics(self) -> dict[str, float]:
-        """`time/teacher_logprobs`: mean seconds for a sample since the last call, the wait for a place included."""
+        """Return `time/teacher_logprobs`: mean seconds for a sample since the last call, the wait for a place included."""
         seconds, self._seconds = self._seconds, []
         return {"time/teacher_logprobs": sum(seconds) / len(seconds)} if seconds else {}
 
@@ -158,28 +158,7 @@ class Teacher:
             await client.aclose()
 
 
-def taught(run_group: RunDrawnGroup, teacher: Teacher, *, seq_len: int) -> RunDrawnGroup:
-    """Wrap `run_group` so that the teacher scores its rollouts, up to `seq_len` tokens each."""
-
-    async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
-        """Run the group of `draw` and have its samples scored."""
-        rollouts = await run_group(draw, base_url=base_url)
-        for rollout in rollouts:
-            rollout.samples = [truncate(sample, seq_len=seq_len) for sample in rollout.samples]
-        samples = [sample for rollout in rollouts for sample in rollout.samples if sample.num_loss_tokens]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                scoring = [tasks.create_task(teacher.score(sample), name=f"teacher-{draw.group_id}") for sample in samples]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
-        for sample, scored in zip(samples, scoring, strict=True):
-            sample.teacher_logprobs_T = scored.result()
-        return rollouts
-
-    return run
-
-
-def is_taught(group: Group) -> bool:
+def is_scored(group: Group) -> bool:
     """Return whether the teacher has scored everything in `group` that can be trained on."""
     samples = [sample for rollout in group.rollouts for sample in rollout.samples]
     return all(sample.teacher_logprobs_T is not None for sample in samples if sample.num_loss_tokens)

@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import msgspec
 
@@ -18,11 +18,9 @@ from trivet.errors import ConfigError
 from trivet.process.lifetime import process_exists
 from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
-from trivet.view.rollouts import PageQuery
 from trivet.view.run import ViewedRun, read_configs
 from trivet.view.status import describe_run, is_over, read_status, standing_error
 from trivet.view.timeline import make_timeline
-from trivet.wire.rollouts import Sample
 
 _MAX_POINTS = 5000
 """Points of a curve: more than a screen has pixels across."""
@@ -72,7 +70,14 @@ class Api:
             "steps": _Route(lambda run, _: run.rollouts.steps(), lambda run, _: stamp_of(run.rollouts.directory)),
             "rollouts": _Route(_rollouts, lambda run, query: stamp_of(_rollouts_file(run, query))),
             "rollout": _Route(_rollout, lambda run, query: stamp_of(_rollouts_file(run, query))),
-            "evals": _Route(_evals, lambda run, _: run.evaluations.stamp()),
+            "evals": _Route(
+                lambda run, _: [
+                    {"step": found.step, "name": found.name, "summary": found.summary, "fault": found.fault}
+                    for found in run.evaluations.find()
+                    if found.summary or found.fault or found.results.stat().st_size
+                ],
+                lambda run, _: run.evaluations.stamp(),
+            ),
             "config": _Route(
                 lambda run, _: read_configs(run.layout),
                 lambda run, _: [stamp_of(run.layout.configs), stamp_of(run.layout.run_file)],
@@ -84,9 +89,6 @@ class Api:
 
         Args:
             known: the tag of the answer that whoever asks has; empty when none.
-
-        Raises:
-            NotServed: there is no such route, run or content.
         """
         if path == "/api/runs":
             body = msgspec.json.encode([{"index": index, "name": run.name} for index, run in enumerate(self._runs)])
@@ -148,44 +150,41 @@ def _timeline(run: ViewedRun, query: Query) -> object:
 def _rollouts(run: ViewedRun, query: Query) -> object:
     return run.rollouts.page(
         _rollouts_file(run, query),
-        PageQuery(
-            offset=_number(query, "offset", default=0),
-            limit=_number(query, "limit", default=50, low=1, high=_MAX_ROWS),
-            sort=query.get("sort", "line"),
-            env=query.get("env", ""),
-            contains=query.get("contains", ""),
-        ),
+        offset=_number(query, "offset", default=0),
+        limit=_number(query, "limit", default=50, low=1, high=_MAX_ROWS),
+        sort=query.get("sort", "line"),
+        env=query.get("env", ""),
+        contains=query.get("contains", ""),
     )
 
 
 def _rollout(run: ViewedRun, query: Query) -> object:
+    """Return a rollout, and for each of its samples columns over the tokens, null where the model did not sample."""
     path = _rollouts_file(run, query)
     line = _number(query, "line", default=0)
     record = run.rollouts.record(path, line)
-    fault, samples = "", []
-    if "eval" not in query:
-        try:
-            samples = [_token_table(run, sample) for sample in run.rollouts.samples(path.parent, line)]
-        except NotServed as exc:
-            fault = str(exc)
-    return {"record": record, "samples": samples, "fault": fault}
+    fault, tables = "", []
+    try:
+        for sample in run.rollouts.samples(path.parent, line) if "eval" not in query else []:
+            token_ids, sampled = sample.token_ids_T.tolist(), sample.masked or sample
+            versions = iter([part.version for part in sample.versions for _ in range(part.length)])
+            is_sampled, logprobs = sampled.loss_mask_T.tolist(), sampled.logprobs_T.tolist()
+            table = {
+                "token_ids": token_ids,
+                "texts": run.token_text.pieces(token_ids),
+                "logprobs": [
+                    float(f"{value:.4g}") if known else None for value, known in zip(logprobs, is_sampled, strict=True)
+                ],
+                "versions": [next(versions, None) if known else None for known in is_sampled],
+                "is_masked": sample.masked is not None,
+            }
+            tables.append(table)
+    except NotServed as exc:
+        fault = str(exc)
+    return {"record": record, "samples": tables, "fault": fault}
 
 
-def _token_table(run: ViewedRun, sample: Sample) -> dict[str, Any]:
-    """Return columns over the tokens of a sample, null where the model did not sample, and whether it is masked from the loss."""
-    token_ids, sampled = sample.token_ids_T.tolist(), sample.masked or sample
-    versions = iter([part.version for part in sample.versions for _ in range(part.length)])
-    is_sampled, logprobs = sampled.loss_mask_T.tolist(), sampled.logprobs_T.tolist()
-    return {
-        "token_ids": token_ids,
-        "texts": run.token_text.pieces(token_ids),
-        "logprobs": [float(f"{value:.4g}") if known else None for value, known in zip(logprobs, is_sampled, strict=True)],
-        "versions": [next(versions, None) if known else None for known in is_sampled],
-        "is_masked": sample.masked is not None,
-    }
-
-
-def _rollouts_file(run: ViewedRun, query: Query) -> Any:
+def _rollouts_file(run: ViewedRun, query: Query) -> Path:
     step = _number(query, "step", default=0)
     if "eval" in query:
         for found in run.evaluations.find():
@@ -193,14 +192,6 @@ def _rollouts_file(run: ViewedRun, query: Query) -> Any:
                 return found.results
         raise NotServed(f"the run has no evaluation {query['eval']!r} of step {step}")
     return run.layout.rollouts_step(step) / "rollouts.jsonl"
-
-
-def _evals(run: ViewedRun, _: Query) -> object:
-    return [
-        {"step": found.step, "name": found.name, "summary": found.summary, "fault": found.fault}
-        for found in run.evaluations.find()
-        if found.summary or found.fault or found.results.stat().st_size
-    ]
 
 
 def _number(query: Query, name: str, *, default: int, low: int = 0, high: int = 1 << 40) -> int:

@@ -5,6 +5,7 @@ Nothing is written, and links to other directories are not followed.
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,9 +107,24 @@ class Evaluations:
         name = "/".join(parts[place:]) if place is not None else ""
         if summary is not None:
             step, name = summary.step, name or summary.env
-        elif (metadata := self._read_vf_metadata(directory)) is not None:
-            policy, name = metadata.model, metadata.env_id
-            summary = _summary_of(metadata)
+        else:
+            with suppress(NotServed, *DECODE_ERRORS):
+                metadata = msgspec.json.decode(read_inside(self._root, directory / _VF_METADATA), type=_VfMetadata)
+                policy, name = metadata.model, metadata.env_id
+                summary = Summary(
+                    env=name,
+                    step=0,
+                    digest="",
+                    num_examples=metadata.num_examples,
+                    rollouts_per_example=metadata.rollouts_per_example,
+                    num_failed=0,
+                    avg=metadata.avg_reward,
+                    ci95=None,
+                    pass_at_k=None,
+                    truncated=None,
+                    completion_tokens=0,
+                    seconds=0.0,
+                )
         if not policy and step is not None:
             policy = f"step {step}" if step else "base"
         return FoundEvaluation(
@@ -120,19 +136,9 @@ class Evaluations:
             fault=fault,
         )
 
-    def _read_vf_metadata(self, directory: Path) -> _VfMetadata | None:
-        try:
-            return msgspec.json.decode(read_inside(self._root, directory / _VF_METADATA), type=_VfMetadata)
-        except (NotServed, *DECODE_ERRORS):
-            return None
-
 
 def find_evaluations(directory: Path) -> list[FoundEvaluation]:
-    """Return the evaluations in `directory`, as `Evaluations` takes it.
-
-    Raises:
-        ConfigError: it holds none.
-    """
+    """Return the evaluations in `directory`, as `Evaluations` takes it."""
     if not directory.is_dir():
         raise ConfigError(f"{str(directory)!r} is no directory; give a run's output_dir or the directory of an evaluation")
     if not (found := Evaluations(directory).find()):
@@ -141,23 +147,6 @@ def find_evaluations(directory: Path) -> list[FoundEvaluation]:
             "`uv run eval` writes one, and so does a run with [orchestrator.eval]"
         )
     return found
-
-
-def _summary_of(metadata: _VfMetadata) -> Summary:
-    return Summary(
-        env=metadata.env_id,
-        step=0,
-        digest="",
-        num_examples=metadata.num_examples,
-        rollouts_per_example=metadata.rollouts_per_example,
-        num_failed=0,
-        avg=metadata.avg_reward,
-        ci95=None,
-        pass_at_k=None,
-        truncated=None,
-        completion_tokens=0,
-        seconds=0.0,
-    )
 
 
 RolloutPair = tuple[RolloutHead, ...]

@@ -56,11 +56,7 @@ class RolloutFile:
     """The rollouts of one file, which stays open, so that a later change of it does not matter."""
 
     def __init__(self, path: Path) -> None:
-        """Read the heads of all rollouts.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
+        """Read the heads of all rollouts."""
         self.heads: list[RolloutHead] = []
         self.num_lines = 0
         """Whole lines: a last one without a line break is still being written."""
@@ -135,19 +131,6 @@ class Page:
     num_damaged: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageQuery:
-    """Selects and orders the rows of a page."""
-
-    offset: int = 0
-    limit: int = 50
-    sort: str = "line"
-    """`line`, `reward`, `advantage`, each descending with a `-` before it."""
-    env: str = ""
-    contains: str = ""
-    """Text that a message must contain; case does not count."""
-
-
 _SORT_KEYS: dict[str, Callable[[RolloutHead], float]] = {
     "line": lambda head: head.line,
     "reward": lambda head: head.reward,
@@ -172,21 +155,20 @@ class RunRollouts:
         """Return the steps whose rollouts are there, ascending."""
         return list(list_steps(self.directory))
 
-    def page(self, path: Path, query: PageQuery) -> Page:
-        """Return the rows that the query selects.
+    def page(
+        self, path: Path, *, offset: int = 0, limit: int = 50, sort: str = "line", env: str = "", contains: str = ""
+    ) -> Page:
+        """Return some rows of a file.
 
-        Raises:
-            NotServed: the run has no such file.
+        Args:
+            sort: `line`, `reward` or `advantage`, each descending with a `-` before it.
+            contains: text that a message must contain; case does not count.
         """
         file = self._open(path)
-        chosen = [
-            head
-            for head in file.heads
-            if (not query.env or head.env == query.env) and (not query.contains or file.contains(head, query.contains))
-        ]
-        name, is_descending = query.sort.removeprefix("-"), query.sort.startswith("-")
-        chosen.sort(key=_SORT_KEYS.get(name, _SORT_KEYS["line"]), reverse=is_descending)
-        shown = [(head, file.row(head)) for head in chosen[query.offset : query.offset + query.limit]]
+        chosen = [head for head in file.heads if env in ("", head.env) and (not contains or file.contains(head, contains))]
+        key = _SORT_KEYS.get(sort.removeprefix("-"), _SORT_KEYS["line"])
+        chosen.sort(key=key, reverse=sort.startswith("-"))
+        shown = [(head, file.row(head)) for head in chosen[offset : offset + limit]]
         rows = [
             RowPreview(line=head.line, row=row, prompt=_text(row.prompt[-1:]), completion=_text(row.completion))
             for head, row in shown
@@ -196,11 +178,7 @@ class RunRollouts:
         return Page(num_rows=len(chosen), rows=rows, envs=envs, num_damaged=file.num_damaged)
 
     def record(self, path: Path, line: int) -> dict[str, Any]:
-        """Return everything that the file says of one rollout.
-
-        Raises:
-            NotServed: there is no such line, or it is damaged.
-        """
+        """Return everything that the file says of one rollout."""
         file = self._open(path)
         head = next((head for head in file.heads if head.line == line), None)
         if head is None:
@@ -208,11 +186,7 @@ class RunRollouts:
         return msgspec.json.decode(file.text(head))
 
     def samples(self, directory: Path, line: int) -> list[Sample]:
-        """Return the samples of one rollout; none where their file is missing, as in runs of earlier versions.
-
-        Raises:
-            NotServed: the file cannot be read.
-        """
+        """Return the samples of one rollout; none where their file is missing, as in runs of earlier versions."""
         path = directory / GROUPS_FILE
         stamp = stamp_of(path)
         if stamp is None:

@@ -1,21 +1,63 @@
-"""Puts the files of one viewed run behind one lock, so that several requests may ask at a time."""
+"""Puts the readers of one viewed run behind one lock, so that several requests may ask at a time."""
 
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from trivet.config.layout import RunLayout
 from trivet.config.masking import HIDDEN, mask_table
 from trivet.errors import ConfigError
+from trivet.step_directories import list_steps
 from trivet.view.evaluations import Evaluations
 from trivet.view.files import NotServed, read_inside
 from trivet.view.metrics import ALWAYS_READ, RunMetrics
 from trivet.view.rollouts import RunRollouts
 from trivet.view.status import StatusClock
 from trivet.view.timeline import NoteReader
-from trivet.view.token_text import TokenText
+
+_TOKENIZER = "tokenizer.json"
+_UNFINISHED = "\ufffd"
+_MAX_UNFINISHED = 8
+"""Tokens that a character may be spread over; after so many it is no character that is still to come."""
+
+
+class TokenText:
+    """Loads the run's tokenizer once it is there."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
+        self._tokenizer: Tokenizer | None = None
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str] | None:
+        """Return one text for each token; None while the run has no tokenizer."""
+        newest_first = [path / _TOKENIZER for path in reversed(list_steps(self._layout.weights).values())]
+        for path in newest_first if self._tokenizer is None else []:
+            with suppress(Exception):  # tokenizers raises the plain class for a file that it cannot read
+                self._tokenizer = Tokenizer.from_buffer(read_inside(self._layout.root, path))
+                break
+        return None if self._tokenizer is None else split_text(self._tokenizer, token_ids)
+
+
+def split_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds. Where tokens make a character only together, the last of them has it."""
+    pieces: list[str] = []
+    start = read = 0
+    before = ""
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(list(token_ids[start:end]), skip_special_tokens=False)
+        if text.endswith(_UNFINISHED) and end - read < _MAX_UNFINISHED and end < len(token_ids):
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :] if text.startswith(before) else tokenizer.decode([token_ids[end - 1]]))
+        # The last piece stays in front of the next: some tokenizers drop a space at the start of a text.
+        start, read = read, end
+        before = tokenizer.decode(list(token_ids[start:end]), skip_special_tokens=False)
+    return pieces
 
 
 class ViewedRun:
@@ -40,11 +82,7 @@ class ViewedRun:
 
 
 def open_run(directory: Path) -> RunLayout:
-    """Return the layout of the run in `directory`.
-
-    Raises:
-        ConfigError: the directory holds no run.
-    """
+    """Return the layout of the run in `directory`."""
     layout = RunLayout(directory)
     if not directory.is_dir():
         raise ConfigError(f"{str(directory)!r} is no directory; give a run's output_dir")

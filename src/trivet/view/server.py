@@ -60,9 +60,6 @@ class ViewServer:
 
         Args:
             port: 0 for a free one.
-
-        Raises:
-            ConfigError: it cannot listen there.
         """
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -113,26 +110,23 @@ def make_application(api: Api, *, host: str) -> "GuardedApplication":
             return _error(404, "there is no such page")
         return Response(page, media_type=_TYPES[path.rpartition(".")[2] if "." in path else "html"])
 
-    routes = [Route("/api/{name:path}", lambda request: _answer_api(api, request)), Route("/{name:path}", answer_page)]
+    def answer_api(request: Request) -> Response:
+        path, known = request.url.path, request.headers.get("If-None-Match", "").strip('"')
+        try:
+            answer = api.answer(path, dict(request.query_params), known=known)
+        except NotServed as exc:
+            return _error(400 if isinstance(exc, BadQuery) else 404, str(exc))
+        except Exception:  # a fault of ours, or a file nobody foresaw: the page says so, and the other pages work
+            logger.exception("cannot answer %s", path)
+            return _error(500, f"{path} cannot be answered: a fault of trivet view; its terminal has the details")
+        headers = {"ETag": f'"{answer.tag}"'}
+        if answer.is_known:
+            return Response(status_code=304, headers=headers)
+        return Response(answer.body, media_type="application/json", headers=headers)
+
+    routes = [Route("/api/{name:path}", answer_api), Route("/{name:path}", answer_page)]
     zipped = GZipMiddleware(Starlette(routes=routes), minimum_size=_ZIP_FROM_BYTES, compresslevel=1)
     return GuardedApplication(zipped, given_host=host)
-
-
-def _answer_api(api: Api, request: Request) -> Response:
-    path, known = request.url.path, request.headers.get("If-None-Match", "").strip('"')
-    try:
-        answer = api.answer(path, dict(request.query_params), known=known)
-    except BadQuery as exc:
-        return _error(400, str(exc))
-    except NotServed as exc:
-        return _error(404, str(exc))
-    except Exception:  # a fault of ours, or a file nobody foresaw: the page says so, and the other pages work
-        logger.exception("cannot answer %s", path)
-        return _error(500, f"{path} cannot be answered: a fault of trivet view; its terminal has the details")
-    headers = {"ETag": f'"{answer.tag}"'}
-    if answer.is_known:
-        return Response(status_code=304, headers=headers)
-    return Response(answer.body, media_type="application/json", headers=headers)
 
 
 class GuardedApplication:

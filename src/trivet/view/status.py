@@ -28,11 +28,7 @@ _STUCK_WORKER_S = 30.0
 
 
 def read_status(layout: RunLayout) -> RunStatus:
-    """Return the launcher's status; for roles that were started by hand, one made of their reports.
-
-    Raises:
-        ConfigError: the directory holds no run, or its status cannot be read.
-    """
+    """Return the launcher's status; for roles that were started by hand, one made of their reports."""
     try:
         with open_regular(layout.status) as file:
             return msgspec.json.decode(file.read(), type=RunStatus)
@@ -93,9 +89,6 @@ def watch_status(layout: RunLayout, clock: StatusClock, *, sleep: Callable[[floa
     """Watch the status until it is known whether the launcher still writes it; return the newest one.
 
     For a run on another machine this takes two seconds, or 15 when nothing is written.
-
-    Raises:
-        ConfigError: as `read_status`.
     """
     status = first = read_status(layout)
     while (
@@ -110,11 +103,7 @@ def watch_status(layout: RunLayout, clock: StatusClock, *, sleep: Callable[[floa
 
 
 def read_reports(layout: RunLayout) -> list[ProcessReport]:
-    """Return the report of every process that has reported in this directory.
-
-    Raises:
-        ConfigError: a report cannot be read.
-    """
+    """Return the report of every process that has reported in this directory."""
     found: list[ProcessReport] = []
     for path in sorted(layout.reports.glob("*.json")) if layout.reports.is_dir() else []:
         try:
@@ -136,7 +125,7 @@ def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: 
     step = max((report.step for role in status.roles for report in role.reports), default=0)
     of = f" of {status.max_steps}" if status.max_steps is not None else ""
     commit = f"last commit step {status.last_commit}" if status.last_commit is not None else "nothing committed yet"
-    state = _state(status, now=now, is_alive=is_alive)
+    state = _describe_state(status, now=now, is_alive=is_alive)
     yield f"run {status.run_id} attempt {status.attempt}: {state}; step {step}{of}, {commit}"
     if status.state in (RunState.RUNNING, RunState.PREEMPTED):
         is_here = status.node == os.uname().nodename
@@ -201,7 +190,7 @@ def describe_role(role: RoleStatus, *, now: float, gone: Collection[int] = ()) -
         yield line
 
 
-def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> str:
+def _describe_state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> str:
     if status.exit_code is not None:
         return f"{status.state} with exit code {status.exit_code} at {_clock(status.time)} ({status.reason})"
     if now - status.time <= _REPORT_IS_OLD_S:
@@ -247,7 +236,7 @@ def _workers(status: RunStatus, *, gone: Collection[int]) -> Iterator[str]:
 
 
 def _seconds(seconds: float) -> str:
-    """`41 s`, `12 min`, `3 h 5 min`."""
+    """Return a length as `41 s`, `12 min` or `3 h 5 min`."""
     if not seconds < _MAX_SHOWN_S:
         return "an unknown time"
     minutes = int(seconds // 60)

@@ -27,7 +27,7 @@ _TRAINER_PHASES = {
 _OTHER = ("other work", "")
 _FILLING = ("waits for rollouts", "inference")
 _HANDING_OVER = ("packs, sends, waits for the receipt", "trainer")
-_GENERATING = "generates rollouts"
+_GENERATING = ("generates rollouts", "")
 _LOADING = "loads a policy"
 _NOTED = {"load", "commit", "restart", "serverdown", "serverup", "stop", "start", "evaluate"}
 _NOTED_STARTS = tuple(f'{{"event":"{name}"'.encode() for name in sorted(_NOTED))
@@ -100,14 +100,11 @@ class NoteReader:
             self.notes, self.num_damaged = [], 0
         for line in self._lines.read_new():
             if line.startswith(_NOTED_STARTS):
-                self._add(line)
+                try:
+                    self.notes.append(self._decoder.decode(line))
+                except DECODE_ERRORS:
+                    self.num_damaged += 1
         del self.notes[:-_MAX_NOTES]
-
-    def _add(self, line: bytes) -> None:
-        try:
-            self.notes.append(self._decoder.decode(line))
-        except DECODE_ERRORS:
-            self.num_damaged += 1
 
 
 def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int | None, num_steps: int) -> Timeline:
@@ -116,90 +113,55 @@ def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int 
     Args:
         metrics: refreshed with `ALWAYS_READ`.
     """
-    columns = {role: _read(metrics, role) for role in PHASES if metrics.has(role)}
+    columns = {
+        role: {
+            "step": file.steps(),
+            "time": file.values("time"),
+            **{name: np.nan_to_num(file.values(name)) for name in (_STEP_S, *phases)},
+        }
+        for role, phases in PHASES.items()
+        if (file := metrics.file(role)) is not None
+    }
     newest = max((int(table["step"].max()) for table in columns.values() if len(table["step"])), default=0)
     last = newest if last_step is None else min(last_step, newest)
     first = max(1, last - num_steps + 1)
     spans: list[TimelineSpan] = []
     shares: list[Share] = []
     for role, table in columns.items():
-        shares += _shares(role, table)
-        within = (table["step"] >= first) & (table["step"] <= last)
-        part = {name: column[within] for name, column in table.items()}
-        spans += _trainer_spans(part) if role == "trainer" else _orchestrator_spans(part)
+        activities, total = _activities(role, table), float(table[_STEP_S].sum())
+        for (does, waits_for), lengths in activities.items():
+            if total > 0 and (seconds := float(lengths.sum())) > 0:
+                shares.append(Share(lane=role, does=does, waits_for=waits_for, seconds=seconds, share=seconds / total))
+        for row in np.flatnonzero((table["step"] >= first) & (table["step"] <= last)).tolist():
+            step, at = int(table["step"][row]), float(table["time"][row] - table[_STEP_S][row])
+            for activity, lengths in activities.items():
+                end = at + float(lengths[row])
+                if end > at:
+                    spans.append(_span(role, step, at, end, activity))
+                    if activity == _FILLING:
+                        spans.append(_span("inference", step, at, end, _GENERATING))
+                at = end
     begin, end = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
     shown = [note for note in notes if begin <= note.time <= end]
-    spans += _load_spans(shown, columns.get("orchestrator"))
+    orchestrator = columns.get("orchestrator")
+    for note in shown:
+        if note.event == "load" and note.version and orchestrator is not None and len(orchestrator["time"]):
+            # A load is noted when it is done; the orchestrator's step after it has its length.
+            row = min(int(np.searchsorted(orchestrator["time"], note.time)), len(orchestrator["time"]) - 1)
+            start = note.time - float(orchestrator["time/update_weights"][row])
+            spans.append(_span("inference", note.version, start, note.time, (f"{_LOADING}: {note.version}", "")))
     return Timeline(spans=spans, notes=shown, shares=shares, first_step=first, last_step=last, newest_step=newest)
 
 
-def _read(metrics: RunMetrics, role: str) -> dict[str, np.ndarray]:
-    file = metrics.file(role)
-    columns = {name: np.nan_to_num(file.values(name)) for name in [_STEP_S, *PHASES[role]]}
-    return {"step": file.steps(_STEP_S), "time": file.times(_STEP_S), **columns}
+def _span(lane: str, step: int, start: float, end: float, activity: tuple[str, str]) -> TimelineSpan:
+    return TimelineSpan(lane=lane, step=step, start=start, end=end, does=activity[0], waits_for=activity[1])
 
 
-def _trainer_spans(table: Mapping[str, np.ndarray]) -> list[TimelineSpan]:
-    spans: list[TimelineSpan] = []
-    for row, step in enumerate(table["step"].tolist()):
-        end = float(table["time"][row])
-        at = end - float(table[_STEP_S][row])
-        for name, (does, waits_for) in _TRAINER_PHASES.items():
-            seconds = float(table[name][row])
-            if seconds > 0:
-                spans.append(
-                    TimelineSpan(lane="trainer", step=step, start=at, end=at + seconds, does=does, waits_for=waits_for)
-                )
-                at += seconds
-        if at < end:
-            spans.append(TimelineSpan(lane="trainer", step=step, start=at, end=end, does=_OTHER[0], waits_for=_OTHER[1]))
-    return spans
-
-
-def _orchestrator_spans(table: Mapping[str, np.ndarray]) -> list[TimelineSpan]:
-    spans: list[TimelineSpan] = []
-    for row, step in enumerate(table["step"].tolist()):
-        end = float(table["time"][row])
-        start = end - float(table[_STEP_S][row])
-        filled = min(end, start + float(table["time/generate_completions"][row]))
-        for lane, begin, until, (does, waits_for) in (
-            ("orchestrator", start, filled, _FILLING),
-            ("inference", start, filled, (_GENERATING, "")),  # what the orchestrator waits for
-            ("orchestrator", filled, end, _HANDING_OVER),
-        ):
-            spans.append(TimelineSpan(lane=lane, step=step, start=begin, end=until, does=does, waits_for=waits_for))
-    return spans
-
-
-def _load_spans(notes: Sequence[Note], orchestrator: Mapping[str, np.ndarray] | None) -> list[TimelineSpan]:
-    """Return the loads of policies. A load is noted when it is done; the orchestrator's step after it has its length."""
-    loads = [note for note in notes if note.event == "load" and note.version]
-    if orchestrator is None or not len(orchestrator["time"]):
-        return []
-    spans: list[TimelineSpan] = []
-    for note in loads:
-        row = min(int(np.searchsorted(orchestrator["time"], note.time)), len(orchestrator["time"]) - 1)
-        seconds = float(orchestrator["time/update_weights"][row])
-        does = f"{_LOADING}: {note.version}"
-        start = note.time - seconds
-        spans.append(
-            TimelineSpan(lane="inference", step=note.version or 0, start=start, end=note.time, does=does, waits_for="")
-        )
-    return spans
-
-
-def _shares(role: str, table: Mapping[str, np.ndarray]) -> list[Share]:
-    total = float(table[_STEP_S].sum())
-    if total <= 0:
-        return []
+def _activities(role: str, table: Mapping[str, np.ndarray]) -> dict[tuple[str, str], np.ndarray]:
+    """Return the seconds of each activity in each step, in the order of the role's loop."""
+    total = table[_STEP_S]
     if role == "trainer":
-        parts = {activity: float(table[name].sum()) for name, activity in _TRAINER_PHASES.items()}
-        parts[_OTHER] = max(0.0, total - sum(parts.values()))
-    else:
-        filling = min(total, float(table["time/generate_completions"].sum()))
-        parts = {_FILLING: filling, _HANDING_OVER: total - filling}
-    return [
-        Share(lane=role, does=does, waits_for=waits_for, seconds=seconds, share=seconds / total)
-        for (does, waits_for), seconds in parts.items()
-        if seconds > 0
-    ]
+        lengths = {activity: np.maximum(0.0, table[name]) for name, activity in _TRAINER_PHASES.items()}
+        return {**lengths, _OTHER: np.maximum(0.0, total - sum(lengths.values()))}
+    filling = np.minimum(total, table["time/generate_completions"])
+    return {_FILLING: filling, _HANDING_OVER: total - filling}

@@ -27,7 +27,7 @@ CONFIGS = Path("configs/quickstart")
 
 @pytest.fixture
 def layout(tmp_path: Path) -> QuickstartLayout:
-    return QuickstartLayout(root=tmp_path)
+    return QuickstartLayout(tmp_path)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from support.groups import make_draw, make_group, make_sample
 from trivet.algorithms.filters import FilterReason, RolloutFilter, RolloutFilters
 from trivet.config.schema.orchestrator import FiltersConfig, OrchestratorConfig, RepetitionFilterConfig
 from trivet.orchestrator.buffer import GroupBuffer, rollout_filters
-from trivet.orchestrator.prompt_lengths import PromptLimits
+from trivet.orchestrator.prompts import PromptLimits
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import GroupId, PolicyVersion, Step

@@ -33,7 +33,7 @@ class Runs:
         self._num_lost: Counter[int] = Counter()
         self.version = 0
 
-    async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]:
+    async def __call__(self, draw: Draw, base_url: str) -> list[Rollout]:
         await asyncio.sleep(self._timing.uniform(0.1, 30.0))
         if draw.group_id % 4 == 1 and self._num_lost[draw.group_id] < 3 and self._timing.random() < 0.7:
             self._num_lost[draw.group_id] += 1

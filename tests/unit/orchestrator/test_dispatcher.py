@@ -31,7 +31,7 @@ class Script:
         """The servers of every try, in order."""
         self.started_at: list[float] = []
 
-    async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]:
+    async def __call__(self, draw: Draw, base_url: str) -> list[Rollout]:
         future = asyncio.get_running_loop().create_future()
         self.waiting[draw.group_id] = future
         self.servers.append(base_url)

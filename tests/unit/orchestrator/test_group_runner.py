@@ -8,7 +8,7 @@ from support.groups import make_draw, make_sample
 from trivet.algorithms.advantages import mean_baseline
 from trivet.config.schema.environment import EnvConfig, EnvSamplingConfig, SamplingConfig, TempSchedulerConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
-from trivet.orchestrator.group_runner import group_runner, make_group
+from trivet.orchestrator.dispatcher import group_runner, make_group
 from trivet.wire.groups import GroupRequest
 from trivet.wire.rollouts import Rollout
 
@@ -35,7 +35,7 @@ def test_the_environments_get_the_draw_its_server_and_the_sampling_of_its_step()
     pool = RecordingPool()
     run_group = group_runner(pool, config)  # type: ignore[arg-type]  # only what is called
     for group_id, (env, step) in enumerate((("toy", 1), ("toy", 6), ("short", 6))):
-        asyncio.run(run_group(make_draw(group_id, env=env, example_id=9, step=step), base_url="http://a/v1"))
+        asyncio.run(run_group(make_draw(group_id, env=env, example_id=9, step=step), "http://a/v1"))
     assert [(request.group_id, request.env, request.example_id, request.num_rollouts) for request in pool.requests] == [
         (0, "toy", 9, 4),
         (1, "toy", 9, 4),

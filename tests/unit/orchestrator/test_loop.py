@@ -115,7 +115,7 @@ def run_loop(
     return sender.batches
 
 
-async def answer_at_once(draw: Draw, *, base_url: str) -> list[Rollout]:
+async def answer_at_once(draw: Draw, base_url: str) -> list[Rollout]:
     return [Rollout(index=index, reward=float(index), samples=[make_sample()]) for index in range(2)]
 
 
@@ -180,10 +180,10 @@ def test_a_run_preempted_after_a_checkpoint_writes_no_other(tmp_path):
 
 def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_flight(tmp_path):
 
-    async def leave_two_open(draw: Draw, *, base_url: str) -> list[Rollout]:
+    async def leave_two_open(draw: Draw, base_url: str) -> list[Rollout]:
         if draw.group_id in (1, 3):
             await asyncio.Event().wait()
-        return await answer_at_once(draw, base_url=base_url)
+        return await answer_at_once(draw, base_url)
 
     first = run_loop(tmp_path, FRESH, max_steps=4, run_group=leave_two_open)
     layout = RunLayout(tmp_path)
@@ -191,9 +191,9 @@ def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_fligh
     part = read_part(layout, Step(2), rollouts_per_example=2)
     again: list[int] = []
 
-    async def note(draw: Draw, *, base_url: str) -> list[Rollout]:
+    async def note(draw: Draw, base_url: str) -> list[Rollout]:
         again.append(draw.group_id)
-        return await answer_at_once(draw, base_url=base_url)
+        return await answer_at_once(draw, base_url)
 
     waiting = [group.group_id for group in part.buffer.ready]
     part.buffer.ready = part.buffer.ready[:2]  # at most one batch: for the next, groups must be dispatched
@@ -226,7 +226,7 @@ def test_groups_not_started_again_yet_are_in_the_next_checkpoint_too(tmp_path):
 
 
 def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_first_error(tmp_path):
-    async def fail(draw: Draw, *, base_url: str) -> list[Rollout]:
+    async def fail(draw: Draw, base_url: str) -> list[Rollout]:
         raise ValueError(f"the judge is down for group {draw.group_id}")
 
     with pytest.raises(ExceptionGroup) as caught:

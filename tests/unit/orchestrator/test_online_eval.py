@@ -14,7 +14,7 @@ from trivet.config.schema.shared import RunIdentity
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.evaluate import Evaluator
 from trivet.evaluation.scores import Summary
-from trivet.orchestrator.online_eval import OnlineEval, discard_evals_after, schedule_series, val_metrics
+from trivet.orchestrator.online_eval import OnlineEval, schedule_series, val_metrics
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
@@ -274,12 +274,6 @@ def test_the_last_validation_reaches_the_metrics_of_evaluations(tmp_path):
     bench.run(10, 15)
     (line,) = [json.loads(line) for line in (bench.layout.metrics / "eval.jsonl").read_text().splitlines()]
     assert (line["step"], line["val_reward/mean"]) == (15, 0.15)
-
-
-def test_a_resume_removes_evaluations_of_later_policies(tmp_path):
-    Bench(tmp_path).run(10, 20)
-    discard_evals_after(RunLayout(tmp_path), 15)
-    assert sorted(path.name for path in RunLayout(tmp_path).evals.iterdir()) == ["step_0", "step_10"]
 
 
 def test_validation_weighs_environments_by_their_examples():

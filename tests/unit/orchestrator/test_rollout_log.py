@@ -5,7 +5,7 @@ import numpy as np
 
 from support.groups import make_group
 from trivet.config.layout import RunLayout
-from trivet.orchestrator.rollout_log import discard_rollouts_after, write_rollouts
+from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.transport.recording import GROUPS_FILE, unpack_groups
 from trivet.wire.rollouts import RolloutRecord
 from trivet.wire.versions import Step
@@ -21,11 +21,3 @@ def test_the_groups_have_a_rollout_for_each_line(tmp_path: Path):
     found, expected = ([rollout for group in some for rollout in group.rollouts] for some in (recorded, groups))
     for read, written in zip(found, expected, strict=True):
         np.testing.assert_array_equal(read.samples[0].token_ids_T, written.samples[0].token_ids_T)
-
-
-def test_both_files_of_steps_that_happen_again_go(tmp_path: Path):
-    layout = RunLayout(tmp_path)
-    for step in (1, 2, 3):
-        write_rollouts(layout, Step(step), [make_group(step)])
-    discard_rollouts_after(layout, Step(1))
-    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step_1"]

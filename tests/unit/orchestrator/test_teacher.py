@@ -14,10 +14,9 @@ from trivet.client.inference_client import InferenceClient
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.orchestrator import TeacherModelConfig, TeacherNameConfig
 from trivet.errors import ConfigError, InferenceError, RolloutFailed
-from trivet.orchestrator.sampler import Draw
-from trivet.orchestrator.teacher import Teacher, is_taught, taught
+from trivet.orchestrator.teacher import Teacher, is_scored
 from trivet.wire.rollouts import Group, Rollout, Sample
-from trivet.wire.versions import GroupId, PolicyVersion, Step, VersionRun
+from trivet.wire.versions import GroupId, PolicyVersion, VersionRun
 
 
 @dataclass
@@ -73,9 +72,6 @@ def make_sample(token_ids: list[int], *, num_prompt: int = 2) -> Sample:
     )
 
 
-DRAW = Draw(group_id=GroupId(3), env="e", example_id=0, example_hash="", step=Step(1))
-
-
 def with_teacher(urls: list[str], body, *, max_concurrent: int = 4, pauses: list[float] | None = None, ready_s: float = 60.0):
     """Return what `body` returns for a teacher on `urls` whose pauses take no time."""
     slept = pauses if pauses is not None else []
@@ -98,30 +94,26 @@ def with_teacher(urls: list[str], body, *, max_concurrent: int = 4, pauses: list
     return asyncio.run(main())
 
 
-def run_taught(urls: list[str], samples: list[Sample], *, seq_len: int = 64, **options) -> list[Rollout]:
-    async def run_group(draw: Draw, *, base_url: str) -> list[Rollout]:
-        assert (draw, base_url) == (DRAW, "http://policy")
-        return [Rollout(index=index, reward=0.0, samples=[sample]) for index, sample in enumerate(samples)]
-
-    return with_teacher(
-        urls, lambda teacher: taught(run_group, teacher, seq_len=seq_len)(DRAW, base_url="http://policy"), **options
-    )
+def score_all(urls: list[str], samples: list[Sample], *, seq_len: int = 64, **options) -> list[Rollout]:
+    rollouts = [Rollout(index=index, reward=0.0, samples=[sample]) for index, sample in enumerate(samples)]
+    with_teacher(urls, lambda teacher: teacher.score_rollouts(rollouts, seq_len=seq_len), **options)
+    return rollouts
 
 
 def test_every_loss_token_of_a_group_gets_the_teachers_log_probability():
     with serve(Script()) as url:
-        rollouts = run_taught([url], [make_sample([5, 6, 7, 8]), make_sample([9, 10, 11])])
+        rollouts = score_all([url], [make_sample([5, 6, 7, 8]), make_sample([9, 10, 11])])
     scored = [rollout.samples[0].teacher_logprobs_T for rollout in rollouts]
     np.testing.assert_allclose(scored[0], [0, 0, -0.7, -0.8], rtol=1e-6)
     np.testing.assert_allclose(scored[1], [0, 0, -1.1], rtol=1e-6)
     assert {values.dtype for values in scored} == {np.dtype(np.float32)}
-    assert is_taught(Group(group_id=GroupId(3), env="e", example_id=0, rollouts=rollouts))
+    assert is_scored(Group(group_id=GroupId(3), env="e", example_id=0, rollouts=rollouts))
 
 
 def test_no_more_questions_are_under_way_than_allowed():
     script = Script()
     with serve(script) as url:
-        run_taught([url], [make_sample([5, 6, index]) for index in range(24)], max_concurrent=3)
+        score_all([url], [make_sample([5, 6, index]) for index in range(24)], max_concurrent=3)
     assert len(script.asked) == 24
     assert script.most_at_once <= 3
 
@@ -129,14 +121,14 @@ def test_no_more_questions_are_under_way_than_allowed():
 def test_questions_are_spread_over_the_servers():
     scripts = [Script(), Script()]
     with serve(scripts[0]) as first, serve(scripts[1]) as second:
-        run_taught([first, second], [make_sample([5, 6, index]) for index in range(24)], max_concurrent=6)
+        score_all([first, second], [make_sample([5, 6, index]) for index in range(24)], max_concurrent=6)
     assert min(len(script.asked) for script in scripts) >= 3  # six are asked at once
 
 
 def test_a_question_that_failed_is_asked_again_after_a_growing_pause():
     pauses: list[float] = []
     with serve(Script(fails=3)) as url:
-        rollouts = run_taught([url], [make_sample([5, 6, 7])], pauses=pauses)
+        rollouts = score_all([url], [make_sample([5, 6, 7])], pauses=pauses)
     assert rollouts[0].samples[0].teacher_logprobs_T is not None
     assert pauses == [1.0, 2.0, 4.0]
 
@@ -144,13 +136,13 @@ def test_a_question_that_failed_is_asked_again_after_a_growing_pause():
 def test_a_server_that_fails_leaves_the_question_to_another():
     broken, well = Script(fails=99), Script()
     with serve(broken) as first, serve(well) as second:
-        run_taught([first, second], [make_sample([5, 6, 7])])
+        score_all([first, second], [make_sample([5, 6, 7])])
     assert (len(broken.asked), len(well.asked)) == (1, 1)
 
 
 def test_a_group_whose_teacher_refuses_fails_with_the_reason():
     with serve(Script(fails=99)) as url, pytest.raises(RolloutFailed, match=r"teacher big: .*the engine is busy") as caught:
-        run_taught([url], [make_sample([5, 6, 7]), make_sample([5, 6, 8])])
+        score_all([url], [make_sample([5, 6, 7]), make_sample([5, 6, 8])])
     assert caught.value.kind == "TeacherFailed"
 
 
@@ -158,12 +150,12 @@ def test_a_teacher_that_stays_away_costs_the_group():
     with serve(Script()) as url:
         pass
     with pytest.raises(RolloutFailed, match="was not ready within"):
-        run_taught([url], [make_sample([5, 6, 7])], ready_s=0.01)
+        score_all([url], [make_sample([5, 6, 7])], ready_s=0.01)
 
 
 def test_a_token_that_the_teacher_holds_for_impossible_is_never_learnt_from():
     with serve(Script(impossible=7)) as url, pytest.raises(RolloutFailed, match="token 7 for impossible"):
-        run_taught([url], [make_sample([5, 6, 7])])
+        score_all([url], [make_sample([5, 6, 7])])
 
 
 def test_a_server_that_leaves_tokens_out_is_not_believed():

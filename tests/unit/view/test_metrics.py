@@ -21,12 +21,12 @@ def test_lines_that_are_appended_are_read_once_and_half_a_line_waits_for_its_end
     append(path, '{"step": 1, "time": 5.0, "loss": 0.5}\n{"step": 2, "time": 6.0, "lo')
     metrics = MetricFile(path.parent, path)
     metrics.refresh(["loss"])
-    assert metrics.steps("loss").tolist() == [1]
+    assert metrics.steps().tolist() == [1]
     append(path, 'ss": 0.25}\n')
     metrics.refresh(["loss"])
-    assert metrics.steps("loss").tolist() == [1, 2]
+    assert metrics.steps().tolist() == [1, 2]
     assert metrics.values("loss").tolist() == [0.5, 0.25]
-    assert metrics.times("loss").tolist() == [5.0, 6.0]
+    assert metrics.values("time").tolist() == [5.0, 6.0]
 
 
 def test_a_metric_that_is_asked_for_later_is_read_from_the_start(path: Path):

@@ -8,8 +8,8 @@ from support.big_run import rollout_record, write_rollouts
 from trivet.config.layout import RunLayout
 from trivet.transport.recording import GROUPS_FILE
 from trivet.view.files import NotServed
-from trivet.view.rollouts import PageQuery, RunRollouts
-from trivet.view.token_text import TokenText, split_text
+from trivet.view.rollouts import RunRollouts
+from trivet.view.run import TokenText, split_text
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_steps_are_in_the_order_of_their_numbers_and_new_ones_appear(layout: Run
 
 
 def test_a_page_has_its_rows_and_the_number_of_all(layout: RunLayout):
-    page = RunRollouts(layout).page(rollouts_of(layout, 2), PageQuery(offset=15, limit=10))
+    page = RunRollouts(layout).page(rollouts_of(layout, 2), offset=15, limit=10)
     assert page.num_rows == 20
     assert [preview.line for preview in page.rows] == [15, 16, 17, 18, 19]
     assert page.envs == ["tools", "words"]
@@ -42,7 +42,7 @@ def test_a_page_has_its_rows_and_the_number_of_all(layout: RunLayout):
 
 @pytest.mark.parametrize("sort", ["reward", "-reward", "advantage", "-advantage"])
 def test_rows_can_be_ordered(layout: RunLayout, sort: str):
-    page = RunRollouts(layout).page(rollouts_of(layout, 2), PageQuery(sort=sort))
+    page = RunRollouts(layout).page(rollouts_of(layout, 2), sort=sort)
     found = [getattr(preview.row, sort.removeprefix("-")) for preview in page.rows]
     assert found == sorted(found, reverse=sort.startswith("-"))
 
@@ -50,10 +50,10 @@ def test_rows_can_be_ordered(layout: RunLayout, sort: str):
 def test_rows_can_be_chosen_by_environment_and_text(layout: RunLayout):
     files = RunRollouts(layout)
     num_right = sum(rollout_record(2, index)["reward"] > 0.4 for index in range(20))
-    chosen = files.page(rollouts_of(layout, 2), PageQuery(env="words"))
+    chosen = files.page(rollouts_of(layout, 2), env="words")
     assert {preview.row.env for preview in chosen.rows} == {"words"}
-    assert files.page(rollouts_of(layout, 2), PageQuery(contains="(2.7)")).num_rows == 1
-    assert files.page(rollouts_of(layout, 2), PageQuery(contains="ANSWER IS 391")).num_rows == num_right
+    assert files.page(rollouts_of(layout, 2), contains="(2.7)").num_rows == 1
+    assert files.page(rollouts_of(layout, 2), contains="ANSWER IS 391").num_rows == num_right
 
 
 def test_a_row_names_its_rollout_in_full(layout: RunLayout):
@@ -67,22 +67,22 @@ def test_damaged_and_unfinished_lines_are_skipped_and_the_former_counted(layout:
     path = rollouts_of(layout, 1)
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(whole[0] + b"{broken}\n" + whole[1] + whole[2][:-20])
-    page = RunRollouts(layout).page(path, PageQuery())
+    page = RunRollouts(layout).page(path)
     assert [preview.line for preview in page.rows] == [0, 2]
     assert page.num_damaged == 1
 
 
 def test_a_file_that_changed_is_read_again(layout: RunLayout):
     files = RunRollouts(layout)
-    assert files.page(rollouts_of(layout, 1), PageQuery()).num_rows == 20
+    assert files.page(rollouts_of(layout, 1)).num_rows == 20
     write_rollouts(RunLayout(layout.root / "other"), 1, 3, random=np.random.default_rng(1))
     rollouts_of(RunLayout(layout.root / "other"), 1).replace(rollouts_of(layout, 1))
-    assert files.page(rollouts_of(layout, 1), PageQuery()).num_rows == 3
+    assert files.page(rollouts_of(layout, 1)).num_rows == 3
 
 
 def test_a_step_without_rollouts_is_told(layout: RunLayout):
     with pytest.raises(NotServed, match=r"the run has no rollouts/step_77/rollouts\.jsonl"):
-        RunRollouts(layout).page(rollouts_of(layout, 77), PageQuery())
+        RunRollouts(layout).page(rollouts_of(layout, 77))
 
 
 def test_a_link_that_leads_out_of_the_run_is_not_followed(layout: RunLayout, tmp_path_factory: pytest.TempPathFactory):
@@ -92,7 +92,7 @@ def test_a_link_that_leads_out_of_the_run_is_not_followed(layout: RunLayout, tmp
     path.unlink()
     path.symlink_to(secret)
     with pytest.raises(NotServed, match="leads out of the run's directory"):
-        RunRollouts(layout).page(path, PageQuery())
+        RunRollouts(layout).page(path)
 
 
 def test_tokens_belong_to_their_line_and_may_be_missing(layout: RunLayout):

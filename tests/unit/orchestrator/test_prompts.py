@@ -10,7 +10,7 @@ from trivet.algorithms.filters import FilterReason
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, InferenceError
 from trivet.orchestrator.buffer import FinishedGroup, GroupCounters
-from trivet.orchestrator.prompt_lengths import PromptLimits, check_prompts, limits_of
+from trivet.orchestrator.prompts import PromptLimits, check_prompts, limits_of
 
 LIMITS = PromptLimits(seq_len=256, max_tokens={"toy": 16})
 
