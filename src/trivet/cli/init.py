@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote, urlparse
 
 from trivet.config.user_input import read_toml_file
@@ -80,7 +80,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     if PROJECT_FILE in written.kept:
         path, wanted = directory / PROJECT_FILE, files[PROJECT_FILE].decode()
         try:
-            project = read_toml_file(path)
+            project = cast("Mapping[str, Any]", read_toml_file(path))
         except (OSError, ValueError) as exc:  # TOML and UTF-8 errors are ValueErrors
             raise ConfigError(
                 f"{path} cannot be read: {exc}; repair it, then run this command again to see what to add"

@@ -20,8 +20,8 @@ from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.pool import WorkerPool, open_worker_pool
 from trivet.errors import ConfigError
-from trivet.process.proxies import direct_variables
 from trivet.process.event_loop import run_until_signalled, show_tasks_on_signal
+from trivet.process.proxies import direct_variables
 from trivet.secret import find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging

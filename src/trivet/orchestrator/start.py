@@ -8,9 +8,9 @@ from typing import Any
 
 from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import ORCHESTRATOR, resolve_resume_step
-from trivet.checkpoints.settings import compare_data
 from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
+from trivet.checkpoints.settings import compare_data
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.examples import require_data
