@@ -40,11 +40,7 @@ _DATA_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 
 def require_files(config: Section) -> None:
-    """Check that this machine has the files that a configuration names.
-
-    Raises:
-        ConfigError: lists every problem; a model that is named by a path and is no model directory, for one.
-    """
+    """Raise a ConfigError that lists every problem of the files that a configuration names."""
     findings = Findings()
     for problem in file_problems(config):
         findings.refuse(problem)
@@ -66,7 +62,9 @@ def file_problems(config: Section) -> Iterator[str]:
         elif replay.resolve() == config.output_dir.resolve():
             yield f"{ROOT.data.replay} ({replay}) is output_dir: a replay is a run of its own; choose another {ROOT.output_dir}"
     if isinstance(config, SftConfig) and config.bench is None:  # else rows are made up
-        yield from _data_problems(config)
+        yield from _place_problems(config.data, ROOT.data)
+        if config.val is not None:
+            yield from _place_problems(config.val.data, ROOT.val.data)
     if isinstance(config, RLConfig):
         yield from _training_problems(config.trainer, ROOT.trainer, is_served=True)
     elif isinstance(config, TrainingConfig):
@@ -74,16 +72,9 @@ def file_problems(config: Section) -> Iterator[str]:
     yield from _name_problems(config)
 
 
-def _data_problems(config: SftConfig) -> Iterator[str]:
-    if not isinstance(config.data, FakeDataConfig):
-        yield from _place_problems(config.data, ROOT.data)
-    if config.val is not None:
-        yield from _place_problems(config.val.data, ROOT.val.data)
-
-
-def _place_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
+def _place_problems(config: ConversationsConfig | FakeDataConfig, at: Key) -> Iterator[str]:
     """Check that data are on this machine. Names of the hub are left to the command."""
-    if not looks_local(config.name):
+    if isinstance(config, FakeDataConfig) or not looks_local(config.name):
         return
     try:
         path = usable_path(config.name, key=str(at.name))
@@ -96,10 +87,8 @@ def _place_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
             f" name of the hub"
         )
     elif path.is_file() and config.subsets is not None:
-        yield (
-            f"{at.subsets} ({literal(config.subsets)}) exist in a directory or on the hub, and {at.name} is a file; remove"
-            f" {at.subsets}"
-        )
+        names = literal(config.subsets)
+        yield f"{at.subsets} ({names}) exist in a directory or on the hub, and {at.name} is a file; remove {at.subsets}"
 
 
 def looks_local(name: str) -> bool:

@@ -44,35 +44,21 @@ def steps_problem(max_steps: int | None, *, resume_step: int) -> str | None:
     return f"max_steps ({max_steps}) must be above the step resumed from ({resume_step}): nothing is left to do; raise it"
 
 
-def tensor_parallel_problem(tp: int, *, num_gpus: int, key: str, gpu_ids: str) -> str | None:
-    """Return the problem of a server whose GPUs hold no whole number of replicas.
-
-    Args:
-        key: the key that `tp` is the value of.
-        gpu_ids: the key that lists the GPUs.
-    """
+def tensor_parallel_problem(tp: int, *, num_gpus: int, key: object, gpu_ids: object) -> str | None:
+    """Return the problem of a server whose GPUs hold no whole number of replicas. `key` is that of `tp`."""
     if num_gpus % tp == 0:
         return None
-    return (
-        f"{gpu_ids} names {num_gpus} GPU(s), which must be divisible by {key} ({tp}):"
-        f" {num_gpus} % {tp} = {num_gpus % tp}; change either"
-    )
+    remainder = f"{num_gpus} % {tp} = {num_gpus % tp}"
+    return f"{gpu_ids} names {num_gpus} GPU(s), which must be divisible by {key} ({tp}): {remainder}; change either"
 
 
-def replicas_problem(num_replicas: int, *, num_ranks: int, key: str, ranks: str) -> str | None:
-    """Return the problem of a trainer whose copies of the model have different numbers of ranks.
-
-    Args:
-        key: the key that `num_replicas` is the value of.
-        ranks: what `num_ranks` counts, for the message.
-    """
+def replicas_problem(num_replicas: int, *, num_ranks: int, key: object, ranks: str) -> str | None:
+    """Return the problem of a trainer whose copies of the model have different numbers of `ranks`. `key` is that of the copies."""
     if num_ranks % num_replicas == 0:
         return None
     divisors = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
-    return (
-        f"{key} ({num_replicas}) must divide {ranks} ({num_ranks}): {num_ranks} % {num_replicas} = {num_ranks % num_replicas};"
-        f" set it to one of {divisors}"
-    )
+    remainder = f"{num_ranks} % {num_replicas} = {num_ranks % num_replicas}"
+    return f"{key} ({num_replicas}) must divide {ranks} ({num_ranks}): {remainder}; set it to one of {divisors}"
 
 
 def training_problems(config: TrainingConfig, at: Key = ROOT) -> Iterator[str]:
@@ -143,7 +129,7 @@ def _mixture_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
 
 def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield the problems of an orchestrator."""
-    batch, group = config.batch_size, config.rollouts_per_example
+    batch, group, ratios, num_envs = config.batch_size, config.rollouts_per_example, config.buffer.env_ratios, len(config.env)
     if batch % group:
         below = batch - batch % group
         tries = f"{below} or {below + group}" if below else f"{group}"
@@ -168,7 +154,13 @@ def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterato
         )
     if config.deterministic:
         yield from _deterministic_problems(config, at)
-    yield from _environment_problems(config, at)
+    yield from _name_problems(config.env, at.env)
+    if ratios is not None and len(ratios) != num_envs:
+        labels = ", ".join(env.label for env in config.env)
+        yield (
+            f"{at.buffer.env_ratios} has {len(ratios)} numbers for {num_envs} environments ({labels}):"
+            f" {len(ratios)} != {num_envs}; give one number per [[{at.env}]], in their order"
+        )
     problems = list(_run_sampling_problems(config, config.sampling, at.sampling))
     yield from problems
     for index, env in enumerate([] if problems else config.env):  # a problem of the run's sampling is reported once
@@ -179,22 +171,9 @@ def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterato
         yield from _replay_problems(config, at)
 
 
-def _environment_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
-    ratios = config.buffer.env_ratios
-    yield from _name_problems(config.env, at.env)
-    if ratios is not None and len(ratios) != len(config.env):
-        labels = ", ".join(env.label for env in config.env)
-        yield (
-            f"{at.buffer.env_ratios} has {len(ratios)} numbers for {len(config.env)} environments ({labels}):"
-            f" {len(ratios)} != {len(config.env)}; give one number per [[{at.env}]], in their order"
-        )
-
-
 def _deterministic_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
-    for key, value, needed in (
-        (at.strict_async_level, config.strict_async_level, True),
-        (at.oversampling_factor, config.oversampling_factor, 1.0),
-    ):
+    strict, oversampling = config.strict_async_level, config.oversampling_factor
+    for key, value, needed in ((at.strict_async_level, strict, True), (at.oversampling_factor, oversampling, 1.0)):
         if value != needed:
             yield f"{at.deterministic} = true needs {key} = {literal(needed)}, got {literal(value)}; set it"
     if config.sampling.seed is None:
@@ -216,12 +195,9 @@ def _eval_problems(config: OrchestratorConfig, evals: OnlineEvalConfig, at: Key)
 
 def _replay_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
     """Yield what needs a server: a replay has none."""
-    for key, value in (
-        (at.eval, config.eval),
-        (at.val, config.val),
-        (at.teacher_model, config.teacher_model),
-        (at.client.elastic, config.client.elastic),
-    ):
+    teacher, elastic = config.teacher_model, config.client.elastic
+    needing = ((at.eval, config.eval), (at.val, config.val), (at.teacher_model, teacher), (at.client.elastic, elastic))
+    for key, value in needing:
         if value is not None:
             yield f'{key} needs an inference server, and {at.replay} ({config.replay}) starts none; set {key} = "None"'
     if config.ckpt.resume_from is not None:
@@ -249,9 +225,9 @@ def offline_problems(config: EvalConfig, at: Key = ROOT) -> Iterator[str]:
             f"{at.resume_path} ({config.resume_path}) says where the results are, and {at.output_dir} ({config.output_dir})"
             f" too; remove {at.output_dir}"
         )
-    if config.retry.wait_min > config.retry.wait_max:
-        wait_min, wait_max = at.retry.wait_min, at.retry.wait_max
-        yield f"{wait_min} ({config.retry.wait_min}) must be <= {wait_max} ({config.retry.wait_max}); lower the first"
+    wait_min, wait_max = config.retry.wait_min, config.retry.wait_max
+    if wait_min > wait_max:
+        yield f"{at.retry.wait_min} ({wait_min}) must be <= {at.retry.wait_max} ({wait_max}); lower the first"
     yield from _name_problems(config.env, at.env)
     yield from _eval_sampling_problems(config.sampling, config.env, at)
 
@@ -310,29 +286,26 @@ def _sampling_problems(sampling: SamplingConfig | EvalSamplingConfig, at: Key) -
 
 def sampling_notices(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield a notice that names every key whose effect the trainer's log-probabilities do not follow."""
-    of_envs = ((at.env[index].sampling, env.sampling) for index, env in enumerate(config.env))
     biasing: list[str] = []
+    of_envs = ((at.env[index].sampling, env.sampling) for index, env in enumerate(config.env))
     for place, section in ((at.sampling, config.sampling), *of_envs):
-        keys = biasing_fields({key: getattr(section, key) for key in RequestSamplingConfig.model_fields if key != "extra_body"})
-        biasing += [f"{place[key]} ({value})" for key, value in keys.items()]
-        biasing += [
-            f"{place.extra_body[key]} ({_shown(key, value)})" for key, value in biasing_fields(section.extra_body).items()
-        ]
+        own = {key: getattr(section, key) for key in RequestSamplingConfig.model_fields if key != "extra_body"}
+        biasing += [f"{place[key]} ({value})" for key, value in biasing_fields(own).items()]
+        further = biasing_fields(section.extra_body).items()
+        biasing += [f"{place.extra_body[key]} ({_shown(key, value)})" for key, value in further]
     if biasing:
         yield f"the trainer cannot reproduce {', '.join(biasing)}: the importance ratio is biased"
 
 
 def engine_notices(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield a notice that names every argument of vLLM that is not known to leave its tokens those of the policy."""
-    unknown = [
-        f"{at.vllm_args[name]} ({_shown(name, value)})"
-        for name, value in config.vllm_args.items()
-        if not name.replace("-", "_").startswith(tuple(_REPRODUCIBLE_ENGINE.split()))
-    ]
+    known = tuple(_REPRODUCIBLE_ENGINE.split())
+    unknown = {name: value for name, value in config.vllm_args.items() if not name.replace("-", "_").startswith(known)}
     if unknown:
+        named = ", ".join(f"{at.vllm_args[name]} ({_shown(name, value)})" for name, value in unknown.items())
         yield (
-            f"the trainer computes without {', '.join(unknown)}: if tokens are sampled otherwise for it, the importance ratio is"
-            " biased; watch mismatch_kl/mean"
+            f"the trainer computes without {named}: if tokens are sampled otherwise for it, the importance ratio is biased; watch"
+            " mismatch_kl/mean"
         )
 
 

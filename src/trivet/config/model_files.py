@@ -32,20 +32,17 @@ class LinearModules:
 
 
 def find_linear_modules(name: str) -> LinearModules | None:
-    """Return the modules with a matrix of their own.
-
-    None if the files are not here, or are no safetensors.
-
-    Args:
-        name: a directory, or a Hugging Face name, of which only what was downloaded before is looked at.
-    """
-    files = _find_files(name)
-    if files is None:
-        return None
+    """Return the modules with a matrix of their own, of a directory or a downloaded model; None without safetensors here."""
     try:
-        headers = [read_header(file) for file in files]
-    except (OSError, ValueError):
-        return None  # whoever loads it says what is wrong with it
+        directory = usable_path(name, key="model.name")
+        if not directory.is_dir():
+            directory = _find_downloaded(name)
+        files = find_weight_files(directory) if directory is not None else []
+        headers = [read_header(file) for file in files if file.suffix == ".safetensors"]
+    except (ConfigError, OSError, ValueError):
+        return None  # `check_files`, or whoever loads it, says what is wrong with it
+    if not headers:
+        return None
     matrices = [
         tensor.removesuffix(".weight")
         for header in headers
@@ -61,15 +58,16 @@ def find_linear_modules(name: str) -> LinearModules | None:
 def choose_targets(targets: Sequence[str], *, modules: LinearModules, key: str = "model.lora.target_modules") -> list[str]:
     """Return `targets` of an adapter as PEFT takes them: names stay, an expression becomes the names that it matches.
 
-    Args:
-        targets: names of modules, last parts of names, or regular expressions.
-        key: the key of `targets`, for the error.
-
-    Raises:
-        ConfigError: one matches nothing.
+    A ConfigError names `key` if one matches nothing.
     """
-    found = {target: _find_target(target, modules.names) for target in targets}
-    if missing := [target for target, matching in found.items() if not matching]:
+
+    def matching(target: str) -> list[str]:
+        if any(is_called(name, target) for name in modules.names):
+            return [target]
+        return [name for name in modules.names if re.fullmatch(target, name)]
+
+    found = {target: matching(target) for target in targets}
+    if missing := [target for target, names in found.items() if not names]:
         there_are = ", ".join(last_parts(modules.names))
         problem = f"{key}: {missing[0]!r} is no linear module of this model; there are {there_are}"
         if modules.has_experts:
@@ -77,14 +75,7 @@ def choose_targets(targets: Sequence[str], *, modules: LinearModules, key: str =
             if usable := [target for target in targets if found[target]]:
                 problem += f"; set {key} = {json.dumps(usable)}"
         raise ConfigError(problem)
-    return sorted({name for matching in found.values() for name in matching})
-
-
-def _find_target(target: str, names: Sequence[str]) -> list[str]:
-    """Return what PEFT is given for `target`; nothing when it matches no module."""
-    if any(is_called(name, target) for name in names):
-        return [target]
-    return [name for name in names if re.fullmatch(target, name)]
+    return sorted({name for names in found.values() for name in names})
 
 
 def is_called(name: str, target: str) -> bool:
@@ -101,19 +92,19 @@ def find_weight_files(directory: Path, *, key: str = "model.name") -> list[Path]
     """Return the files that hold a model's weights, all of one format; nothing if there are none.
 
     transformers, which the trainer reads as, takes the single file, then what the index names. vLLM takes what an index of
-    safetensors names, and without one every file of the format. Where these differ, a run would have two models.
-
-    Args:
-        key: the key that names the directory, for the error.
-
-    Raises:
-        ConfigError: the index cannot be read, a file that it names is missing, or trainer and server would read different files.
+    safetensors names, and without one every file of the format. Where these differ, a run would have two models, which a
+    ConfigError refuses under `key`, as an index that cannot be read or that names a missing file.
     """
     for pattern, single, index in _FORMATS:
         here = {path.name for path in directory.glob(pattern) if path.name not in _NO_WEIGHTS}
         if not here:
             continue
-        indexed = _indexed(directory / index, key=key)
+        try:
+            indexed = set[str](json.loads((directory / index).read_bytes())["weight_map"].values())
+        except FileNotFoundError:
+            indexed = None
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
+            raise ConfigError(f"{key} ({directory}): {index} cannot be read as an index of weights: {exc!r}") from exc
         if missing := sorted((indexed or set()) - here):
             raise ConfigError(f"{key} ({directory}): {index} names {missing[0]}, which is not there; download or copy it again")
         trained = {single} if single in here else indexed or set()
@@ -127,30 +118,9 @@ def find_weight_files(directory: Path, *, key: str = "model.name") -> list[Path]
     return []
 
 
-def _indexed(index: Path, *, key: str) -> set[str] | None:
-    """Return the names of the files that an index names; None if there is no index."""
-    try:
-        return set(json.loads(index.read_bytes())["weight_map"].values())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
-        raise ConfigError(f"{key} ({index.parent}): {index.name} cannot be read as an index of weights: {exc!r}") from exc
-
-
 def _list(names: set[str]) -> str:
     shown = sorted(names)
     return "nothing" if not shown else ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
-
-
-def _find_files(name: str) -> list[Path] | None:
-    try:
-        directory = usable_path(name, key="model.name")
-        if not directory.is_dir():
-            directory = _find_downloaded(name)
-        files = find_weight_files(directory) if directory is not None else []
-    except ConfigError:
-        return None  # `check_files` says what is wrong
-    return [file for file in files if file.suffix == ".safetensors"] or None
 
 
 def _find_downloaded(name: str) -> Path | None:
@@ -165,10 +135,7 @@ def _find_downloaded(name: str) -> Path | None:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Return the names of a file's tensors with their dtypes and shapes.
-
-    Raises:
-        ValueError: the file is no safetensors file, or is cut short.
+    """Return the names of a file's tensors with their dtypes and shapes; ValueError if it is no safetensors file or cut short.
 
     Source: https://github.com/huggingface/safetensors, "Format": the header's length as 8 bytes, then JSON.
     """
@@ -187,14 +154,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def read_chat_template(value: str, *, key: str = "chat_template") -> str:
-    """Return the Jinja template that `value` names as a file, or is itself.
-
-    Args:
-        key: the key of `value`, for the error.
-
-    Raises:
-        ConfigError: there is no such file, and the text cannot be a template.
-    """
+    """Return the Jinja template that `value` names as a file, or is itself; a ConfigError names `key` if it is neither."""
     try:
         return Path(value).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as exc:
@@ -238,14 +198,7 @@ def read_tokens(directory: Path) -> dict[str, int]:
 
 
 def require_rows(tokens: Mapping[str, int], num_rows: int, *, model: str, tokenizer: str, key: str = "model.name") -> None:
-    """Refuse a tokenizer that has tokens without a row in the embedding. Rows without a token are common and harmless.
-
-    Args:
-        key: the key of the model's name, for the error.
-
-    Raises:
-        ConfigError: there are such tokens; gives both numbers.
-    """
+    """Raise a ConfigError for a tokenizer that has tokens without a row in the embedding. Rows without a token are harmless."""
     beyond = {number: token for token, number in tokens.items() if number >= num_rows}
     if not beyond:
         return
