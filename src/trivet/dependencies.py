@@ -63,11 +63,7 @@ class InstalledPackages:
     """The packages on a search path. Metadata is read when it is asked for, and kept: make a new one after an installation."""
 
     def __init__(self, search_path: Sequence[str] | None = None) -> None:
-        """Read nothing yet.
-
-        Args:
-            search_path: directories that hold `*.dist-info`; None takes those of this interpreter.
-        """
+        """Note the directories that hold `*.dist-info`; None takes those of this interpreter."""
         self.search_path = search_path
         self._found: dict[str, InstalledPackage | None] = {}
 
@@ -121,9 +117,7 @@ def find_violations(installed: InstalledPackages | None = None) -> list[Violatio
     """Compare trivet's own requirements with what is installed.
 
     A requirement of an extra counts only when its package is installed: which build of vLLM a machine has is its user's choice.
-
-    Returns:
-        One entry for each requirement that is not met. None when trivet runs from sources that are not installed.
+    Sources that are not installed have no requirements.
     """
     installed = installed or InstalledPackages()
     project = installed.find(PROJECT)
@@ -143,11 +137,7 @@ def find_violations(installed: InstalledPackages | None = None) -> list[Violatio
 
 
 def require_dependencies(installed: InstalledPackages | None = None) -> None:
-    """Check trivet's own requirements.
-
-    Raises:
-        DependencyError: an installed version breaks one of trivet's requirements, or a required package is missing.
-    """
+    """Raise a DependencyError if an installed version breaks one of trivet's requirements, or a required package is missing."""
     if violations := find_violations(installed):
         raise DependencyError(
             "the installed packages break trivet's requirements: "

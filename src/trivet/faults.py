@@ -102,11 +102,7 @@ class Injector:
     """
 
     def __init__(self, schedule: Path, *, rank: int = 0, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Read the schedule.
-
-        Raises:
-            ConfigError: the schedule cannot be read, or names a point that does not exist.
-        """
+        """Read the schedule, as `read_schedule` does."""
         self._happened = happened_directory(schedule)
         self._sleep = sleep
         self._by_point: dict[str, list[Fault]] = {}
@@ -159,24 +155,15 @@ _injector: Injector | None = None
 
 
 def arm(schedule: Path | None, *, rank: int = 0) -> None:
-    """Read the schedule; None arms nothing. Each role calls it once at its start.
-
-    Raises:
-        ConfigError: the schedule cannot be read.
-    """
+    """Read the schedule; None arms nothing. Each role calls it once at its start."""
     global _injector
     _injector = Injector(schedule, rank=rank) if schedule is not None else None
 
 
 def reach(point: str, *, step: int, path: Path | None = None) -> int:
-    """Say that the program is at `point`.
+    """Say that the program is at `point` of a step or policy version, having just written `path`.
 
-    Args:
-        step: the step, or policy version, that it is about.
-        path: the directory that was just written.
-
-    Returns:
-        How often the message at hand is delivered: 1, unless it is lost or doubled.
+    Returns how often the message at hand is delivered: 1, unless it is lost or doubled.
     """
     return 1 if _injector is None else _injector.reach(point, step=step, path=path)
 
@@ -187,20 +174,16 @@ def happened_directory(schedule: Path) -> Path:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """Read and check a schedule.
-
-    Raises:
-        ConfigError: it cannot be read, or names a point that does not exist.
-    """
+    """Read a schedule; a ConfigError if it cannot be read, or names a point that does not exist."""
     try:
         schedule = msgspec.json.decode(path.read_bytes(), type=Schedule)
     except (OSError, *DECODE_ERRORS) as exc:
         raise ConfigError(f"faults.schedule = {str(path)!r} cannot be read: {exc}") from exc
     for fault in schedule.faults:
         if fault.point not in POINTS:
+            points = ", ".join(sorted(POINTS))
             raise ConfigError(
-                f"faults.schedule = {str(path)!r}: fault {fault.name!r} is at {fault.point!r}; the points are "
-                + ", ".join(sorted(POINTS))
+                f"faults.schedule = {str(path)!r}: fault {fault.name!r} is at {fault.point!r}; the points are {points}"
             )
     return schedule
 

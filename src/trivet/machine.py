@@ -75,11 +75,7 @@ class Machine:
 
 
 def inspect_machine(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Look at this machine.
-
-    Args:
-        environ: CUDA_VISIBLE_DEVICES and oneDNN's limit count.
-    """
+    """Look at this machine. CUDA_VISIBLE_DEVICES and oneDNN's limit in `environ` count."""
     gpus = visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), installed=_count_gpus) if _has_cuda_torch() else ()
     return Machine(
         gpus=gpus,
@@ -99,9 +95,6 @@ def compile_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     Torch's own default is one directory for every processor, and its keys do not name the instruction set. Code that was generated
     for AVX-512 is then compiled again for AVX2, and computes something else without an error: vLLM's sampler drew other tokens
     (torch 2.13; seen where ATEN_CPU_CAPABILITY=avx2 followed a run without it).
-
-    Raises:
-        ConfigError: it belongs to another user.
     """
     if chosen := environ.get(_COMPILE_CACHE):
         return Path(chosen)
@@ -116,11 +109,7 @@ def compile_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def make_private_directory(path: Path) -> Path:
-    """Make the directory `path` of this user alone, or take the one that is there.
-
-    Raises:
-        ConfigError: it belongs to another user, or is no directory.
-    """
+    """Make the directory `path` of this user alone, or take the one that is there; a ConfigError if it is another user's."""
     try:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trivet.config.layout import SECRET_FILE, RunLayout
 from trivet.errors import ConfigError
+from trivet.storage.durable import write_first
 
 _NUM_BYTES = 32
 _OTHERS = 0o077
@@ -38,11 +39,7 @@ class RunSecret:
 
 
 def share_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable by which roles find the secret that `find_secret` finds, wherever they run; it is made if need be.
-
-    Raises:
-        ConfigError: as `find_secret`.
-    """
+    """Return the variable by which roles find the secret that `find_secret` finds, wherever they run; it is made if need be."""
     find_secret(layout, environ=environ)
     return {SECRET_FILE: str(secret_file(layout, environ=environ))}
 
@@ -53,45 +50,22 @@ def secret_file(layout: RunLayout, *, environ: Mapping[str, str]) -> Path:
 
 
 def find_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> RunSecret:
-    """Return the secret in the file that `environ` names, else that of the output directory, which is made when it has none.
-
-    Raises:
-        ConfigError: the named file is missing, is not a secret, or other users may read it.
-    """
+    """Return the secret in the file that `environ` names, else that of the output directory, which is made when it has none."""
     named = secret_file(layout, environ=environ)
     return make_secret(named) if named == layout.secret.absolute() else read_secret(named)
 
 
 def make_secret(file: Path) -> RunSecret:
-    """Write a new secret unless the file is there; returns what it holds. Several processes may call it at one moment.
-
-    Raises:
-        ConfigError: the file cannot be written, is not a secret, or other users may read it.
-    """
-    own = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
+    """Write a new secret unless the file is there; returns what it holds. Several processes may call it at one moment."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
-            written.write(f"{secrets.token_hex(_NUM_BYTES)}\n")
-            written.flush()
-            os.fsync(written.fileno())
-        try:
-            os.link(own, file)  # fails where another process was first
-        except FileExistsError:
-            pass
-        finally:
-            own.unlink()
+        write_first(file, f"{secrets.token_hex(_NUM_BYTES)}\n".encode(), is_private=True)
     except OSError as exc:
         raise ConfigError(f"output_dir {str(file.parent)!r} cannot be written: {exc.strerror}; choose another") from exc
     return read_secret(file)
 
 
 def read_secret(file: Path) -> RunSecret:
-    """Read the secret in `file`.
-
-    Raises:
-        ConfigError: the file is missing, is not a secret, or other users may read it.
-    """
+    """Read the secret in `file`; a ConfigError if it is missing, is not a secret, or other users may read it."""
     try:
         with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode

@@ -9,9 +9,7 @@ from trivet.storage.durable import is_listed, remove_directory
 def list_steps(directory: Path, *, marker: str | None = None, suffix: str = "") -> dict[int, Path]:
     """Map each N to `directory/step_N`, ascending; a missing directory is empty.
 
-    Args:
-        marker: list only the directories that hold this file, which makes them whole.
-        suffix: what follows `step_N` in the name: files instead of directories.
+    A `marker` leaves only the directories that hold this file; a `suffix` behind `step_N` lists files instead of directories.
     """
     if not is_listed(directory) or not directory.is_dir():
         return {}
@@ -26,12 +24,7 @@ def list_steps(directory: Path, *, marker: str | None = None, suffix: str = "") 
 
 
 def discard_after(directory: Path, step: int, *, marker: str | None = None, suffix: str = "") -> None:
-    """Remove what belongs to steps later than `step`, which happen again.
-
-    Args:
-        marker: also remove every directory without this file; in the others it is removed first.
-        suffix: as in `list_steps`.
-    """
+    """Remove what belongs to steps later than `step`, which happen again, and every directory without a given `marker`."""
     whole = list_steps(directory, marker=marker, suffix=suffix)
     for found, path in list_steps(directory, suffix=suffix).items():
         if found > step or found not in whole:

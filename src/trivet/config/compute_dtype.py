@@ -4,7 +4,6 @@ A run chooses once. The choice lies in its output directory: a resumed run keeps
 different machines the first one chooses for all.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from trivet.config.schema.trainer import TrainerConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.machine import Machine
-from trivet.storage.durable import DECODE_ERRORS, write_json_atomically
+from trivet.storage.durable import DECODE_ERRORS, write_first, write_json_atomically
 
 AUTO = "auto"
 _FIRST_BF16_CAPABILITY = (8, 0)
@@ -71,11 +70,7 @@ def choose_dtype(machine: Machine, *, is_on_gpu: bool) -> ChosenDtype:
 def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, does_record: bool) -> LoadedConfig[SectionT]:
     """Replace every `auto` in `loaded`, and add a notice about a dtype in which this machine computes slowly.
 
-    Args:
-        does_record: a role that was started by hand writes its choice for the others to follow.
-
-    Raises:
-        ConfigError: the recorded choice cannot be read or written.
+    With `does_record`, a role that was started by hand writes its choice for the others to follow.
     """
     config, notices = loaded.config, list(loaded.notices)
     keys = {key: value_at(config, tuple(key.split("."))) for key in _KEYS.get(type(config), ())}
@@ -93,7 +88,11 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
         chosen = read_choice(file) or chosen
     others = [(_SERVED, dtypes.get(_SERVED, AUTO), key_name(key), chosen.dtype)]
     if does_record and file is not None and isinstance(config, TrainerConfig | InferenceConfig):
-        recorded = _record_first(file, chosen)
+        try:
+            write_first(file, msgspec.json.encode(chosen))
+        except OSError as exc:
+            raise ConfigError(f"output_dir {str(file.parent)!r} cannot be written: {exc.strerror}; choose another") from exc
+        recorded = read_choice(file) or chosen
         if computed == AUTO:
             chosen = recorded
         else:
@@ -122,11 +121,7 @@ def describe_dtype(dtype: str, machine: Machine, *, is_on_gpu: bool) -> str:
 
 
 def read_choice(file: Path) -> ChosenDtype | None:
-    """Return the choice recorded in `file`, or None when there is none.
-
-    Raises:
-        ConfigError: the file holds something else.
-    """
+    """Return the choice recorded in `file`, or None when there is none; a ConfigError if it holds something else."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=ChosenDtype)
     except FileNotFoundError:
@@ -138,25 +133,8 @@ def read_choice(file: Path) -> ChosenDtype | None:
 def record_choice(layout: RunLayout, config: RLConfig | SftConfig) -> None:
     """Keep the settled dtype of a run that begins or goes on in `layout`."""
     model = config.trainer.model if isinstance(config, RLConfig) else config.model
-    write_json_atomically(
-        layout.compute_dtype, ChosenDtype(dtype=cast("Dtype", model.compute_dtype), reason="the run began so")
-    )
-
-
-def _record_first(file: Path, chosen: ChosenDtype) -> ChosenDtype:
-    """Write `chosen` unless another role has written its own; return the choice that stands."""
-    own_file = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
-        write_json_atomically(own_file, chosen)
-        try:
-            os.link(own_file, file)
-        finally:
-            own_file.unlink()
-    except FileExistsError:
-        return read_choice(file) or chosen
-    except OSError as exc:
-        raise ConfigError(f"output_dir {str(file.parent)!r} cannot be written: {exc.strerror}; choose another") from exc
-    return chosen
+    choice = ChosenDtype(dtype=cast("Dtype", model.compute_dtype), reason="the run began so")
+    write_json_atomically(layout.compute_dtype, choice)
 
 
 def _record_of(config: Section) -> Path | None:

@@ -4,7 +4,7 @@ An explicit value of a role wins where roles may differ; where they may not, two
 both. What a role runs with is then complete: no role looks at another's section.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import get_args
 from urllib.parse import urlsplit
 
@@ -43,12 +43,12 @@ def resolve(values: Values, findings: Findings) -> None:
     _Resolution(values, findings).run()
 
 
+@dataclass(frozen=True, slots=True)
 class _Resolution:
     """The run's values, while those of its roles are derived from each other."""
 
-    def __init__(self, values: Values, findings: Findings) -> None:
-        self._values = values
-        self._findings = findings
+    _values: Values
+    _findings: Findings
 
     def run(self) -> None:
         values = self._values
@@ -61,11 +61,10 @@ class _Resolution:
         self._fill("model.name", "orchestrator.model.name")
         self._fill("seq_len", "trainer.model.seq_len", "orchestrator.seq_len")
         self._fill("max_model_len", "inference.model.max_model_len")
-        self._agree_over(_STEPPING, "max_steps")
-        self._agree_over(_STEPPING, "max_async_level")
-        self._fill("faults.schedule", *(f"{role}.faults.schedule" for role in _ROLES))
-        self._fill("seed", *(f"{role}.seed" for role in _ROLES))
-        self._agree_over(_ROLES, "output_dir")
+        for name, roles in (("max_steps", _STEPPING), ("max_async_level", _STEPPING), ("output_dir", _ROLES)):
+            self._agree(name, *(f"{role}.{name}" for role in roles))
+        for name in ("faults.schedule", "seed"):
+            self._fill(name, *(f"{role}.{name}" for role in _ROLES))
         for name, roles in _FILLED.items():
             self._fill_section(name, *(f"{role}.{name}" for role in roles))
         for name in ("weights", "ckpt"):
@@ -102,18 +101,11 @@ class _Resolution:
         self._fill("seed", "orchestrator.sampling.seed", with_default=True)
 
     def _fill(self, source: str, *targets: str, with_default: bool = False) -> None:
-        """Copy a shared value to each role that has none of its own.
-
-        Args:
-            with_default: copy the default of the first role's key if the shared value is not set.
-        """
+        """Copy a shared value, or with `with_default` its default, to each role that has none of its own."""
         values = self._values
-        if values.has_value(source):
-            value = values.find(source)
-        elif with_default:
-            value = _default(source)
-        else:
+        if not values.has_value(source) and not with_default:
             return
+        value = values.find(source) if values.has_value(source) else _default(source)
         for target in targets:
             if values.find(target) is UNSET and not values.is_null(target):
                 values.derive(target, value, self._origin(source))
@@ -141,9 +133,6 @@ class _Resolution:
         """Return the names of the keys that are set in one of `sections`."""
         tables = [as_table(self._values.find(section)) or {} for section in sections]
         return list(dict.fromkeys(name for table in tables for name in table))
-
-    def _agree_over(self, roles: Sequence[str], key: str) -> None:
-        self._agree(key, *(f"{role}.{key}" for role in roles))
 
     def _agree(self, *keys: str) -> None:
         """Give `keys` one value: any of them sets all, two different ones are refused."""
@@ -200,9 +189,10 @@ class _Resolution:
             return
         urls = values.find(f"{client}.base_url")
         for url in as_list(urls) or [urls]:
-            parts = urlsplit(str(url))
-            is_same_host = parts.hostname == host or (parts.hostname in LOCAL_HOSTS and host in LOCAL_HOSTS)
-            if not is_same_host or _port_of(str(url)) != port:
+            address = urlsplit(str(url)).netloc.rpartition("@")[2]
+            found_host = urlsplit(str(url)).hostname
+            is_same_host = found_host == host or (found_host in LOCAL_HOSTS and host in LOCAL_HOSTS)
+            if not is_same_host or address.rpartition(":")[2] != port:
                 self._findings.refuse(
                     f"{key(f'{client}.base_url')} ({url}, {self._source(f'{client}.base_url')}) is not the server of this run,"
                     f" {key(f'{server}.server')} ({host}:{port}); remove base_url, or set {key(server)} ="
@@ -247,11 +237,3 @@ def _default(key: str) -> object:
 def _normal(value: object) -> str:
     """Return a value as text to compare: flags are text and files are typed; a last slash of a directory does not count."""
     return str(value).rstrip("/")
-
-
-def _port_of(url: str) -> str:
-    try:
-        port = urlsplit(url).port
-    except ValueError:
-        return ""
-    return str(port or "")

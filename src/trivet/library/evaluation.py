@@ -19,10 +19,9 @@ from trivet.errors import ConfigError, RoleFailed
 from trivet.evaluation.plan import results_layout
 from trivet.evaluation.scores import Summary
 from trivet.evaluation.targets import complete_steps, read_origin
-from trivet.library.arguments import EvalArguments, entries_of, written_values
+from trivet.library.arguments import Environment, EvalArguments, entries_of, name_of_environment, written_values
 from trivet.library.functions import FunctionFiles, split_partial
 from trivet.library.process import RunProcess
-from trivet.library.run_config import Environment, name_of_environment
 from trivet.library.trainers import ProgressBar
 from trivet.process.sockets import ReservedPorts
 from trivet.secret import share_secret

@@ -57,11 +57,7 @@ class FunctionFiles:
     def path_of(self, function: Callable[..., Any], *, argument: str) -> str:
         """Return the import path of `function`. A function of `__main__` has it once `write` has written its file.
 
-        Args:
-            argument: the name under which the user passed it, for messages.
-
-        Raises:
-            ConfigError: no other process can find the function.
+        A ConfigError says which `argument` of the user's no other process can find.
         """
         if not inspect.isfunction(function) or function.__qualname__ != function.__name__ or function.__name__ == "<lambda>":
             raise ConfigError(
@@ -79,13 +75,7 @@ class FunctionFiles:
         return f"{Path(file).resolve()}:{name}"
 
     def with_rewards(self, environment: str, rewards: Sequence[str], *, weights: Sequence[float]) -> str:
-        """Return the path of a function that loads `environment` and has it scored by `rewards` alone.
-
-        Args:
-            environment: an id, or the import path of a function.
-            rewards: import paths of reward functions of verifiers.
-            weights: one for each.
-        """
+        """Return the path of a function that loads `environment`, an id or an import path, and has it scored by `rewards` alone."""
         loader = "import_by_path({})" if file_of(environment) is not None else "partial(vf.load_environment, {})"
         make = loader.format(repr(environment))
         source = _WITH_REWARDS.format(make=make, paths=list(rewards), weights=list(weights))
@@ -107,11 +97,7 @@ class FunctionFiles:
 
 
 def split_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the function behind `functools.partial`, and the keyword arguments that it fixes.
-
-    Raises:
-        ConfigError: it fixes positional arguments, which a configuration cannot name.
-    """
+    """Return the function behind `functools.partial`, and the keyword arguments that it fixes; it must fix none by position."""
     fixed: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         if function.args:

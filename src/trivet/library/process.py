@@ -60,13 +60,7 @@ class RunProcess:
     def __init__(
         self, module: str, config: Section, *, stop_timeout_s: float = 0.0, variables: Mapping[str, str] | None = None
     ) -> None:
-        """Start nothing.
-
-        Args:
-            module: the program, which reads a file after `@`.
-            stop_timeout_s: the time that the command itself gives its processes to commit and end.
-            variables: environment variables for the command, besides those of this process.
-        """
+        """Start nothing. `module` reads a file after `@`, and gives its own processes `stop_timeout_s` to commit and end."""
         self._variables = variables or {}
         self._module = module
         self._config = config
@@ -117,13 +111,9 @@ class RunProcess:
         return "\n".join(last_lines(self._folder / "output", offset=0, count=_NUM_LINES))
 
     def require_success(self, *, details: str = "") -> None:
-        """Raise the error that ended the command, unless it succeeded or this program ended it.
+        """Raise the error that ended the command, by its exit code, unless it succeeded or this program ended it.
 
-        Args:
-            details: what is known of the failure besides the output of the command.
-
-        Raises:
-            TrivetError: by the exit code; its text has the last lines of what failed.
+        The text has the last lines of what failed, or `details`: what is known of the failure besides the command's output.
         """
         if self.exit_code in (0, None) or self._is_interrupted:
             return

@@ -54,20 +54,12 @@ class RunStep:
 
     @property
     def reward(self) -> float:
-        """Mean reward of its rollouts.
-
-        Raises:
-            HistoryError: it has none, as in supervised fine-tuning.
-        """
+        """Mean reward of its rollouts; a HistoryError if it has none, as in supervised fine-tuning."""
         return self._metric("reward/mean")
 
     @property
     def loss(self) -> float:
-        """Mean loss.
-
-        Raises:
-            HistoryError: it was not measured.
-        """
+        """Mean loss; a HistoryError if it was not measured."""
         return self._metric("loss/mean")
 
     @cached_property
@@ -97,11 +89,7 @@ class Policy:
     """As Hugging Face writes it, with a manifest; of a run with LoRA the adapter. The run may remove it for newer ones."""
 
     def save(self, path: str | Path) -> Path:
-        """Copy the policy to a new directory, which transformers and vLLM load.
-
-        Raises:
-            WeightsError: `path` is there already, or the policy is not complete.
-        """
+        """Copy the policy to a new directory, which transformers and vLLM load; a WeightsError if it is not new or not complete."""
         target, layout = Path(path), RunLayout(self.directory.parent.parent)
         if target.exists():
             raise WeightsError(
@@ -135,11 +123,7 @@ class Run:
     """A run in its output directory, finished or not."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Read nothing yet.
-
-        Raises:
-            ConfigError: the directory holds no run.
-        """
+        """Read nothing yet; a ConfigError if the directory holds no run."""
         self._layout = open_run(Path(directory))
 
     @property
@@ -149,11 +133,7 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """The current state of the run, or its end.
-
-        Raises:
-            ConfigError: neither its launcher nor a role has said it.
-        """
+        """The current state of the run, or its end; a ConfigError if neither its launcher nor a role has reported it."""
         return read_status(self._layout)
 
     @property
@@ -172,11 +152,7 @@ class Run:
 
     @property
     def policy(self) -> Policy:
-        """The newest policy.
-
-        Raises:
-            WeightsError: none was published yet, or it is not complete.
-        """
+        """The newest policy; a WeightsError if none was published yet, or it is not complete."""
         policies = self.policies
         if not policies:
             raise WeightsError(f"{self._layout.weights} has no policy yet: the first is published after step 1")
@@ -191,11 +167,7 @@ class StepReader:
     """Reads each step of a run once, as soon as all its roles have written it."""
 
     def __init__(self, layout: RunLayout, *, since: float = 0.0) -> None:
-        """Read nothing yet.
-
-        Args:
-            since: unix seconds; steps that were finished before are another start's.
-        """
+        """Read nothing yet. Steps that were finished before the unix time `since` are another start's."""
         self._layout = layout
         self._since = since
         self._last = 0

@@ -9,7 +9,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,14 +23,12 @@ from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError
 from trivet.key_names import to_variable, use_names
 from trivet.launcher.logs import describe_activity, make_progress
-from trivet.library.arguments import RLArguments, SFTArguments
+from trivet.library.arguments import Environment, RLArguments, SFTArguments, plan_run, plan_sft
 from trivet.library.functions import FunctionFiles
 from trivet.library.process import PYTHON_NAMES, RunProcess
 from trivet.library.run import Policy, Run, RunStep, StepReader
-from trivet.library.run_config import Environment, plan_run, plan_sft
 from trivet.storage.durable import replace_file, write_atomically
 from trivet.view.status import read_status
-from trivet.wire.status import RunStatus
 
 _POLL_INTERVAL_S = 0.2
 """Time between two looks at the files of a run, seconds: a step takes longer."""
@@ -60,10 +58,8 @@ class _Trainer:
     def __iter__(self) -> Iterator[RunStep]:
         """Start the run and yield each step that it has finished. Leaving the loop commits and ends the run.
 
-        A resumed run first yields the steps up to its commit that no loop over its steps has had.
-
-        Raises:
-            TrivetError: the run failed; the text has the last lines of the process that did.
+        A resumed run first yields the steps up to its commit that no loop over its steps has had. A TrivetError has the last
+        lines of the process that failed.
         """
         if self._process.is_running:
             raise ConfigError("the run goes on already: one loop takes its steps; end that first, or call stop()")
@@ -82,11 +78,7 @@ class _Trainer:
                 yield step
 
     def train(self) -> Run:
-        """Run to the end and return what the run wrote.
-
-        Raises:
-            TrivetError: as when iterating.
-        """
+        """Run to the end and return what the run wrote."""
         for _ in self:
             pass
         return self.run
@@ -102,20 +94,12 @@ class _Trainer:
 
     @property
     def run(self) -> Run:
-        """Everything that the run has written until now.
-
-        Raises:
-            ConfigError: it was never started.
-        """
+        """Everything that the run has written until now; a ConfigError if it was never started."""
         return Run(self._layout.root)
 
     @property
     def policy(self) -> Policy:
-        """The newest policy.
-
-        Raises:
-            WeightsError: none was published yet.
-        """
+        """The newest policy; a WeightsError if none was published yet."""
         return self.run.policy
 
     def _missed_steps(self) -> list[RunStep]:
@@ -140,21 +124,17 @@ class _Trainer:
                 values = (f"{label}={step.metrics[name]:.4g}" for label, name in shown.items() if name in step.metrics)
                 bar.update(last, doing=" ".join(values))
                 yield step
-            status = self._read_status(since=started) if exit_code is not None or not last else None
+            status = None
+            if exit_code is not None or not last:
+                with suppress(ConfigError):  # the launcher of this start has written none yet
+                    status = read_status(self._layout)
+                status = status if status is not None and status.time >= started else None
             if exit_code is not None:
                 details = "" if status is None else "\n".join(part for part in (status.reason, status.last_error) if part)
                 return self._process.require_success(details=details)
             if not last:
                 bar.update(0, doing="starting" if status is None else describe_activity(status))
             time.sleep(_POLL_INTERVAL_S)
-
-    def _read_status(self, *, since: float) -> RunStatus | None:
-        """Return the status that the launcher of this start has written, if there is one."""
-        try:
-            status = read_status(self._layout)
-        except ConfigError:
-            return None
-        return status if status.time >= since else None
 
 
 class RLTrainer(_Trainer):
@@ -169,7 +149,7 @@ class RLTrainer(_Trainer):
         env_args: Mapping[str, Any] | None = None,
         progress: bool = True,
     ) -> None:
-        """Check everything that can be checked before a process is started.
+        """Check everything that can be checked before a process is started. A ConfigError lists every problem.
 
         Args:
             model: Hugging Face name or a directory.
@@ -177,10 +157,6 @@ class RLTrainer(_Trainer):
             args: the run's arguments; None: the documented defaults.
             env_args: passed to load_environment, or to the function.
             progress: show a bar in a terminal or a notebook.
-
-        Raises:
-            ConfigError: lists every problem, by the names that were written.
-            EnvironmentLoadError: the environment is not installed.
         """
         args = args or RLArguments()
         planned = plan_run(model, env, args, env_args=env_args or {})
@@ -209,7 +185,7 @@ class SFTTrainer(_Trainer):
         callbacks: Sequence[Callable[[RunStep], object]] = (),
         progress: bool = True,
     ) -> None:
-        """Check everything that can be checked before a process is started.
+        """Check everything that can be checked before a process is started. A ConfigError lists every problem.
 
         Args:
             model: Hugging Face name or a directory; None: `args.model.name`.
@@ -217,9 +193,6 @@ class SFTTrainer(_Trainer):
             args: the run's arguments; None: the defaults of `sft`.
             callbacks: called in this process with each step.
             progress: show a bar in a terminal or a notebook.
-
-        Raises:
-            ConfigError: lists every problem.
         """
         config = plan_sft(model, data, args or SFTArguments())
         require_files(config)
@@ -230,11 +203,7 @@ class ProgressBar:
     """Shows how far a run is: a bar in a terminal, one line of a notebook's output, nothing where output goes to a file."""
 
     def __init__(self, max_steps: int | None, *, is_wanted: bool) -> None:
-        """Show nothing yet.
-
-        Args:
-            max_steps: None for a run whose number of steps is not known.
-        """
+        """Show nothing yet. `max_steps` is None for a run whose number of steps is not known."""
         self._max_steps = max_steps
         self._state = (0, "starting")
         self._notebook: Any = None

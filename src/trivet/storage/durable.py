@@ -139,6 +139,18 @@ def write_atomically(path: Path, data: bytes, *, is_private: bool = False) -> No
     sync_directory(path.parent)
 
 
+def write_first(path: Path, data: bytes, *, is_private: bool = False) -> None:
+    """Write `path` as `write_atomically` does, unless it is there. Of several processes at one moment the first one writes."""
+    own = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    write_atomically(own, data, is_private=is_private)
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        pass
+    finally:
+        own.unlink()
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Replace `path` as `write_atomically` does, without waiting for the disk: for what is worthless after a crash."""
     _replace(path, data, does_sync=False, mode=_FILE_MODE)

@@ -11,9 +11,8 @@ import pytest
 from trivet.config.schema.trainer import CustomLossConfig, GrpoLossConfig
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.key_names import key_name, use_names
-from trivet.library.arguments import RLArguments, SFTArguments
+from trivet.library.arguments import RLArguments, SFTArguments, name_of_environment, plan_run, plan_sft
 from trivet.library.process import PYTHON_NAMES
-from trivet.library.run_config import name_of_environment, plan_run, plan_sft
 from trivet.library.trainers import RLTrainer
 from trivet.process.imports import file_of
 
