@@ -19,38 +19,18 @@ def make_config(**values: Any) -> InferenceConfig:
 
 
 def test_every_key_of_the_section_reaches_vllm() -> None:
+    model = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "tool_call_parser": "pythonic"}
+    same = {"gpu_memory_utilization": 0.5, "max_num_seqs": 7, "seed": 11}
+    server = {"host": "0.0.0.0", "port": 9000}
     config = make_config(
-        server={"host": "0.0.0.0", "port": 9000},
-        model={
-            "name": "m",
-            "dtype": "float32",
-            "max_model_len": 512,
-            "enforce_eager": True,
-            "enable_auto_tool_choice": True,
-            "tool_call_parser": "pythonic",
-        },
+        server=server,
+        model={"name": "m", "enable_auto_tool_choice": True, **model},
         parallel={"tp": 2, "dp": 3},
-        gpu_memory_utilization=0.5,
-        max_num_seqs=7,
-        seed=11,
+        **same,
     )
+    expected = {"model": "m", "served_model_name": ["m"], "tensor_parallel_size": 2, "data_parallel_size": 3}
     arguments = vllm_arguments(config, is_cpu=False, token="secret")
-    expected = {
-        "host": "0.0.0.0",
-        "port": 9000,
-        "model": "m",
-        "served_model_name": ["m"],
-        "dtype": "float32",
-        "max_model_len": 512,
-        "enforce_eager": True,
-        "tool_call_parser": "pythonic",
-        "tensor_parallel_size": 2,
-        "data_parallel_size": 3,
-        "gpu_memory_utilization": 0.5,
-        "max_num_seqs": 7,
-        "seed": 11,
-    }
-    assert arguments.items() >= expected.items()
+    assert arguments.items() >= (server | model | same | expected).items()
 
 
 def test_a_server_that_sleeps_while_the_trainer_learns_needs_a_gpu() -> None:

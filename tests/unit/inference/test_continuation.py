@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,49 +27,45 @@ class Pieces:
         return token_ids
 
 
-def test_known_tokens_stay_as_they_are_though_their_text_would_become_others():
-    tokenizer = Pieces("a", "b", "ab", "|")
-    assert tokenizer.encode("ab|ab", add_special_tokens=False) == [2, 3, 2]
-    assert continue_tokens([0, 1, 3], text="ab|ab", tokenizer=tokenizer) == [0, 1, 3, 2]
+@pytest.mark.parametrize(
+    ("tokenizer", "known", "text", "expected"),
+    [
+        pytest.param(Pieces("a", "b", "ab", "|"), [0, 1, 3], "ab|ab", [0, 1, 3, 2], id="their text would become others"),
+        pytest.param(Pieces("a", "b", "|"), [0, 1, 2], "ac|a", None, id="a text that says something else"),
+        pytest.param(
+            Pieces("|", "a", " ", " a", starts_with_space=True),
+            [2, 1, 0],
+            " a|a",
+            [2, 1, 0, 1],
+            id="not as the start of a text",
+        ),
+        pytest.param(Pieces("a", "b", "ab"), [0], "ab", [0, 1], id="a last token that would join what is new"),
+    ],
+)
+def test_known_tokens_stay_as_they_are(tokenizer: Pieces, known: list[int], text: str, expected: list[int] | None):
+    assert continue_tokens(known, text=text, tokenizer=tokenizer) == expected
 
 
-def test_a_text_that_says_something_else_is_not_continued():
-    assert continue_tokens([0, 1, 2], text="ac|a", tokenizer=Pieces("a", "b", "|")) is None
-
-
-def test_what_is_new_is_tokenised_where_it_stands_and_not_as_the_start_of_a_text():
-    tokenizer = Pieces("|", "a", " ", " a", starts_with_space=True)
-    assert continue_tokens([2, 1, 0], text=" a|a", tokenizer=tokenizer) == [2, 1, 0, 1]
-
-
-def test_a_last_token_that_would_join_what_is_new_is_still_kept():
-    tokenizer = Pieces("a", "b", "ab")
-    assert continue_tokens([0], text="ab", tokenizer=tokenizer) == [0, 1]
-
-
-def test_what_follows_a_trimmed_answer_is_found():
-    assert text_after("user: hi|  yes \n|", text="user: hi|yes|\nuser: more|") == "\nuser: more|"
-
-
-def test_what_follows_a_tool_call_is_found_though_its_json_is_written_otherwise():
-    sampled = '<call>{"name":"f",\n "arguments":{"x":1}}</call>|'
-    written = '<call>\n{"name": "f", "arguments": {"x": 1}}\n</call>|'
-    assert text_after(sampled, text=written + "\ntool: 1|\n") == "\ntool: 1|\n"
-
-
-def test_white_space_that_a_cut_answer_ended_with_is_not_said_twice():
-    assert text_after("hello \n", text="hello \n|next") == "|next"
-    assert text_after("a  b \n", text="a b \n|next") == "|next"
-    assert text_after("a  b \n", text="a b|next") == "|next"
-
-
-def test_half_a_letter_at_the_end_of_a_cut_answer_is_no_difference():
-    assert text_after("na\ufffd", text="na|next") == "|next"
-    assert text_after("na\ufffd", text="na\ufffd|next") == "|next"
-
-
-def test_thinking_that_the_template_leaves_out_is_a_difference():
-    assert text_after("<think>\nhm\n</think>\nyes|", text="yes|\nuser: more|") is None
+@pytest.mark.parametrize(
+    ("known", "text", "expected"),
+    [
+        pytest.param("user: hi|  yes \n|", "user: hi|yes|\nuser: more|", "\nuser: more|", id="a trimmed answer"),
+        pytest.param(
+            '<call>{"name":"f",\n "arguments":{"x":1}}</call>|',
+            '<call>\n{"name": "f", "arguments": {"x": 1}}\n</call>|\ntool: 1|\n',
+            "\ntool: 1|\n",
+            id="a tool call in other JSON",
+        ),
+        pytest.param("hello \n", "hello \n|next", "|next", id="white space at the end of a cut answer"),
+        pytest.param("a  b \n", "a b \n|next", "|next", id="and within it"),
+        pytest.param("a  b \n", "a b|next", "|next", id="and left out"),
+        pytest.param("na\ufffd", "na|next", "|next", id="half a letter at the end of a cut answer"),
+        pytest.param("na\ufffd", "na\ufffd|next", "|next", id="and written"),
+        pytest.param("<think>\nhm\n</think>\nyes|", "yes|\nuser: more|", None, id="thinking that is left out is a difference"),
+    ],
+)
+def test_what_follows_an_earlier_turn_is_found(known: str, text: str, expected: str | None):
+    assert text_after(known, text=text) == expected
 
 
 @given(known=st.text(alphabet="ab \n|\ufffd"), rest=st.text(alphabet="ab \n|"))

@@ -49,26 +49,17 @@ class EngineArgs:
         return f"{self.model} for {usage_context.value}{' without a server' if headless else ''}"
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_configured_for_an_api_server_or_its_refusal_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_names, "AsyncEngineArgs", EngineArgs, raising=False)
     monkeypatch.setattr(vllm_names, "UsageContext", UsageContext, raising=False)
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_the_engine_is_configured_for_an_api_server() -> None:
     assert make_engine_config(Namespace(model="m")) == "m for OPENAI_API_SERVER"
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_the_ranks_of_a_shard_are_configured_without_a_server() -> None:
-    assert make_engine_config(Namespace(model="m", headless=True)) == "m for OPENAI_API_SERVER without a server"
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_a_model_that_vllm_cannot_serve_is_refused_with_its_reason() -> None:
+    shard = make_engine_config(Namespace(model="m", headless=True))
+    assert shard == "m for OPENAI_API_SERVER without a server"
     with pytest.raises(ConfigError, match=r"cannot serve inference\.model\.name 'unknown' as configured: no such architecture"):
         make_engine_config(Namespace(model="unknown"))
+    args = Namespace(model="hybrid", enable_prefix_caching=None)  # its prefixes cannot be cached
+    assert make_engine_config(args) == "hybrid for OPENAI_API_SERVER"
+    assert args.enable_prefix_caching is False
 
 
 def test_processors_of_installed_packages_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,10 +67,3 @@ def test_processors_of_installed_packages_are_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == LOGITS_PROCESSORS else [])
     warn_of_logits_processors()
     assert "vLLM applies the logits processor package.module:Processor of an installed package" in caplog.text
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_a_model_whose_prefixes_cannot_be_cached_is_served_without() -> None:
-    args = Namespace(model="hybrid", enable_prefix_caching=None)
-    assert make_engine_config(args) == "hybrid for OPENAI_API_SERVER"
-    assert args.enable_prefix_caching is False

@@ -122,28 +122,21 @@ def test_the_policy_is_reported_with_its_digest() -> None:
     assert ask("GET", "/policy", loader=loader).json() == served | {"probe_mismatch": 1e-6, "probe_limit": 1e-4}
 
 
-def test_a_server_that_was_put_to_sleep_says_so() -> None:
+@pytest.mark.parametrize("can_sleep", [True, False])
+def test_a_server_sleeps_and_says_so_or_refuses_where_it_has_no_memory_to_free(can_sleep: bool) -> None:
     loader = FakeLoader()
-    assert ask("POST", "/sleep", loader=loader).json() == {"status": "ok"}
-    assert ask("GET", "/policy", loader=loader).json()["asleep"] is True
+    response = ask("POST", "/sleep", loader=loader, can_sleep=can_sleep)
+    assert response.status_code == (200 if can_sleep else 409)
+    if not can_sleep:
+        assert response.json()["reason"] == "this server was started without inference.sleep_while_training = true"
+    assert ask("GET", "/policy", loader=loader).json()["asleep"] is can_sleep
 
 
-def test_a_server_without_memory_to_free_refuses_to_sleep() -> None:
-    loader = FakeLoader()
-    response = ask("POST", "/sleep", loader=loader, can_sleep=False)
-    assert response.status_code == 409
-    assert response.json()["reason"] == "this server was started without inference.sleep_while_training = true"
-    assert not loader.is_asleep
-
-
-def test_an_update_answers_with_what_serves_after_it() -> None:
+def test_an_update_and_a_way_back_to_the_start_answer_with_what_serves_after_it() -> None:
     loader = FakeLoader()
     response = ask("POST", "/update_weights", loader=loader, body={"weight_dir": "/w/step_3"})
     assert response.json() == SERVED | {"version": 3, "digest": "abc"}
     assert loader.directories == [Path("/w/step_3")]
-
-
-def test_going_back_to_the_start_answers_version_0() -> None:
     assert ask("POST", "/reload_weights").json() == SERVED | {"version": 0, "digest": "start"}
 
 
@@ -174,21 +167,16 @@ def test_an_engine_that_failed_or_is_stuck_makes_the_server_unhealthy() -> None:
     assert (stuck.status_code, stuck.json()["reason"]) == (503, "the engine did not answer within 0 s")
 
 
-def test_an_adapter_is_loaded_under_its_name_as_often_as_asked() -> None:
-    adapters = FakeAdapters()
+def test_an_adapter_is_loaded_under_its_name_as_often_as_asked_but_not_while_the_server_sleeps() -> None:
+    adapters, loader = FakeAdapters(), FakeLoader()
     for path in ("/a/1", "/a/2"):
         response = ask("POST", "/load_lora_adapter", adapters=adapters, body={"lora_name": "mine", "lora_path": path})
         assert response.json() == {"status": "ok", "lora_name": "mine", "lora_path": path}
-    assert adapters.loaded == [("mine", Path("/a/1")), ("mine", Path("/a/2"))]
-
-
-def test_no_adapter_is_loaded_while_the_server_sleeps() -> None:
-    loader, adapters = FakeLoader(), FakeAdapters()
     loader.is_asleep = True
-    body = {"lora_name": "mine", "lora_path": "/a/1"}
+    body = {"lora_name": "mine", "lora_path": "/a/3"}
     response = ask("POST", "/load_lora_adapter", loader=loader, adapters=adapters, body=body)
     assert (response.status_code, response.json()["reason"]) == (409, "this server is asleep")
-    assert adapters.loaded == []
+    assert adapters.loaded == [("mine", Path("/a/1")), ("mine", Path("/a/2"))]
 
 
 @pytest.mark.parametrize(
@@ -209,19 +197,10 @@ TOKEN = "ab" * 32
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 EVIL = {"Origin": "https://evil.example"}
 CHANGES = [
-    ("POST", "/update_weights"),
-    ("POST", "/reload_weights"),
-    ("POST", "/load_lora_adapter"),
-    ("POST", "/v1/load_lora_adapter"),
-    ("POST", "/v1/unload_lora_adapter"),
-    ("POST", "/sleep"),
-    ("POST", "/pause"),
-    ("POST", "/collective_rpc"),
-    ("POST", "/reset_prefix_cache"),
-    ("POST", "/start_profile"),
-    ("POST", "/abort_requests"),
-    ("GET", "/server_info"),
-    ("GET", "/a_route_of_tomorrow"),
+    *(("POST", f"/{name}") for name in ("update_weights", "reload_weights", "load_lora_adapter", "sleep", "pause")),
+    *(("POST", f"/v1/{name}") for name in ("load_lora_adapter", "unload_lora_adapter")),
+    *(("POST", f"/{name}") for name in ("collective_rpc", "reset_prefix_cache", "start_profile", "abort_requests")),
+    *(("GET", f"/{name}") for name in ("server_info", "a_route_of_tomorrow")),
 ]
 ASKED = [("GET", "/health"), ("GET", "/policy"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models")]
 
