@@ -80,12 +80,12 @@ class ServerMonitor:
         timeout_s = self._config.wait_for_ready_timeout
         if self._config.elastic is None:
             for url in self._config.base_url:
-                await self._pool.add(self._make_client(url)).client.wait_ready(timeout_s)
-            return self._pool.known
+                await self._add(url).client.wait_ready(timeout_s)
+            return list(self._pool.servers.values())
         deadline = self._clock() + timeout_s
         while True:
             await self._look_up(self._config.elastic)
-            known = self._pool.known
+            known = list(self._pool.servers.values())
             questions = [server.client.check_health(timeout_s=_PROBE_TIMEOUT_S) for server in known]
             answers = list(zip(known, await asyncio.gather(*questions, return_exceptions=True), strict=True))
             if ready := [server for server, error in answers if error is None]:
@@ -108,7 +108,7 @@ class ServerMonitor:
             ForeignPolicy: a server serves what this run did not give it.
         """
         async with asyncio.TaskGroup() as tasks:
-            for server in self._pool.known:
+            for server in self._pool.servers.values():
                 self._watch_in(tasks, server)
             if self._config.elastic is not None:
                 tasks.create_task(self._follow(tasks, self._config.elastic), name="server-names")
@@ -116,7 +116,7 @@ class ServerMonitor:
 
     async def is_at_fault(self, root: str) -> bool:
         """Return whether the server at `root`, where a group failed, does not answer as it should."""
-        server = self._pool.find(root)
+        server = self._pool.servers.get(root)
         if server is None or not server.is_admitted:
             return True
         asked_at = self._clock()
@@ -154,9 +154,13 @@ class ServerMonitor:
         except OSError as exc:
             logger.warning("%s cannot be looked up: %s; its servers stay", config.source, exc)
             return [], []
-        gone = [self._pool.remove(server.root) for server in self._pool.known if server.root not in roots]
-        new_roots = [root for root in roots if self._pool.find(root) is None]
-        return [self._pool.add(self._make_client(root), is_elastic=True) for root in new_roots], gone
+        servers = self._pool.servers
+        gone = [servers.pop(root) for root in list(servers) if root not in roots]
+        return [self._add(root, is_elastic=True) for root in roots if root not in servers], gone
+
+    def _add(self, url: str, *, is_elastic: bool = False) -> Server:
+        server = Server(client=self._make_client(url), is_elastic=is_elastic)
+        return self._pool.servers.setdefault(server.root, server)
 
     async def _require_servers(self, *, max_empty_s: float) -> None:
         """Report a time without any admitted server, until cancelled.
@@ -170,7 +174,9 @@ class ServerMonitor:
             empty_s = self._pool.empty_s
             if empty_s is None:
                 continue
-            errors = "; ".join(f"{server.root}: {server.last_error}" for server in self._pool.known) or "none is known"
+            errors = (
+                "; ".join(f"{server.root}: {server.last_error}" for server in self._pool.servers.values()) or "none is known"
+            )
             if empty_s > max_empty_s:
                 raise InferenceError(
                     f"no inference server was left for {empty_s:.0f} s (client.wait_for_ready_timeout = {max_empty_s:g}): "

@@ -15,7 +15,7 @@ class TargetPolicy:
 
     version: PolicyVersion
     digest: str | None
-    """None: the start model's, which is known once a server has told it."""
+    """None: the start model's, which is known once a server has reported it."""
     directory: Path | None
     """None: the start model."""
 

@@ -73,7 +73,8 @@ class ServerPool:
         self.may_wake = asyncio.Event()
         """Not set while every server must leave its GPU's memory to the trainer. Then none is admitted."""
         self.may_wake.set()
-        self._servers: dict[str, Server] = {}
+        self.servers: dict[str, Server] = {}
+        """Every server, admitted or not, by its address. `ServerMonitor` adds and removes them."""
         self._has_admitted = asyncio.Event()
         self._empty_since = 0.0
         self._on_down: list[Callable[[str], None]] = []
@@ -83,14 +84,9 @@ class ServerPool:
         """Servers that answered at the start."""
 
     @property
-    def known(self) -> list[Server]:
-        """Every server, admitted or not."""
-        return list(self._servers.values())
-
-    @property
     def admitted(self) -> list[Server]:
         """The servers that take rollouts."""
-        return [server for server in self._servers.values() if server.is_admitted]
+        return [server for server in self.servers.values() if server.is_admitted]
 
     @property
     def roots(self) -> list[str]:
@@ -106,24 +102,6 @@ class ServerPool:
         """Call `on_down` with the address of a server marked unhealthy, whose rollouts are lost, and `on_up` after an admission."""
         self._on_down.append(on_down)
         self._on_up.append(on_up)
-
-    def add(self, client: InferenceClient, *, is_elastic: bool = False) -> Server:
-        """Add the server that `client` reaches, not admitted.
-
-        Args:
-            is_elastic: it was found by `client.elastic`.
-        """
-        server = Server(client=client, is_elastic=is_elastic)
-        self._servers[server.root] = server
-        return server
-
-    def remove(self, root: str) -> Server:
-        """Forget the server at `root` and return it. Its client stays open."""
-        return self._servers.pop(root)
-
-    def find(self, root: str) -> Server | None:
-        """Return the server at `root`; None when it was removed."""
-        return self._servers.get(root)
 
     def admit(self, server: Server) -> None:
         """Let `server` take rollouts. It serves `target`."""
@@ -172,7 +150,7 @@ class ServerPool:
 
     def release(self, root: str, *, num_rollouts: int) -> None:
         """Count rollouts sent to the server at `root` as ended."""
-        if (server := self._servers.get(root)) is not None:
+        if (server := self.servers.get(root)) is not None:
             server.num_in_flight -= num_rollouts
 
     async def start(self) -> None:
@@ -200,7 +178,7 @@ class ServerPool:
             InferenceError: a listed server failed, or all behind a DNS name did; or their start models differ.
         """
         self._let_wake()
-        waiting = [server for server in self.known if server.is_admitted or server in self._answered]
+        waiting = [server for server in self.servers.values() if server.is_admitted or server in self._answered]
         for server in waiting if policy.directory is None and not reset else ():
             status = await server.client.served_policy()
             if status.version != START_VERSION:
@@ -269,10 +247,10 @@ class ServerPool:
         """
         self.may_wake.clear()
         timeout_s, begun, reported_at = self._config.wait_for_ready_timeout, self._clock(), float("-inf")
-        for server in self.known:
+        for server in self.servers.values():
             server.is_asleep = False  # the server may have been started again since
         while True:
-            awake = [server for server in self.known if not server.is_asleep]
+            awake = [server for server in self.servers.values() if not server.is_asleep]
             errors = [error for error in await asyncio.gather(*map(self._put_to_sleep, awake)) if error is not None]
             for error in errors:
                 if isinstance(error, PolicyRefused):
@@ -299,7 +277,7 @@ class ServerPool:
         """Ask the server to sleep. Return why it may still hold its GPU memory; None when it holds none."""
         try:
             async with server.changing:
-                if self.find(server.root) is server:  # else removed meanwhile, and its client closed
+                if self.servers.get(server.root) is server:  # else removed meanwhile, and its client closed
                     await server.client.sleep()
                     server.is_asleep = True
         except ServerGone as exc:
@@ -334,8 +312,8 @@ class ServerPool:
 
     async def aclose(self) -> None:
         """Close every client. May be called again."""
-        for server in self.known:
-            await self.remove(server.root).client.aclose()
+        while self.servers:
+            await self.servers.popitem()[1].client.aclose()
 
     async def _ensure_on_most(self, servers: list[Server], policy: TargetPolicy) -> list[InferenceError | None]:
         """Return the error of each server that ended in time; servers that are much later than half of all are not waited for."""

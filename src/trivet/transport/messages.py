@@ -223,7 +223,11 @@ class Inbox:
         with self._changed:
             try:
                 if len(frames) == 1:
-                    self._note_alive(_read_header(frames[0], Alive))
+                    alive = _read_header(frames[0], Alive)
+                    if (alive.run_id, alive.attempt) == (self._run.id, self._run.attempt):
+                        self._last_alive = self._clock()
+                        self._unread = None if alive.acknowledged == self._unread else self._unread
+                        self._changed.notify_all()
                     return None
                 header = _read_header(frames[0] if frames else b"", BatchHeader)
                 self._last_arrival = (header.step, self._clock())
@@ -232,13 +236,6 @@ class Inbox:
                 self._last_refusal = str(exc)[:_MAX_REASON_CHARS]
                 self._refusals.log(f"message refused reason={self._last_refusal}")
                 return _reply(header, BatchVerdict.REFUSED, reason=self._last_refusal) if header is not None else None
-
-    def _note_alive(self, alive: Alive) -> None:
-        if (alive.run_id, alive.attempt) == (self._run.id, self._run.attempt):
-            self._last_alive = self._clock()
-            if alive.acknowledged == self._unread:
-                self._unread = None
-                self._changed.notify_all()
 
     def _hold(self, header: BatchHeader, parts: Sequence[Buffer]) -> bytes | None:
         """Hold a batch that is new and return its acknowledgement; None while it finds no place."""

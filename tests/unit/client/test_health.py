@@ -33,7 +33,7 @@ class Name:
 
     @property
     def roots(self) -> list[str]:
-        return [server.root for server in self.pool.known]
+        return list(self.pool.servers)
 
 
 def test_the_start_waits_for_a_server_that_answers():
