@@ -10,6 +10,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from trivet.checkpoints.run_record import read_run
@@ -34,12 +35,7 @@ class VfConsole:
     """The console of one run. Every line of the launcher that has no other form in the dialect stays as it is."""
 
     def __init__(self, layout: RunLayout, *, model: str, env: str, max_steps: int, every: int = 1, since: float = 0.0) -> None:
-        """Print nothing yet.
-
-        Args:
-            every: steps between lines.
-            since: unix seconds; an earlier start of the run printed the steps that were finished before.
-        """
+        """Print nothing yet; later a line every so many steps. An earlier start printed the steps before the unix time `since`."""
         self._layout = layout
         self._model = model
         self._env = env
@@ -52,9 +48,13 @@ class VfConsole:
         """Yield what is printed for a line of the launcher."""
         line = text_line(line)
         if " rl started inference " in line:
+            port: object = "unknown"
+            with suppress(OSError, tomllib.TOMLDecodeError):  # the launcher has written the port that it chose by now
+                written = tomllib.loads((self._layout.configs / "inference.toml").read_text())
+                port = (as_table(written.get("server")) or {}).get("port", port)
             yield line
             yield f"Loading model {self._model}..."
-            yield f"Starting vLLM server on port {self._port()}..."
+            yield f"Starting vLLM server on port {port}..."
             yield "Waiting for vLLM server to be ready..."
         elif " rl inference ready " in line:
             yield "vLLM server is ready"
@@ -76,14 +76,6 @@ class VfConsole:
                 )
                 yield f"Step {step}/{self._max_steps}: {parts}"
 
-    def _port(self) -> object:
-        """Return the port that the launcher chose, which it has written by now."""
-        try:
-            written = tomllib.loads((self._layout.configs / "inference.toml").read_text())
-        except (OSError, tomllib.TOMLDecodeError):
-            return "unknown"
-        return (as_table(written.get("server")) or {}).get("port", "unknown")
-
 
 class VfCheckpoints:
     """The `checkpoint-N/` directories of a run: the published weights of step N, and trainer_state.json."""
@@ -91,9 +83,8 @@ class VfCheckpoints:
     def __init__(self, layout: RunLayout, *, every: int | None, max_steps: int, replaces_run: bool = False) -> None:
         """Note what lies in the directory before the run is started: it is an earlier start's.
 
-        Args:
-            every: steps between checkpoints; None: the last step's alone.
-            replaces_run: remove the checkpoints of the run before, once this one has taken the directory.
+        With `every` None, only the last step has a checkpoint. `replaces_run` removes those of the run before, once this one has
+        taken the directory.
         """
         self._layout = layout
         self._every = every
@@ -119,10 +110,8 @@ class VfCheckpoints:
     def _is_written(self, step: int) -> bool:
         """Return whether the checkpoint holds the policy published now; a restart may have replaced that."""
         state = self._layout.root / f"checkpoint-{step}" / STATE
-        return state.exists() and json.loads(state.read_text()).get("policy_digest") == self._digest(step)
-
-    def _digest(self, step: int) -> str:
-        return read_manifest(self._layout.weights_step(step)).digest
+        digest = read_manifest(self._layout.weights_step(step)).digest
+        return state.exists() and json.loads(state.read_text()).get("policy_digest") == digest
 
     def _write(self, step: int, rows: dict[int, MetricsLine]) -> Path:
         final = self._layout.root / f"checkpoint-{step}"
@@ -160,7 +149,7 @@ class VfCheckpoints:
             "save_steps": self._every or self._max_steps,
             "num_input_tokens_seen": int(rows[step].get("progress/total_tokens", 0)),
             "log_history": history,
-            "policy_digest": self._digest(step),
+            "policy_digest": read_manifest(self._layout.weights_step(step)).digest,
             "is_world_process_zero": True,
             "is_local_process_zero": True,
         }

@@ -43,13 +43,8 @@ _USAGE = f"""usage: vf-rl @ FILE.toml [-s SESSION] [--no-tmux] [--key VALUE …]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return run_until_output_closes(lambda: _run_command(words))
-
-
-def _run_command(words: Sequence[str]) -> int:
     try:
-        session, rest = take_options(words)
+        session, rest = take_options(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as exc:
         print_error(exc)
         return exc.exit_code
@@ -73,18 +68,17 @@ def _run_command(words: Sequence[str]) -> int:
             rl.check(config)
             rl.check_for_dry_run(config)
 
-    if {"--help", "-h"} & set(rest):
-        print(_USAGE)  # noqa: T201
-    with use_names(RUN_NAMES):
-        return run_translated(VfRLConfig, start, rest, translate=translate, check=check)
+    def run() -> int:
+        if {"--help", "-h"} & set(rest):
+            print(_USAGE)  # noqa: T201
+        with use_names(RUN_NAMES):
+            return run_translated(VfRLConfig, start, rest, translate=translate, check=check)
+
+    return run_until_output_closes(run)
 
 
 def take_options(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the tmux session, None for this terminal, and the words that are no options of the command itself.
-
-    Raises:
-        ConfigError: `-s` without a name that tmux can address.
-    """
+    """Return the tmux session, None for this terminal, and the words that are no options of the command itself."""
     session: str | None = DEFAULT_SESSION
     rest: list[str] = []
     remaining = iter(words)

@@ -34,11 +34,7 @@ _KILLED = 137
 
 
 def require_tmux(session: str) -> None:
-    """Check that a session of this name can be started.
-
-    Raises:
-        ConfigError: tmux is not installed, or the session exists.
-    """
+    """Raise a ConfigError if tmux is not installed, or a session of this name exists."""
     if shutil.which("tmux") is None:
         raise ConfigError(
             "tmux is not installed; install it with 'sudo apt-get install tmux' (Debian, Ubuntu), 'sudo dnf install tmux' "
@@ -54,8 +50,7 @@ def require_tmux(session: str) -> None:
 def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> int:
     """Start `command` in the lower pane, attach if this is a terminal, and wait for its end.
 
-    Returns:
-        The command's exit code; 0 when the user detached or closed the terminal, and it goes on.
+    Returns its exit code; 0 when the user detached or closed the terminal, and it goes on.
     """
     with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch, Interrupts(clock=time.monotonic) as interrupts:
         job, result = Path(scratch) / "job.json", Path(scratch) / "result"
@@ -73,15 +68,20 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
         _tmux("set-option", "-w", "-t", pane, "remain-on-exit", "on")
         viewer = _attach(session)
         left = _wait(job, result, session=session, pane=pane, viewer=viewer, interrupts=interrupts)
-        return _conclude(result, session=session, pane=pane, viewer=viewer) if left is None else left
+        if left is not None:
+            return left
+        last_lines = ""
+        with suppress(ConfigError):  # the session was closed meanwhile
+            last_lines = _tmux("capture-pane", "-p", "-t", pane, "-S", f"-{_LAST_LINES}")
+            _tmux("kill-session", "-t", f"={session}")
+        if viewer is not None:
+            viewer.wait()
+        _print_text("\n".join(line for line in last_lines.splitlines() if line.strip()))
+        return int(result.read_text()) if result.exists() else _KILLED
 
 
 def _attach(session: str) -> "subprocess.Popen[bytes] | None":
-    """Show the session in this terminal.
-
-    Returns:
-        The process that ends when the user leaves the session; None without a terminal, or inside tmux, which only switches.
-    """
+    """Show the session here; return the process that ends when the user leaves it, None without a terminal or inside tmux."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         _print_text(f"session '{session}' is running; attach with: tmux attach -t {session}")
         return None
@@ -100,17 +100,14 @@ def _wait(
     viewer: "subprocess.Popen[bytes] | None",
     interrupts: Interrupts,
 ) -> int | None:
-    """Wait for the end of the command, and pass signals on to it.
-
-    Returns:
-        None once the command has ended; an exit code if the session was left or closed before.
-    """
-    forwarded = 0
+    """Wait for the end of the command, and pass signals on to it. Return an exit code if the session was left or closed before."""
+    shown, forwarded = ["tmux", "display-message", "-p", "-t", pane, "#{pane_dead} #{pane_pid}"], 0
     while not result.exists():
-        is_there, is_dead, pid = _inspect_pane(pane)
-        if not is_there:
+        words = subprocess.run(shown, capture_output=True, text=True, check=False).stdout.split()
+        if len(words) != 2:
             _print_text(f"session '{session}' was closed")
             return _CLOSED
+        is_dead, pid = words[0] == "1", int(words[1])
         if is_dead:
             return None
         if not job.exists():  # the lower pane has taken it
@@ -121,25 +118,6 @@ def _wait(
                 forwarded = interrupts.forward(partial(os.kill, pid), forwarded)
         time.sleep(_POLL_INTERVAL_S)
     return None
-
-
-def _conclude(result: Path, *, session: str, pane: str, viewer: "subprocess.Popen[bytes] | None") -> int:
-    """End the session and show its last lines here; return the command's exit code."""
-    last_lines = ""
-    with suppress(ConfigError):  # the session was closed meanwhile
-        last_lines = _tmux("capture-pane", "-p", "-t", pane, "-S", f"-{_LAST_LINES}")
-        _tmux("kill-session", "-t", f"={session}")
-    if viewer is not None:
-        viewer.wait()
-    _print_text("\n".join(line for line in last_lines.splitlines() if line.strip()))
-    return int(result.read_text()) if result.exists() else _KILLED
-
-
-def _inspect_pane(pane: str) -> tuple[bool, bool, int]:
-    """Return whether the pane exists, whether its program has ended, and the program's pid."""
-    shown = ["tmux", "display-message", "-p", "-t", pane, "#{pane_dead} #{pane_pid}"]
-    words = subprocess.run(shown, capture_output=True, text=True, check=False).stdout.split()
-    return len(words) == 2, words[:1] == ["1"], int(words[1]) if len(words) == 2 else 0
 
 
 def _print_text(text: str) -> None:

@@ -89,12 +89,8 @@ def load_run(
     """Return the run that a `vf-rl` configuration describes, checked like any other.
 
     Args:
-        loaded: the configuration in the dialect.
         environ: variables with our prefix set keys of the run; what the user wrote in the dialect wins, its defaults do not.
         run_entries: values of the run's own keys, which win over all others.
-
-    Raises:
-        ConfigError: lists every problem.
     """
     findings = Findings()
     for problem in _problems(loaded.config):
@@ -163,8 +159,15 @@ def _translate(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
     yield max_model_len
     yield "inference_gpu_ids", list(range(first)), "inference.gpus"
     yield "trainer_gpu_ids", list(range(first, first + config.trainer.gpus)), "trainer.gpus"
-    for key, value, name in (*_same_values(args), *_derived_values(config), *_schedule(args), *_shown_rollouts(config)):
-        yield key, value, f"{_ARGS}.{name}"
+    same = {**_SAME_MEANING, **({name: f"trainer.model.lora.{key}" for name, key in _LORA.items()} if args.use_lora else {})}
+    for name, key in same.items():
+        if (value := getattr(args, name)) is not None or name == "max_grad_norm":
+            yield key, value, f"{_ARGS}.{name}"
+        if key.startswith("orchestrator.sampling.") and value is not None and args.eval_strategy == "steps":
+            yield key.replace("orchestrator.", "orchestrator.eval.", 1), value, f"{_ARGS}.{name}"  # measured as it is trained
+    for is_wanted, key, value, name in _derived_values(config):
+        if is_wanted:
+            yield key, value, f"{_ARGS}.{name}"
 
 
 def _environment(config: VfRLConfig) -> dict[str, object]:
@@ -172,68 +175,45 @@ def _environment(config: VfRLConfig) -> dict[str, object]:
     return {"id": config.env.id, "args": config.env.args, **named}
 
 
-def _same_values(args: VfTrainerArgs) -> Iterator[tuple[str, object, str]]:
-    """Yield keys whose value here is the one there."""
-    for name, key in _SAME_MEANING.items():
-        if (value := getattr(args, name)) is not None or name == "max_grad_norm":
-            yield key, value, name
-    for name, key in _LORA.items() if args.use_lora else ():
-        if (value := getattr(args, name)) is not None:
-            yield f"trainer.model.lora.{key}", value, name
-
-
-def _derived_values(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
-    """Yield keys whose value here is made of other values there."""
+def _derived_values(config: VfRLConfig) -> list[tuple[bool, str, object, str]]:
+    """Return keys whose value is made of other values of the dialect, each with whether the run has it."""
     args = config.trainer.args
     run_name = args.run_name or _environment_name(config)
-    yield "output_dir", args.output_dir or f"outputs/{run_name}", "output_dir" if args.output_dir else "run_name"
     dtypes: dict[object, str] = {"auto": "auto", True: "bfloat16", False: "float32"}
-    yield "trainer.model.compute_dtype", dtypes[args.bf16], "bf16"
-    if args.gradient_checkpointing:
-        yield "trainer.model.ac.freq", 1, "gradient_checkpointing"
-    if args.sync_ref_model:
-        yield "trainer.loss.reference_update_interval", args.ref_model_sync_steps, "sync_ref_model"
-    if args.save_strategy == "steps":
-        yield "ckpt.interval", args.save_steps, "save_steps"
-        yield "ckpt.weights.interval", args.save_steps, "save_steps"
-    if args.resume_from_checkpoint:
-        named = _CHECKPOINT.fullmatch(str(args.resume_from_checkpoint))
-        yield "ckpt.resume_step", int(named.group(1)) if named else -1, "resume_from_checkpoint"
-    if args.eval_strategy == "steps":
-        yield "orchestrator.eval.interval", args.eval_steps, "eval_steps"
-        yield "orchestrator.eval.env", [_environment(config)], "eval_strategy"
-        sampling = [(name, key) for name, key in _SAME_MEANING.items() if key.startswith("orchestrator.sampling.")]
-        for name, key in sampling:  # measured as it is trained
-            if (value := getattr(args, name)) is not None:
-                yield f"orchestrator.eval.{key.removeprefix('orchestrator.')}", value, name
-
-
-def _schedule(args: VfTrainerArgs) -> Iterator[tuple[str, object, str]]:
+    resumed = _CHECKPOINT.fullmatch(str(args.resume_from_checkpoint))
     kind, warmup = args.lr_scheduler_type, args.warmup_steps or math.ceil(args.warmup_ratio * args.max_steps)
-    yield "trainer.scheduler.type", "linear" if kind == "constant_with_warmup" else kind, "lr_scheduler_type"
-    if kind != "constant":
-        source = "warmup_steps" if args.warmup_steps or not args.warmup_ratio else "warmup_ratio"
-        yield "trainer.scheduler.warmup_steps", warmup, source
-    if kind in ("linear", "constant_with_warmup"):
-        decay_steps = max(0, args.max_steps - warmup) if kind == "linear" else 0
-        yield "trainer.scheduler.decay_steps", decay_steps, "lr_scheduler_type"
-
-
-def _shown_rollouts(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
-    """Yield what W&B and the console show."""
-    args = config.trainer.args
-    if args.wandb is not None or not {"wandb", "all"}.isdisjoint(_reports(args)):
-        wandb = args.wandb or VfWandbConfig()
-        yield "wandb.project", wandb.project, "wandb.project"
-        yield "wandb.name", wandb.name or args.run_name or _environment_name(config), "wandb.name"
-        yield "wandb.offline", wandb.offline, "wandb.offline"
+    warmup_key = "warmup_steps" if args.warmup_steps or not args.warmup_ratio else "warmup_ratio"
+    decay_steps = max(0, args.max_steps - warmup) if kind == "linear" else 0
+    saves, evaluates = args.save_strategy == "steps", args.eval_strategy == "steps"
+    wandb, shows = args.wandb or VfWandbConfig(), args.log_completions
+    has_wandb = args.wandb is not None or not {"wandb", "all"}.isdisjoint(_reports(args))
+    return [
+        (True, "output_dir", args.output_dir or f"outputs/{run_name}", "output_dir" if args.output_dir else "run_name"),
+        (True, "trainer.model.compute_dtype", dtypes[args.bf16], "bf16"),
+        (args.gradient_checkpointing, "trainer.model.ac.freq", 1, "gradient_checkpointing"),
+        (args.sync_ref_model, "trainer.loss.reference_update_interval", args.ref_model_sync_steps, "sync_ref_model"),
+        (saves, "ckpt.interval", args.save_steps, "save_steps"),
+        (saves, "ckpt.weights.interval", args.save_steps, "save_steps"),
+        (
+            bool(args.resume_from_checkpoint),
+            "ckpt.resume_step",
+            int(resumed.group(1)) if resumed else -1,
+            "resume_from_checkpoint",
+        ),
+        (evaluates, "orchestrator.eval.interval", args.eval_steps, "eval_steps"),
+        (evaluates, "orchestrator.eval.env", [_environment(config)], "eval_strategy"),
+        (True, "trainer.scheduler.type", "linear" if kind == "constant_with_warmup" else kind, "lr_scheduler_type"),
+        (kind != "constant", "trainer.scheduler.warmup_steps", warmup, warmup_key),
+        (kind in ("linear", "constant_with_warmup"), "trainer.scheduler.decay_steps", decay_steps, "lr_scheduler_type"),
+        (has_wandb, "wandb.project", wandb.project, "wandb.project"),
+        (has_wandb, "wandb.name", wandb.name or run_name, "wandb.name"),
+        (has_wandb, "wandb.offline", wandb.offline, "wandb.offline"),
         # The documented trainer logs sample completions with every line of numbers.
-        yield "wandb.log_extras.interval", args.logging_steps, "logging_steps"
-        yield "wandb.log_extras.samples", args.log_completions, "log_completions"
-    if args.log_completions:
-        yield "orchestrator.shown_samples.count", args.num_completions_to_print, "num_completions_to_print"
-    else:
-        yield "orchestrator.shown_samples", None, "log_completions"
+        (has_wandb, "wandb.log_extras.interval", args.logging_steps, "logging_steps"),
+        (has_wandb, "wandb.log_extras.samples", shows, "log_completions"),
+        (shows, "orchestrator.shown_samples.count", args.num_completions_to_print, "num_completions_to_print"),
+        (not shows, "orchestrator.shown_samples", None, "log_completions"),
+    ]
 
 
 def _reports(args: VfTrainerArgs) -> list[str]:
