@@ -4,10 +4,25 @@ import pytest
 
 from trivet.step_directories import discard_after, discard_unfinished, list_steps
 
+OTHERS = (
+    "step_٣",
+    "step_02",
+    "step_00",
+    "step_",
+    "step_-1",
+    "step_+1",
+    "step_1_0",
+    "step_1 ",
+    "step_x",
+    "other",
+    ".step_11.tmp",
+)
+"""Names of no step: those are in ASCII digits without leading zeros."""
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    for name in ("step_10", "step_9", "step_2", "step_02", "step_x", "other", ".step_11.tmp"):
+    for name in ("step_10", "step_9", "step_2", *OTHERS):
         (tmp_path / name).mkdir()
     for name in ("step_10", "step_2"):
         (tmp_path / name / "WHOLE").touch()
@@ -25,7 +40,7 @@ def test_later_steps_are_removed_and_with_a_marker_those_that_lack_it(directory:
     assert list(list_steps(directory)) == [2, 9]
     discard_after(directory, 9, marker="WHOLE")
     assert list(list_steps(directory)) == [2]
-    assert {path.name for path in directory.iterdir()} == {"step_2", "step_02", "step_x", "other", ".step_11.tmp"}
+    assert {path.name for path in directory.iterdir()} == {"step_2", *OTHERS}
 
 
 def test_files_are_found_and_removed_by_their_suffix(tmp_path: Path) -> None:

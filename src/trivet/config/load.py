@@ -225,7 +225,9 @@ def _describe(error: ErrorDetails, path: KeyPath, values: Values) -> str:
             return f'{key.type} must be one of {context["expected_tags"]}, got "{context["tag"]}"{origin}'
         case _:
             expected, found = _EXPECTED.get(error["type"]), mask(path, error["input"])
-    problem = f"must be {expected.format(**context)}" if expected else f"is not valid: {error['msg']}"
+    problem = (
+        f"must be {expected.format(**context)}" if expected else f"is not valid: {error['msg'].removeprefix('Value error, ')}"
+    )
     if isinstance(found, str):
         found = f'"{shorten(found)}"'
     elif isinstance(found, int) and not isinstance(found, bool):

@@ -60,16 +60,8 @@ def refusal(
         ("#" * (2 << 20), "larger than 1 MiB"),
     ],
     ids=[
-        *(
-            "integer of 6,000 digits",
-            "integer of 70 bits",
-            "deep arrays",
-            "arrays of 100",
-            "deep tables",
-            "deep keys",
-            "NUL in base",
-        ),
-        *("long base", "NUL in path", "long path", "escape in key", "2 MiB"),
+        *("6,000 digits", "70 bits", "deep arrays", "arrays of 100", "deep tables", "deep keys", "NUL in base", "long base"),
+        *("NUL in path", "long path", "escape in key", "2 MiB"),
     ],
 )
 def test_a_file_that_breaks_a_limit_is_refused(
@@ -151,14 +143,6 @@ def test_a_name_that_can_be_no_path_is_refused(name: str, tmp_path: Path, capsys
     assert "model.name" in refusal(capsys, *flags, "--model.lora.rank", "8")
     if "\0" not in name:
         assert "data.name" in refusal(capsys, "--data.name", f"{name}.jsonl", kind=SftConfig)
-
-
-def test_numbers_without_end_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "optim.lr must be a finite number" in refusal(capsys, "--optim.lr", "inf")
-    assert "cpu_kv_cache_gib must be a finite number" in refusal(capsys, "--cpu-kv-cache-gib", "inf", kind=InferenceConfig)
-    assert "cpu_kv_cache_gib must be <= 65536" in refusal(capsys, "--cpu-kv-cache-gib", "1e30", kind=InferenceConfig)
-    assert "model.seq_len must be <= 16777216" in refusal(capsys, "--model.seq-len", str(10**18))
-    assert "client.base_url" in refusal(capsys, "--client.base-url", "not a url", kind=EvalConfig)
 
 
 @pytest.mark.parametrize("row", [f'{{"messages": {DEEP_JSON}}}', f'{{"messages": [], "id": {"1" * 5000}}}'])

@@ -11,7 +11,7 @@ from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import InferenceConfig, InferenceModelConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.sft import FakeDataConfig, SftConfig, SftDataConfig
+from trivet.config.schema.sft import SftConfig, SftDataConfig
 from trivet.config.schema.trainer import TokenizerConfig, TrainerConfig, TrainerModelConfig
 from trivet.wire.groups import biasing_fields
 
@@ -36,14 +36,24 @@ def notices(*argv: str) -> list[str]:
         ("--trainer.metrics-server.port", "0"),
         ("--orchestrator.sampling.extra-body.stop", '["x"]'),
         ("--orchestrator.rollouts-per-example", "1", "--orchestrator.advantage.type", "none"),
+        ("--trainer.tokenizer.name", "Qwen/Qwen3-0.6B"),
+        ("--inference.vllm-args.max_num_batched_tokens", "64", "--inference.vllm-args.block_size", "16"),
     ],
 )
 def test_what_fits_together_is_accepted_without_a_word(words: tuple[str, ...]) -> None:
     assert notices(*words) == []
 
 
-def test_the_schedule_of_supervised_fine_tuning_ends_with_the_data() -> None:
-    load_config(SftConfig, ["--scheduler.type", "cosine"], environ={})
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--scheduler.type cosine",  # it ends with the data
+        '--data.subsets ["a","b"] --data.probabilities [0.25,0.75] --data.stopping-strategy all_exhausted',
+        "--data.type fake --max-steps 3",
+    ],
+)
+def test_data_and_schedules_of_fine_tuning_that_fit_are_accepted(words: str) -> None:
+    assert load_config(SftConfig, words.split(), environ={}).notices == ()
 
 
 @pytest.mark.parametrize(
@@ -105,10 +115,6 @@ def test_an_argument_of_the_engine_that_may_change_tokens_is_said(name: str) -> 
     assert f"inference.vllm_args.{name} (" in notice
 
 
-def test_an_argument_of_the_engine_for_memory_and_speed_is_not_said() -> None:
-    assert notices("--inference.vllm-args.max_num_batched_tokens", "64", "--inference.vllm-args.block_size", "16") == []
-
-
 def test_every_key_of_the_sampling_section_is_reproducible_or_off_by_default() -> None:
     section = RequestSamplingConfig()
     assert biasing_fields({name: getattr(section, name) for name in RequestSamplingConfig.model_fields}) == {}
@@ -118,10 +124,6 @@ def test_a_role_that_the_launcher_started_repeats_none_of_its_notices() -> None:
     argv = ["--rollouts-per-example", "2", "--sampling.top-p", "0.5"]
     assert len(load_config(OrchestratorConfig, argv, environ={}).notices) == 2
     assert load_config(OrchestratorConfig, [*argv, "--run.id", "r1"], environ={}).notices == ()
-
-
-def test_a_tokenizer_that_is_the_models_own_is_not_said() -> None:
-    assert notices("--trainer.tokenizer.name", "Qwen/Qwen3-0.6B") == []
 
 
 def test_a_measurement_of_the_trainer_asks_for_nothing_that_it_does_not_use() -> None:
@@ -144,15 +146,6 @@ def test_a_run_whose_server_sleeps_tells_orchestrator_and_trainer() -> None:
     config = load("--inference.sleep-while-training", "--max-async-level", "0")
     assert config.orchestrator.sleep_servers
     assert config.trainer.release_gpu_memory
-
-
-def test_sources_that_are_mixed_well_are_taken() -> None:
-    argv = '--data.subsets ["a","b"] --data.probabilities [0.25,0.75] --data.stopping-strategy all_exhausted'
-    data = load_config(SftConfig, argv.split(), environ={}).config.data
-    assert isinstance(data, SftDataConfig)
-    assert data.probabilities == [0.25, 0.75]
-    fake = load_config(SftConfig, ["--data.type", "fake", "--max-steps", "3"], environ={}).config.data
-    assert isinstance(fake, FakeDataConfig)
 
 
 def test_a_name_that_means_a_directory_must_be_one_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,10 @@ def test_a_file_of_another_command_is_named_with_it(
 def test_a_command_without_arguments_that_it_needs_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(RLConfig, Recorder(), []) == 2
     assert capsys.readouterr().err.startswith("usage: rl [@ file.toml ...]")
+
+
+def test_a_command_imports_nothing_heavy_for_its_configuration() -> None:
+    program = (
+        "import sys, trivet.config.command; print({'torch', 'vllm', 'transformers', 'numpy', 'verifiers'} & {*sys.modules})"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
