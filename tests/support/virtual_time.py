@@ -1,6 +1,7 @@
 """An event loop whose time passes only while every task waits. Hours of waits take no time, in the same order each time."""
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -55,3 +56,13 @@ def run_virtually(main: Coroutine[Any, Any, T], *, limit_s: float) -> T:
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(limited())
+
+
+def virtually(play: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine function, which runs in virtual time and may take an hour of it."""
+
+    @functools.wraps(play)
+    def test(**fixtures: Any) -> None:
+        run_virtually(play(**fixtures), limit_s=3600)
+
+    return test

@@ -63,7 +63,7 @@ class QuickstartLayout:
 
     @property
     def has_results(self) -> bool:
-        """Whether a quickstart has written here."""
+        """A quickstart has written here."""
         return any(path.exists() for path in (self.data, self.start_model, self.warm_up.root, self.run.root))
 
 

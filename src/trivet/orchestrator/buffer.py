@@ -71,7 +71,7 @@ class FinishedGroup:
     is_solved: bool
     """All rewards are above 0."""
     found: Sequence[RolloutFilter]
-    """What the filters found in its rollouts."""
+    """Findings of the filters in its rollouts."""
     filtered: FilterReason | None
     """Why it is not trained on."""
 
@@ -224,7 +224,8 @@ class GroupBuffer:
             cause = f"the prompt of example {group.example_id} does not fit, and {limits.explain(group.env)}"
         message = f"group {group.group_id} of {group.env} was filtered ({reason}): {cause}"
         self._first_filtered = self._first_filtered or message
-        self._count_fruitless(message)
+        self.fruitless_in_a_row += 1
+        logger.debug(message)
         self._write_event(Filter(group_id=group.group_id, reason=reason))
 
     def failed(self, group_id: GroupId, error: str, *, kind: str, is_infrastructure: bool = False) -> None:
@@ -239,7 +240,8 @@ class GroupBuffer:
         self.counters.failed.append(LostGroup(env=draw.env, reason=kind, is_infrastructure=is_infrastructure))
         message = f"group {group_id} of {draw.env} failed: {error}"
         self._first_failure = self._first_failure or message
-        self._count_fruitless(message)
+        self.fruitless_in_a_row += 1
+        logger.debug(message)
         self._write_event(Drop(group_id=group_id, reason=f"failed: {error[:500]}"))
 
     def cancelled(self, group_id: GroupId, reason: str) -> None:
@@ -257,13 +259,12 @@ class GroupBuffer:
 
     def take_batch(self, step: Step, *, num_groups: int) -> list[Group] | None:
         """Drop stale groups, and return the oldest `num_groups` ready ones for batch `step`; None while there are fewer."""
-        fresh: list[Group] = []
-        for group in self._ready:
+        ready, self._ready = self._ready, list[Group]()
+        for group in ready:
             if self._is_stale(step, group.oldest_version):
                 self._drop(group, "stale")
             else:
-                fresh.append(group)
-        self._ready = fresh
+                self._ready.append(group)
         if len(self._ready) < num_groups:
             return None
         groups, self._ready = self._ready[:num_groups], self._ready[num_groups:]
@@ -293,7 +294,3 @@ class GroupBuffer:
         """Count a dropped group under the part of `reason` before a colon, and write its event."""
         self.counters.dropped.append(LostGroup(env=group.env, reason=reason.split(":", 1)[0]))
         self._write_event(Drop(group_id=group.group_id, reason=reason))
-
-    def _count_fruitless(self, message: str) -> None:
-        self.fruitless_in_a_row += 1
-        logger.debug(message)

@@ -10,7 +10,7 @@
 | `_fill`: enough ready groups | `fill_changed`, notified by the dispatcher and by `preempt` |
 | `_hand_over`: the servers to sleep (`before_send`) | each server; `client.wait_for_ready_timeout` |
 | `_hand_over`: the trainer's receipt of batch n | its acknowledgement; `rollout_transport.timeout_s` |
-| `_finish_evals`: the evaluation of the last policy | `OnlineEval.run` returns |
+| `run`: the evaluation of the last policy | `OnlineEval.run` returns |
 
 Dispatcher, policy watcher and background tasks run in one asyncio.TaskGroup, so a failure of any of them ends all. Packing and
 writing run in threads and sending is awaited, so the dispatcher collects groups for the next batch meanwhile.
@@ -132,18 +132,24 @@ class Loop:
         with rare_collections():
             async with asyncio.TaskGroup() as tasks:
                 dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
-                others = {
+                background = {
                     "policy-watcher": self.watcher.run,
                     "alive": self._send_alive,
                     "garbage": _collect_at_intervals,
                     **self.background_tasks,
                 }
-                running = [tasks.create_task(run(), name=name) for name, run in others.items()]
+                running = [tasks.create_task(run(), name=name) for name, run in background.items()]
                 evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
                 await self._run_steps(dispatching)
                 dispatching.cancel()
-                if evaluating is not None:
-                    await self._finish_evals(evaluating)
+                if evaluating is not None and self.preempt_requested:
+                    evaluating.cancel()
+                elif evaluating is not None and self.evals is not None:
+                    # The step whose batch requires the policy of the last step: the watcher loads that policy for it.
+                    self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)
+                    self.evals.finish(PolicyVersion(self.progress.step))
+                    with process_report.waiting("the evaluation of the last policy", on="trainer"):
+                        await evaluating
                 for task in running:
                     task.cancel()
 
@@ -156,18 +162,6 @@ class Loop:
         while True:
             await self.sender.say_alive()
             await asyncio.sleep(min(_MAX_ALIVE_INTERVAL_S, self.config.rollout_transport.timeout_s / 10))
-
-    async def _finish_evals(self, evaluating: asyncio.Task[None]) -> None:
-        """Evaluate the last policy, unless the run is preempted."""
-        assert self.evals is not None
-        if self.preempt_requested:
-            evaluating.cancel()
-            return
-        # The step whose batch requires the policy of the last step: the watcher loads that policy for it.
-        self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)
-        self.evals.finish(PolicyVersion(self.progress.step))
-        with process_report.waiting("the evaluation of the last policy", on="trainer"):
-            await evaluating
 
     async def _run_steps(self, dispatching: asyncio.Task[None]) -> None:
         step = Step(self.progress.step + 1)

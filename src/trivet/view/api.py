@@ -49,11 +49,7 @@ class PageAnswer:
     """Whoever asked has it already."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    answer: Callable[[ViewedRun, Query], object]
-    stamp: Callable[[ViewedRun, Query], object]
-    """Differs when the answer may."""
+Route = Callable[[ViewedRun, Query], object]
 
 
 class Api:
@@ -62,15 +58,16 @@ class Api:
     def __init__(self, runs: Sequence[ViewedRun], *, clock: Callable[[], float] = lambda: time.time()) -> None:
         self._runs = runs
         self._clock = clock
-        self._routes = {
-            "series": _Route(_series, lambda run, _: run.metrics.stamp()),
-            "metrics": _Route(lambda run, _: [str(key) for key in run.metrics.measured()], lambda run, _: run.metrics.stamp()),
-            "status": _Route(self._status, lambda *_: self._clock()),
-            "timeline": _Route(_timeline, lambda run, _: [*run.metrics.stamp(), stamp_of(run.layout.events)]),
-            "steps": _Route(lambda run, _: run.rollouts.steps(), lambda run, _: stamp_of(run.rollouts.directory)),
-            "rollouts": _Route(_rollouts, lambda run, query: stamp_of(_rollouts_file(run, query))),
-            "rollout": _Route(_rollout, lambda run, query: stamp_of(_rollouts_file(run, query))),
-            "evals": _Route(
+        # Each has a function that answers, and one whose value differs when the answer may.
+        self._routes: dict[str, tuple[Route, Route]] = {
+            "series": (_series, lambda run, _: run.metrics.stamp()),
+            "metrics": (lambda run, _: [str(key) for key in run.metrics.measured()], lambda run, _: run.metrics.stamp()),
+            "status": (self._status, lambda *_: self._clock()),
+            "timeline": (_timeline, lambda run, _: [*run.metrics.stamp(), stamp_of(run.layout.events)]),
+            "steps": (lambda run, _: run.rollouts.steps(), lambda run, _: stamp_of(run.rollouts.directory)),
+            "rollouts": (_rollouts, lambda run, query: stamp_of(_rollouts_file(run, query))),
+            "rollout": (_rollout, lambda run, query: stamp_of(_rollouts_file(run, query))),
+            "evals": (
                 lambda run, _: [
                     {"step": found.step, "name": found.name, "summary": found.summary, "fault": found.fault}
                     for found in run.evaluations.find()
@@ -78,7 +75,7 @@ class Api:
                 ],
                 lambda run, _: run.evaluations.stamp(),
             ),
-            "config": _Route(
+            "config": (
                 lambda run, _: read_configs(run.layout),
                 lambda run, _: [stamp_of(run.layout.configs), stamp_of(run.layout.run_file)],
             ),
@@ -98,10 +95,11 @@ class Api:
             raise NotServed(f"there is no {path}")
         run = self._runs[_number(query, "run", default=0, high=len(self._runs) - 1)]
         with run.lock:
-            tag = _digest(repr((path, sorted(query.items()), route.stamp(run, query))).encode())
+            answer, stamp = route
+            tag = _digest(repr((path, sorted(query.items()), stamp(run, query))).encode())
             if tag == known:
                 return PageAnswer(b"", tag, is_known=True)
-            return PageAnswer(msgspec.json.encode(route.answer(run, query)), tag)
+            return PageAnswer(msgspec.json.encode(answer(run, query)), tag)
 
     def _status(self, run: ViewedRun, _: Query) -> object:
         if not run.layout.status.exists() and not run.layout.reports.is_dir():

@@ -75,7 +75,7 @@ PHASES: Mapping[str, list[str]] = {
     ],
     "orchestrator": ["time/generate_completions", "time/update_weights"],
 }
-"""What a step of each role consists of, in its order; `time/update_weights` is the server's and lies within others."""
+"""The parts of a step of each role, in its order. `time/update_weights` is the server's and lies within others."""
 ALWAYS_READ = [*SHOWN_FIRST, *(MetricKey(role, name) for role, names in PHASES.items() for name in ["time/step", *names])]
 """Read together in one pass over the files, whatever is asked for."""
 _STANDS_IN = {"trainer": "sft"}

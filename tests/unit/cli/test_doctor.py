@@ -9,7 +9,6 @@ from trivet.cli.doctor import (
     Health,
     diagnose,
     machine_facts,
-    mismatched_companions,
     require_matching_companions,
 )
 from trivet.dependencies import Violation
@@ -63,13 +62,6 @@ def test_the_installer_is_told_of_a_driver_that_is_too_old_where_there_is_a_gpu(
     monkeypatch.setattr(doctor, "_versions", lambda names: {"nvidia-cuda-runtime": "13.0.96"})
     expected = "torch needs a driver for CUDA 13, this one runs up to CUDA 12: update the NVIDIA driver"
     assert doctor.find_driver_problem() == (expected if is_told else None)
-
-
-def test_virtual_environments_of_environments_are_shown_with_their_versions():
-    [found] = [item.found for item in diagnose(GOOD) if item.subject == "environments"]
-    assert found == "my-env (Python 3.12.1, verifiers 0.3.1)"
-    [found] = [item.found for item in diagnose(replace(GOOD, venvs=[])) if item.subject == "environments"]
-    assert found == "none in virtual environments of their own"
 
 
 @pytest.mark.parametrize(
@@ -134,19 +126,6 @@ def test_the_proxies_of_the_shell_are_shown_with_what_goes_through_them(tmp_path
     [item] = [item for item in diagnose(facts) if item.subject == "proxies"]
     assert item.found.startswith("HTTPS_PROXY = http://proxy:3128: the servers of a run are asked without a proxy")
     assert item.health is Health.OK
-
-
-@pytest.mark.parametrize(
-    ("versions", "expected"),
-    [
-        ({"torch": "2.13.0+cpu"}, []),
-        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu"}, ["torchvision"]),
-        ({"torch": "2.13.0", "torchvision": "0.28.0"}, []),
-        ({}, []),
-    ],
-)
-def test_only_cuda_builds_beside_a_cpu_build_are_named(versions: dict[str, str], expected: list[str]) -> None:
-    assert mismatched_companions(versions) == expected
 
 
 def test_the_refusal_says_how_to_remove_them() -> None:

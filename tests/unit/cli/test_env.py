@@ -3,7 +3,7 @@ import importlib.util
 import re
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -14,14 +14,19 @@ from trivet.dependencies import InstalledPackages
 from trivet.errors import ConfigError
 
 
-def test_a_new_environment_loads_and_scores(tmp_path: Path) -> None:
-    directory = write_package("my-env", folder=tmp_path)
-    assert tomllib.loads((directory / "pyproject.toml").read_text())["project"]["name"] == "my-env"
+def load(directory: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("my_env", directory / "my_env.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_a_new_environment_loads_and_scores(tmp_path: Path) -> None:
+    directory = write_package("my-env", folder=tmp_path)
+    assert tomllib.loads((directory / "pyproject.toml").read_text())["project"]["name"] == "my-env"
+    module = load(directory)
     env = module.load_environment(num_examples=5, num_eval_examples=2)
     assert (len(env.get_dataset()), len(env.get_eval_dataset())) == (5, 2)
     answer = env.get_dataset()[0]["answer"]
@@ -35,11 +40,7 @@ def test_a_new_environment_of_the_v1_api_yields_tasks_and_scores(tmp_path: Path)
     directory = tmp_path / "my_env"
     project = tomllib.loads((directory / "pyproject.toml").read_text())["project"]
     assert (project["name"], project["dependencies"]) == ("my-env", ["verifiers>=0.4,<0.5"])
-    spec = importlib.util.spec_from_file_location("my_env", directory / "my_env.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(directory)
     assert module.__all__ == ["MyEnvTaskset", "OneReplyHarness"]
     first, *others = module.MyEnvTaskset(module.MyEnvConfig(id="my-env", num_tasks=5)).load()
     assert len(others) == 4
@@ -108,11 +109,6 @@ def test_the_list_has_version_origin_and_why_one_does_not_load(
         ["tasks", "6.0", "trivet", "index", "no: the module tasks has no load_environment, by which environments are loaded"],
         ["vf-b (id b-game)", "2.0", "trivet", "index", "yes"],
     ]
-
-
-def test_a_list_without_environments_says_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert list_environments(tmp_path / "venvs", InstalledPackages([str(tmp_path)])) == 0
-    assert "trivet env install NAME" in capsys.readouterr().out
 
 
 def test_what_is_in_no_virtual_environment_is_not_removed(

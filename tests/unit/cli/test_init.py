@@ -136,16 +136,14 @@ def test_a_project_file_that_lacks_nothing_is_said_to_be_complete(tmp_path: Path
     assert "has everything that a workspace needs; it was not changed" in capsys.readouterr().out
 
 
-def test_a_project_file_that_is_no_toml_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "pyproject.toml").write_text("[project\n")
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [("pyproject.toml", "[project\n", "pyproject.toml cannot be read"), ("configs", "a file", "configs")],
+)
+def test_a_place_that_cannot_be_read_or_written_is_named(tmp_path: Path, capsys, file: str, text: str, said: str) -> None:
+    (tmp_path / file).write_text(text)
     assert main(["init", str(tmp_path)]) == 2
-    assert "pyproject.toml cannot be read" in capsys.readouterr().err
-
-
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "configs").write_text("a file")
-    assert main(["init", str(tmp_path)]) == 2
-    assert "configs" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_without_a_directory_the_workspace_is_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,9 @@
-import os
-import pty
-import select
-import signal
-import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from support.big_run import write_run
-from support.processes import heed_signals
 from trivet.cli.main import main
 from trivet.cli.run_tools import sparkline
 from trivet.config.layout import RunLayout
@@ -63,41 +55,3 @@ def test_bars_go_from_the_least_to_the_greatest_in_the_room_there_is():
     assert sparkline(np.array([2.0, np.nan, 2.0]), width=10) == "▁▁"
     assert sparkline(np.arange(1000.0), width=8) == "▁▂▃▄▅▆▇█"
     assert sparkline(np.array([]), width=8) == ""
-
-
-@pytest.mark.parametrize("how", ["q", "ctrl_c", "sigterm"])
-def test_on_a_terminal_it_stays_until_a_key_and_puts_the_terminal_back(layout: RunLayout, how: str):
-    ours, theirs = pty.openpty()
-    before = termios.tcgetattr(theirs)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trivet.cli.main", "top", str(layout.root)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
-        start_new_session=True,
-        preexec_fn=heed_signals,
-    )
-    try:
-        shown = read_until(ours, b"Evaluations")
-        assert b"\x1b[?1049h" in shown  # a screen of its own
-        if how == "sigterm":
-            process.send_signal(signal.SIGTERM)
-        else:
-            os.write(ours, b"q" if how == "q" else b"\x03")
-        assert b"\x1b[?1049l" in read_until(ours, b"\x1b[?1049l")
-        assert process.wait(timeout=DEADLINE_S) == (143 if how == "sigterm" else 0)
-        assert termios.tcgetattr(theirs) == before
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-        os.close(theirs)
-
-
-def read_until(descriptor: int, text: bytes) -> bytes:
-    found = b""
-    while text not in found:
-        assert select.select([descriptor], [], [], DEADLINE_S)[0], f"no {text!r} in {found!r}"
-        found += os.read(descriptor, 65536)
-    return found

@@ -135,14 +135,15 @@ def rewards_of_a_trained_group(lines: Lines) -> None:
 
 
 def swapped_examples(lines: Lines) -> None:
-    one, other = lines[last(lines, event="batch")]["group_ids"][:2]
-    of_one = [line for line in lines if line.get("group_id") == one and line["event"] == "dispatch"]
-    of_other = [line for line in lines if line.get("group_id") == other and line["event"] == "dispatch"]
-    examples = of_other[-1]["example_id"], of_one[-1]["example_id"]
-    assert examples[0] != examples[1]
-    for lines_of, example in ((of_one, examples[0]), (of_other, examples[1])):
-        for line in lines_of:
-            line["example_id"] = example
+    first_id, second_id = lines[last(lines, event="batch")]["group_ids"][:2]
+    examples = {
+        first_id: lines[last(lines, event="dispatch", group_id=second_id)]["example_id"],
+        second_id: lines[last(lines, event="dispatch", group_id=first_id)]["example_id"],
+    }
+    assert examples[first_id] != examples[second_id]
+    for line in lines:
+        if line["event"] == "dispatch":
+            line["example_id"] = examples.get(line["group_id"], line["example_id"])
 
 
 def batch_relabelled(lines: Lines) -> None:
@@ -249,6 +250,10 @@ def copied_commit(layout: RunLayout) -> None:
     shutil.copytree(layout.checkpoint_step(STEPS), other)
 
 
+def without_last_line(run: RunLayout) -> None:
+    run.events.write_bytes(b"".join(run.events.read_bytes().splitlines(keepends=True)[:-1]))
+
+
 FILES: list[tuple[str, Callable[[RunLayout], object], str]] = [
     ("run.json is of another run", lambda run: rewrite_json(run.run_file, id="another"), "run.json is of run 'another'"),
     ("run.json is junk", lambda run: run.run_file.write_bytes(b"\xff{"), "run.json cannot be read"),
@@ -303,13 +308,13 @@ FILES: list[tuple[str, Callable[[RunLayout], object], str]] = [
         lambda run: (run.configs / "orchestrator.toml").write_bytes(b"\xff = ["),
         "orchestrator.toml cannot be read",
     ),
-    ("the last line is missing", lambda run: run.events.write_bytes(_without_last_line(run)), "its end is gone"),
+    (
+        "the last line is missing",
+        without_last_line,
+        "its end is gone",
+    ),
     ("the last line is cut", lambda run: run.events.write_bytes(run.events.read_bytes()[:-9]), "the last line is torn after"),
 ]
-
-
-def _without_last_line(run: RunLayout) -> bytes:
-    return b"".join(run.events.read_bytes().splitlines(keepends=True)[:-1])
 
 
 @pytest.mark.parametrize(("name", "tamper", "said"), FILES, ids=[name for name, _, _ in FILES])

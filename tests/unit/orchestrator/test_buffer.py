@@ -1,7 +1,7 @@
 import pytest
 
 from support.groups import make_draw, make_group, make_sample
-from trivet.algorithms.filters import FilterReason, RolloutFilter, RolloutFilters
+from trivet.algorithms.filters import RolloutFilter, RolloutFilters
 from trivet.config.schema.orchestrator import FiltersConfig, OrchestratorConfig, RepetitionFilterConfig
 from trivet.orchestrator.buffer import GroupBuffer, rollout_filters
 from trivet.orchestrator.prompts import PromptLimits
@@ -36,19 +36,29 @@ def test_a_batch_takes_the_oldest_ready_groups(events):
     assert events[-1] == BatchFormed(step=Step(1), group_ids=[4, 2], oldest_version=0, newest_version=0)
 
 
-def test_a_group_of_equal_rewards_is_filtered_only_when_asked(events):
-    for is_filtering, expected in ((False, 1), (True, 0)):
-        buffer = make_buffer(events, online_difficulty_filtering=is_filtering)
-        play(buffer, make_group(0, rewards=(1.0, 1.0)))
-        assert buffer.num_ready == expected
-    assert events[-1] == Filter(group_id=GroupId(0), reason="zero_signal")
+def masked_group() -> Group:
+    group = make_group(3)
+    for rollout in group.rollouts:
+        rollout.samples[0].is_truncated = True
+    return group
 
 
-def test_a_group_without_loss_tokens_is_filtered_with_its_reason(events):
-    buffer = make_buffer(events)
-    group = Group(group_id=GroupId(3), env="toy", example_id=0, rollouts=[Rollout(index=0, reward=1.0)])
+@pytest.mark.parametrize(
+    ("group", "is_filtering", "reason"),
+    [
+        (make_group(3, rewards=(1.0, 1.0)), False, None),
+        (make_group(3, rewards=(1.0, 1.0)), True, "zero_signal"),
+        (Group(group_id=GroupId(3), env="toy", example_id=0, rollouts=[Rollout(index=0, reward=1.0)]), False, "no_loss_tokens"),
+        (masked_group(), False, "all_masked"),
+    ],
+)
+def test_a_group_without_signal_is_filtered_with_its_reason(events, group, is_filtering, reason):
+    filters = RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED}))
+    buffer = make_buffer(events, online_difficulty_filtering=is_filtering, filters=filters)
     play(buffer, group)
-    assert events[-1] == Filter(group_id=GroupId(3), reason="no_loss_tokens")
+    assert buffer.num_ready == (reason is None)
+    assert [event.reason for event in events if isinstance(event, Filter)] == [reason] * bool(reason)
+    assert buffer.counters.finished[0].filtered == reason
 
 
 def overlong_group(kind: str) -> Group:
@@ -98,15 +108,6 @@ def test_every_transition_writes_one_event(events):
     assert buffer.first_failure == "group 1 of toy failed: ValueError: no"
 
 
-def test_fruitless_groups_are_counted_until_one_can_be_trained_on(events):
-    buffer = make_buffer(events, online_difficulty_filtering=True)
-    play(buffer, make_group(0, rewards=(0.0, 0.0)))
-    play(buffer, make_group(1, rewards=(0.0, 0.0)))
-    assert buffer.fruitless_in_a_row == 2
-    play(buffer, make_group(2))
-    assert buffer.fruitless_in_a_row == 0
-
-
 def test_snapshot_holds_what_waits_and_what_is_in_flight(events):
     buffer = make_buffer(events)
     play(buffer, make_group(5))
@@ -124,8 +125,9 @@ def test_the_first_error_of_a_fruitless_row_is_kept_and_forgotten_with_the_row(e
         buffer.dispatched(make_draw(group_id), version=PolicyVersion(0))
         buffer.failed(GroupId(group_id), error, kind="ValueError")
     assert buffer.first_failure.endswith("ValueError: first")
+    assert buffer.fruitless_in_a_row == 3
     play(buffer, make_group(3))
-    assert buffer.first_failure == ""
+    assert (buffer.first_failure, buffer.fruitless_in_a_row) == ("", 0)
 
 
 def test_what_a_filter_masks_is_left_out_of_the_batch_and_keeps_the_baseline(events):
@@ -140,23 +142,6 @@ def test_what_a_filter_masks_is_left_out_of_the_batch_and_keeps_the_baseline(eve
     assert [rollout.samples[0].num_loss_tokens for rollout in taken.rollouts] == [4, 0, 4]
     assert [rollout.advantage for rollout in taken.rollouts] == [0.5, -0.5, 0.0]
     assert buffer.counters.finished[0].found == (RolloutFilter.TRUNCATED,)
-
-
-def test_a_group_that_is_all_masked_is_filtered_with_its_reason(events):
-    buffer = make_buffer(events, filters=RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED})))
-    group = make_group(0)
-    for rollout in group.rollouts:
-        rollout.samples[0].is_truncated = True
-    play(buffer, group)
-    assert events[-1] == Filter(group_id=GroupId(0), reason="all_masked")
-    assert buffer.counters.finished[0].filtered is FilterReason.ALL_MASKED
-
-
-def test_groups_whose_examples_are_gone_are_dropped_with_that_reason(events):
-    buffer = make_buffer(events)
-    buffer.gone([make_draw(4)])
-    assert events == [Drop(group_id=GroupId(4), reason="example_gone")]
-    assert buffer.num_in_flight == 0
 
 
 def test_filters_are_measured_unless_they_are_enforced_and_can_be_taken_away() -> None:

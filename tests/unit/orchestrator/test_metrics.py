@@ -53,14 +53,6 @@ def test_groups_that_differ_by_rounding_alone_are_flat_and_leave_no_share_that_d
     assert (values["pass@1"], values["pass@2"]) == (1 / 3, 1 / 3)
 
 
-def test_completions_that_a_filter_masked_keep_their_length():
-    group = group_of("math", (0.0, 1.0))
-    group.rollouts[0].samples[0].loss_mask_T[:] = False
-    values = batch_metrics([group], step=Step(1), num_tokens=14)
-    assert values["completion_len/mean"] == 4.0
-    assert values["batch/loss_tokens"] == 4.0
-
-
 def test_staleness_is_counted_token_by_token():
     groups = [group_of("math", (0.0, 1.0), version=3), group_of("math", (0.0, 1.0), version=1, newest=4)]
     values = batch_metrics(groups, step=Step(5), num_tokens=28)

@@ -128,13 +128,12 @@ class Bench:
         return sorted({version for version, env, _ in self.pool.requests if env == pool_name})
 
 
-def test_base_model_crossed_multiples_and_the_last_policy_are_evaluated(tmp_path):
-    assert Bench(tmp_path).run(4, 9, 11, 19, 25) == ([0, 11, 25], [0, 11, 25])
-
-
-def test_the_base_model_is_left_out_when_asked(tmp_path):
-    evals = CONFIG["eval"] | {"eval_base_model": False}
-    assert Bench(tmp_path, eval=evals).run(12, 13) == ([12, 13], [12, 13])
+@pytest.mark.parametrize(
+    ("changes", "versions", "expected"),
+    [({}, (4, 9, 11, 19, 25), [0, 11, 25]), ({"eval_base_model": False}, (12, 13), [12, 13])],
+)
+def test_the_base_model_crossed_multiples_and_the_last_policy_are_evaluated(tmp_path, changes, versions, expected):
+    assert Bench(tmp_path, eval=CONFIG["eval"] | changes).run(*versions) == (expected, expected)
 
 
 def test_an_environment_may_have_its_own_interval_and_size(tmp_path):
@@ -157,20 +156,19 @@ def test_scores_reach_the_disk_the_metrics_and_the_history(tmp_path):
     assert events == [(0, "letters"), (0, "words"), (50, "letters"), (50, "words")]
 
 
-def test_a_resumed_run_does_not_repeat_what_is_on_disk(tmp_path):
-    Bench(tmp_path).run(10, 20)
-    assert Bench(tmp_path, resumed_from=20).run(24, 31) == ([31], [31])
-
-
-def test_a_resumed_run_waits_for_the_first_multiple_when_the_start_model_is_left_out(tmp_path):
-    evals = CONFIG["eval"] | {"eval_base_model": False}
-    assert Bench(tmp_path, resumed_from=7, eval=evals, val={"interval": 10}).run(8, 12, 13) == ([12, 13], [12, 13])
-
-
-def test_a_resumed_run_repeats_it_when_asked(tmp_path):
-    Bench(tmp_path).run(10, 20)
-    evals = CONFIG["eval"] | {"skip_eval_on_resume": False}
-    assert Bench(tmp_path, resumed_from=20, eval=evals).run(24) == ([20, 24], [20, 24])
+@pytest.mark.parametrize(
+    ("earlier", "resumed_from", "changes", "versions", "expected"),
+    [
+        ((10, 20), 20, {}, (24, 31), [31]),
+        ((10, 20), 20, {"skip_eval_on_resume": False}, (24,), [20, 24]),
+        ((), 7, {"eval_base_model": False}, (8, 12, 13), [12, 13]),
+    ],
+    ids=["what is on disk is not repeated", "it is repeated when asked", "the first multiple is the first to be due"],
+)
+def test_a_resumed_run_evaluates(tmp_path, earlier, resumed_from, changes, versions, expected):
+    if earlier:
+        Bench(tmp_path).run(*earlier)
+    assert Bench(tmp_path, resumed_from=resumed_from, eval=CONFIG["eval"] | changes).run(*versions) == (expected, expected)
 
 
 def test_an_evaluation_that_a_crash_cut_short_is_made_up_for(tmp_path):
@@ -247,18 +245,6 @@ def test_an_environment_may_be_sampled_differently(tmp_path):
         (0.0, None, 0.9),
         (0.5, 7, 0.9),
     ]
-
-
-def test_a_rollout_that_fails_by_itself_costs_its_example(tmp_path):
-    bench = Bench(tmp_path, eval={"interval": 10, "env": [{"id": "letters"}]})
-
-    async def failing(request):
-        raise RolloutFailed("the environment raised")
-
-    bench.pool.run_group = failing
-    bench.run()
-    summary = json.loads((bench.layout.evals_step(0, "letters") / "summary.json").read_text())
-    assert (summary["num_failed"], summary["first_error"]) == (3, "RolloutFailed: the environment raised")
 
 
 def test_validation_measures_what_is_trained_on_and_reaches_the_next_step(tmp_path):

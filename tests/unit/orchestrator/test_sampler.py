@@ -69,14 +69,6 @@ def test_the_epoch_counts_passes_over_the_examples():
     assert sampler.metrics()["progress/epoch"] == pytest.approx(1 + 2 / total)
 
 
-def test_an_environment_without_normal_examples_leaves_its_turns_to_the_others():
-    rules = BufferConfig(env_ratios=[1, 1], easy_threshold=1.0)
-    sampler = ExampleSampler(make_examples(a=1, b=4), seed=0, rules=rules)
-    for draw in take(sampler, 2):
-        finish(sampler, draw, 1.0 if draw.env == "a" else 0.5)
-    assert {draw.env for draw in take(sampler, 10)} == {"b"}
-
-
 def test_a_drained_sampler_has_no_example_and_says_where_they_are():
     sampler = ExampleSampler(make_examples(a=2, b=1), seed=0, rules=BufferConfig(easy_threshold=0.9, hard_threshold=0.1))
     for draw in take(sampler, 3):

@@ -9,9 +9,9 @@ from trivet.errors import ConfigError
 from trivet.view.evaluations import PAIR_FILTERS, PAIR_SORTS, find_evaluations, pair_rollouts
 from trivet.view.rollouts import RolloutFile
 
-MANY = 100_000
-MAX_MANY_S = 15.0
-"""Reading the heads of 100,000 rollouts takes a second; the limit leaves room for a busy machine."""
+MANY = 20_000
+MAX_MANY_S = 5.0
+"""Reading the heads of 20,000 rollouts takes a fifth of a second; the limit leaves room for a busy machine."""
 
 
 def test_evaluations_are_found_from_a_run_from_their_own_directory_and_from_any_between(tmp_path: Path):
@@ -19,14 +19,14 @@ def test_evaluations_are_found_from_a_run_from_their_own_directory_and_from_any_
     first = write_evaluation(tmp_path, step=2, rewards=[[0.0]])
     validation = write_evaluation(tmp_path, step=2, env="val/owner/name", rewards=[[0.0]])
     found = find_evaluations(tmp_path)
-    assert [(one.policy, one.name) for one in found] == [
+    assert [(evaluation.policy, evaluation.name) for evaluation in found] == [
         ("step 2", "spelling"),
         ("step 2", "val/owner/name"),
         ("step 10", "spelling"),
     ]
-    assert [one.directory for one in found] == [first, validation, late]
+    assert [evaluation.directory for evaluation in found] == [first, validation, late]
     for directory in (late, late.parent):
-        assert [(one.policy, one.name) for one in find_evaluations(directory)] == [("step 10", "spelling")]
+        assert [(evaluation.policy, evaluation.name) for evaluation in find_evaluations(directory)] == [("step 10", "spelling")]
 
 
 def test_the_base_model_an_unfinished_evaluation_and_a_damaged_summary_are_told_apart(tmp_path: Path):
@@ -89,12 +89,8 @@ def test_a_text_is_found_in_messages_and_in_tool_calls_whatever_its_case(tmp_pat
     path.write_bytes(path.read_bytes().replace(b'"role":"assistant"', call))
     with closing(RolloutFile(path)) as rollouts:
         [head] = rollouts.heads
-        assert [rollouts.contains(head, text) for text in ("SPELL", "LOOK_UP", "policy 1", "policy 2")] == [
-            True,
-            True,
-            True,
-            False,
-        ]
+        found = [text for text in ("SPELL", "LOOK_UP", "policy 1", "policy 2") if rollouts.contains(head, text)]
+    assert found == ["SPELL", "LOOK_UP", "policy 1"]
 
 
 def test_only_the_heads_of_many_rollouts_are_kept(tmp_path: Path):

@@ -143,15 +143,16 @@ def test_a_file_of_metrics_that_leads_elsewhere_takes_nothing_from_the_others(tm
     assert json.loads(api.answer("/api/series", {"names": "evil:secret"}, known="").body)["curves"] == {"evil:secret": None}
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "169.254.1.1", "localhost.evil.example", "[bad", ""])
-def test_a_request_under_another_name_is_refused(site: Site, host: str):
+@pytest.mark.parametrize(
+    ("status", "hosts"),
+    [
+        (403, ["evil.example", "evil.example:80", "169.254.1.1", "localhost.evil.example", "[bad", " "]),
+        (200, ["localhost:1", "127.0.0.1", "[::1]:80"]),
+    ],
+)
+def test_only_a_request_under_a_name_of_this_machine_is_answered(site: Site, status: int, hosts: list[str]):
     # A page of another site has its name resolve to this machine. The browser then sends that name.
-    assert site.ask("/api/status", host=host or " ").status == 403
-
-
-@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:80"])
-def test_a_request_under_a_name_of_this_machine_is_answered(site: Site, host: str):
-    assert site.ask("/api/status", host=host).status == 200
+    assert [site.ask("/api/status", host=host).status for host in hosts] == [status] * len(hosts)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
@@ -201,13 +202,6 @@ def test_who_waits_for_whom_is_told_by_step_and_over_all(site: Site):
     assert (generation["start"], generation["end"]) == (waiting["start"], waiting["end"])
     load = next(span for span in found["spans"] if span["does"].startswith("loads a policy"))
     assert load["end"] - load["start"] == pytest.approx(0.8)
-
-
-def test_status_is_told_in_words(site: Site):
-    found = site.ask("/api/status").json
-    assert found["state"] == "done"
-    assert found["is_over"]
-    assert found["words"][0].startswith("run 20260101-000000-abcdef attempt 1: done with exit code 0")
 
 
 def test_values_that_may_be_secrets_are_not_sent(site: Site):
@@ -278,11 +272,6 @@ def test_text_never_becomes_html_in_the_page():
     )
     for item in files("trivet.view").joinpath("static").iterdir():
         assert not ways.search(item.read_text(encoding="utf-8")), item.name
-
-
-def test_a_number_of_thousands_of_digits_is_refused(site: Site):
-    for digits in ("0" * 5000, "9" * 5000):
-        assert site.ask(f"/api/rollout?step={digits}").status == 400
 
 
 def test_a_line_that_is_nested_too_deep_costs_itself_alone(tmp_path: Path):

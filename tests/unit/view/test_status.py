@@ -32,32 +32,50 @@ def words(told: RunStatus, *, is_alive: bool = True) -> str:
     return "\n".join(describe_run(told, layout=RunLayout(Path("out")), now=NOW, is_alive=lambda _: is_alive))
 
 
-def test_a_role_that_waits_is_told_with_what_for_whom_and_how_long() -> None:
-    waiting = role("trainer", report("trainer", activity="batch 12", waits_for="orchestrator", since=NOW - 41))
-    assert list(describe_role(waiting, now=NOW)) == ["trainer has waited 41 s for batch 12 (from orchestrator)"]
+RANKS = [report("trainer", rank=rank, num_ranks=2, activity="training step 3", since=NOW - 2) for rank in (0, 1)]
 
 
-def test_each_rank_is_told_by_its_number() -> None:
-    ranks = [report("trainer", rank=rank, num_ranks=2, activity="training step 3", since=NOW - 2) for rank in (0, 1)]
-    assert list(describe_role(role("trainer", *ranks), now=NOW)) == [
-        "trainer rank 0 of 2 alive, training step 3 for 2 s",
-        "trainer rank 1 of 2 alive, training step 3 for 2 s",
-    ]
+@pytest.mark.parametrize(
+    ("described", "lines"),
+    [
+        (
+            role("trainer", report("trainer", activity="batch 12", waits_for="orchestrator", since=NOW - 41)),
+            ["trainer has waited 41 s for batch 12 (from orchestrator)"],
+        ),
+        (
+            role("trainer", *RANKS),
+            [f"trainer rank {rank} of 2 alive, training step 3 for 2 s" for rank in (0, 1)],
+        ),
+        (
+            role("inference-1", report("inference-1", activity="serving"), node=2),
+            ["inference-1 (node 2) alive, serving for 0 s"],
+        ),
+        (
+            role("trainer", report("trainer", activity="step 3", time=NOW - 70, since=NOW - 75), stuck="no report for 60 s"),
+            ["trainer is stuck: no report for 60 s", "trainer alive, step 3 for 5 s; it has not reported for 70 s"],
+        ),
+    ],
+    ids=["waits", "ranks", "another node", "old report"],
+)
+def test_a_role_is_described_by_what_its_processes_report(described: RoleStatus, lines: list[str]) -> None:
+    assert list(describe_role(described, now=NOW)) == lines
 
 
-def test_a_role_on_another_node_is_said_to_be_there() -> None:
-    elsewhere = msgspec.structs.replace(role("inference-1", report("inference-1", activity="serving")), node=2)
-    (line,) = describe_role(elsewhere, now=NOW)
-    assert line.startswith("inference-1 (node 2) alive, serving for ")
-
-
-def test_an_old_report_and_a_role_held_for_stuck_are_said() -> None:
-    silent = role(
-        "trainer", report("trainer", activity="training step 3", time=NOW - 70, since=NOW - 75), stuck="no report for 60 s"
-    )
-    first, second = describe_role(silent, now=NOW)
-    assert first == "trainer is stuck: no report for 60 s"
-    assert second.endswith("training step 3 for 5 s; it has not reported for 70 s")
+@pytest.mark.parametrize(
+    ("fields", "is_alive", "part", "can_go_on"),
+    [
+        ({"state": RunState.DONE, "exit_code": 0}, True, "done with exit code 0", False),
+        ({"time": NOW - 60}, False, "its launcher was killed, last heard of 60 s ago", True),
+        ({"time": NOW - 60}, True, "there but silent", False),
+    ],
+    ids=["done", "killed launcher", "stopped launcher"],
+)
+def test_a_run_that_does_not_go_on_is_told_how_it_ended(
+    fields: dict[str, object], is_alive: bool, part: str, can_go_on: bool
+) -> None:
+    text = words(status(last_commit=Step(5), **fields), is_alive=is_alive)
+    assert part in text
+    assert ("go on from step 5" in text) == can_go_on
 
 
 def test_workers_in_their_own_code_for_long_are_counted_by_environment() -> None:
@@ -102,16 +120,6 @@ def test_a_failed_run_is_told_with_its_restarts_its_error_and_how_to_go_on() -> 
     assert "go on from step 5: the same command with --ckpt.resume-step -1, of vf-rl with " in text
 
 
-def test_a_run_that_is_done_needs_no_resume() -> None:
-    assert "go on from" not in words(status(state=RunState.DONE, exit_code=0, last_commit=Step(5)))
-
-
-def test_a_killed_launcher_is_noticed() -> None:
-    text = words(status(time=NOW - 60, last_commit=Step(5)), is_alive=False)
-    assert "its launcher was killed, last heard of 60 s ago" in text
-    assert "go on from step 5" in text
-
-
 def test_no_process_is_called_alive_that_is_gone() -> None:
     workers = [WorkerStatus(env="x", pid=8)]
     here = role("orchestrator", report("orchestrator", activity="filling batch 2", workers=workers))
@@ -120,12 +128,6 @@ def test_no_process_is_called_alive_that_is_gone() -> None:
     assert "orchestrator is gone (pid 7)" in text
     assert "env `x`" not in text
     assert "inference-1 (node 1) alive" in text
-
-
-def test_a_stopped_launcher_is_not_taken_for_a_dead_one() -> None:
-    text = words(status(time=NOW - 60, last_commit=Step(5)), is_alive=True)
-    assert "there but silent" in text
-    assert "go on from" not in text
 
 
 class Viewer:
@@ -173,30 +175,38 @@ def test_a_run_on_this_machine_is_told_without_a_wait(tmp_path: Path) -> None:
     assert "there but silent" in words(msgspec.structs.replace(told, time=NOW - 60.0))
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
-
-
 def test_the_raw_status_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RunLayout(tmp_path).status.write_bytes(msgspec.json.encode(status()))
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run_id"] == "r"
 
 
-def test_a_status_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    RunLayout(tmp_path).status.write_text("{")
-    assert main(["status", str(tmp_path)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+DEEP = b"[" * 100_000
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"role": "\xff"}', b"[" * 100_000], ids=["torn", "no-text", "deep"])
-def test_a_report_that_cannot_be_read_is_refused(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = RunLayout(tmp_path).report_file("trainer")
-    path.parent.mkdir()
-    path.write_bytes(content)
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("", b"", "holds no run"),
+        ("status.json", b"{", "cannot be read"),
+        ("status.json", b'{"x":' + DEEP + b"]" * 100_000 + b"}", "cannot be read"),
+        ("report", b"{", "cannot be read"),
+        ("report", b'{"role": "\xff"}', "cannot be read"),
+        ("report", DEEP, "cannot be read"),
+    ],
+    ids=["nothing", "torn status", "deep status", "torn report", "no text", "deep report"],
+)
+def test_a_directory_without_a_status_that_can_be_read_is_refused(
+    name: str, content: bytes, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name:
+        path = RunLayout(tmp_path).report_file("trainer") if name == "report" else tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
     assert main(["status", str(tmp_path)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert part in error
+    assert error.count("\n") == 1
 
 
 def test_roles_started_by_hand_are_told_from_their_own_reports(tmp_path: Path) -> None:
@@ -205,7 +215,7 @@ def test_roles_started_by_hand_are_told_from_their_own_reports(tmp_path: Path) -
     for rank in (0, 1):
         layout.report_file("trainer", rank).write_bytes(msgspec.json.encode(report("trainer", rank=rank, num_ranks=2)))
     found = read_status(layout)
-    assert [(one.name, len(one.reports)) for one in found.roles] == [("trainer", 2)]
+    assert [(found_role.name, len(found_role.reports)) for found_role in found.roles] == [("trainer", 2)]
 
 
 def test_what_a_terminal_obeys_is_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,16 +239,6 @@ def test_numbers_that_no_machine_has_are_told(
     said = capsys.readouterr().out
     assert len(said) < 1000
     assert re.search(r"\d{20}", said) is None, "a length of time in hundreds of digits"
-
-
-def test_a_status_that_is_no_file_or_nested_too_deep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "status.json")
-    assert main(["status", str(tmp_path)]) == 2
-    assert "not a regular file" in capsys.readouterr().err
-    (tmp_path / "status.json").unlink()
-    (tmp_path / "status.json").write_text('{"x":' + "[" * 100_000 + "]" * 100_000 + "}")
-    assert main(["status", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_an_error_is_shown_until_the_run_has_recovered_from_it() -> None:
