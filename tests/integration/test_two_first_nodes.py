@@ -20,7 +20,7 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.run_record import read_run
 from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
-from trivet.orchestrator.rollout_log import write_rollouts
+from trivet.orchestrator.checkpoint import write_rollouts
 from trivet.process.lifetime import module_command
 from trivet.telemetry.events import read_events
 from trivet.wire.events import Commit, Start

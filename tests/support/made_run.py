@@ -11,8 +11,7 @@ from trivet.checkpoints.commit import ORCHESTRATOR, TRAINER, begin_part, commit,
 from trivet.checkpoints.run_record import RunRecord
 from trivet.config.layout import RunLayout
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals
-from trivet.orchestrator.rollout_log import write_rollouts
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, write_rollouts
 from trivet.orchestrator.sampler import SamplerState
 from trivet.storage.durable import write_json_atomically
 from trivet.weights.publish import publish

@@ -36,13 +36,12 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import GroupBuffer, GroupCounters
-from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, write_part
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, write_part, write_rollouts
 from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
 from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.replay import ReplaySource, UnservedPolicy
-from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.telemetry import process_report
 from trivet.telemetry.metrics import timed

@@ -12,7 +12,7 @@ from trivet.checkpoints.commit import ORCHESTRATOR, TRAINER, begin_part, commit,
 from trivet.cli.main import main
 from trivet.config.layout import COMMITTED, MANIFEST, RunLayout
 from trivet.history.check import check_run
-from trivet.orchestrator.rollout_log import write_rollouts
+from trivet.orchestrator.checkpoint import write_rollouts
 from trivet.weights.publish import publish
 from trivet.wire.events import AnyEvent, BatchFormed, Commit, Publish, Start, Stop, Train
 from trivet.wire.versions import Step

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from support.groups import make_draw, make_examples, make_group
@@ -10,9 +11,11 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import BufferConfig, OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part, write_part
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part, write_part, write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
+from trivet.transport.recording import GROUPS_FILE, unpack_groups
 from trivet.wire.codec import encode
+from trivet.wire.rollouts import RolloutRecord
 from trivet.wire.versions import Step
 
 
@@ -71,3 +74,15 @@ def test_a_damaged_part_is_refused_without_a_traceback(layout: RunLayout, damage
     path.write_bytes(damage)
     with pytest.raises(CheckpointError, match=r"state\.msgpack"):
         read_part(layout, Step(3), rollouts_per_example=2)
+
+
+def test_the_groups_have_a_rollout_for_each_line(tmp_path: Path):
+    layout, groups = RunLayout(tmp_path), [make_group(4, rewards=[0.0, 1.0, 0.5]), make_group(7, rewards=[1.0])]
+    write_rollouts(layout, Step(3), groups)
+    lines = (layout.rollouts_step(3) / "rollouts.jsonl").read_bytes().splitlines()
+    records = [msgspec.json.decode(line, type=RolloutRecord) for line in lines]
+    assert [(record.group_id, record.reward) for record in records] == [(4, 0.0), (4, 1.0), (4, 0.5), (7, 1.0)]
+    recorded = unpack_groups((layout.rollouts_step(3) / GROUPS_FILE).read_bytes()).groups
+    found, expected = ([rollout for group in some for rollout in group.rollouts] for some in (recorded, groups))
+    for read, written in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(read.samples[0].token_ids_T, written.samples[0].token_ids_T)

@@ -16,8 +16,7 @@ from trivet.history.record import Outline
 from trivet.history.run_history import RunHistory
 from trivet.orchestrator.assembly import make_replay_loop
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
-from trivet.orchestrator.rollout_log import write_rollouts
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part, write_rollouts
 from trivet.orchestrator.sampler import SamplerState
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry

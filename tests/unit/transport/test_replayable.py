@@ -9,7 +9,7 @@ from support.groups import make_group
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, ConfigError
-from trivet.orchestrator.rollout_log import write_rollouts
+from trivet.orchestrator.checkpoint import write_rollouts
 from trivet.transport.recording import (
     GROUPS_FILE,
     pack_groups,

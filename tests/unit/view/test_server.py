@@ -22,7 +22,7 @@ from trivet.algorithms.filters import RolloutFilter, RolloutFilters, mask_rollou
 from trivet.cli.main import main
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
-from trivet.orchestrator.rollout_log import write_rollouts
+from trivet.orchestrator.checkpoint import write_rollouts
 from trivet.view.api import Api
 from trivet.view.run import ViewedRun, name_runs, open_run
 from trivet.view.server import ViewServer, is_meant, read_pages
