@@ -6,17 +6,16 @@ that a command needs to start.
 
 import ast
 import inspect
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
 from trivet.config.dump import literal
-from trivet.config.keys import KeyPath, Shape, dotted, find_key, key_of, members, nearest_key
-from trivet.config.schema.base import Section
+from trivet.config.keys import KeyPath, Shape, dotted, find_key, key_of, nearest_key
+from trivet.config.schema.base import Section, members
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import InferenceConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
@@ -31,21 +30,21 @@ from trivet.shown_text import shorten
 def field_doc(section: type[Section], name: str) -> str:
     """Return the string under the field `name` of `section` or of the class that it inherits the field from; empty without one."""
     owner = next(kind for kind in section.__mro__ if name in vars(kind).get("__annotations__", {}))
-    return _docs_of_module(owner.__module__).get((owner.__qualname__, name), "")
+    return _docs_of(owner).get(name, "")
 
 
 @cache
-def _docs_of_module(module: str) -> dict[tuple[str, str], str]:
-    """Return the string under each field, by the names of its class and of itself."""
-    docs: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if isinstance(node, ast.ClassDef):
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                match field, text:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                        docs[node.name, name] = inspect.cleandoc(doc)
-                    case _:
-                        pass  # a method, or a field without a string under it
+def _docs_of(section: type) -> dict[str, str]:
+    """Return the string under each field of a class."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field, text in zip(definition.body, definition.body[1:], strict=False):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = inspect.cleandoc(doc).replace("\n", " ")
+            case _:
+                pass  # a method, or a field without a string under it
     return docs
 
 
@@ -129,20 +128,19 @@ def help_text(kind: type[Section], only: str = "") -> str:
 
 def reference_pages() -> dict[str, str]:
     """Return a page with every key for each command. A role's sections are listed once, under the run that holds them."""
-    return {EXAMPLES[kind][0]: _reference_page(kind) for kind in REMARKS}
-
-
-def _reference_page(kind: type[Section]) -> str:
-    command, example = EXAMPLES[kind]
-    parts = [f"# Keys of `{command}`\n\n```\nuv run {example}\n```\n\n{REMARKS[kind]}\n"]
-    for section in section_rows(kind):
-        title = f"## `{section.header}`" if section.header else "## Top level"
-        lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for row in section.rows:
-            name, kind_of_value, default, text = (cell.replace("|", "\\|").replace("\n", " ") for cell in row)
-            lines.append(f"| `{name}` | {kind_of_value} | {default if default == NEEDED else f'`{default}`'} | {text} |")
-        parts.append("\n\n".join([title, *([section.text] if section.text else []), "\n".join(lines)]) + "\n")
-    return "\n".join(parts)
+    pages: dict[str, str] = {}
+    for kind, remark in REMARKS.items():
+        command, example = EXAMPLES[kind]
+        parts = [f"# Keys of `{command}`\n\n```\nuv run {example}\n```\n\n{remark}\n"]
+        for section in section_rows(kind):
+            title = f"## `{section.header}`" if section.header else "## Top level"
+            lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+            for row in section.rows:
+                name, kind_of_value, default, text = (cell.replace("|", "\\|") for cell in row)
+                lines.append(f"| `{name}` | {kind_of_value} | {default if default == NEEDED else f'`{default}`'} | {text} |")
+            parts.append("\n\n".join([title, *([section.text] if section.text else []), "\n".join(lines)]) + "\n")
+        pages[command] = "\n".join(parts)
+    return pages
 
 
 def section_rows(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionRows]:
@@ -166,36 +164,28 @@ def section_rows(kind: type[Section], path: KeyPath = (), header: str = "", text
 
 def _row(kind: type[Section], name: str, field: FieldInfo) -> KeyRow:
     default = field.get_default(call_default_factory=True)
+    bounds = [
+        f"{sign} {getattr(bound, attribute)}"
+        for bound in field.metadata
+        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"), ("min_length", "at least"))
+        if getattr(bound, attribute, None) is not None
+    ]
     return KeyRow(
         name=name,
-        type=f"{_type_name(field.annotation)}{_bounds(field)}",
+        type=", ".join([_type_name(field.annotation), *bounds]),
         default=NEEDED if field.is_required() else "None" if default is None else literal(default),
-        text=field_doc(kind, name).replace("\n", " "),
+        text=field_doc(kind, name),
     )
 
 
 def _type_name(annotation: Any) -> str:
-    return " | ".join(map(_member_name, members(annotation)))
-
-
-def _member_name(member: Any) -> str:
-    if member is type(None):
-        return "None"
-    if get_origin(member) is Literal:
-        return " | ".join(f'"{choice}"' for choice in get_args(member))
-    if get_origin(member) is list:
-        return f"list of {_type_name(get_args(member)[0])}"
-    if get_origin(member) is dict:
-        return "table"
-    return {"str": "text", "Path": "path"}.get(str(member.__name__), str(member.__name__))
-
-
-def _bounds(field: FieldInfo) -> str:
-    signs = {Ge: "≥ {ge}", Gt: "> {gt}", Le: "≤ {le}", Lt: "< {lt}", MinLen: "at least {min_length}"}
-    bounds = [
-        sign.format(**{name: getattr(bound, name) for name in bound.__slots__ or vars(bound)})
-        for bound in field.metadata
-        for kind, sign in signs.items()
-        if isinstance(bound, kind)
-    ]
-    return f", {', '.join(bounds)}" if bounds else ""
+    names: list[str] = []
+    for member in members(annotation):
+        if get_origin(member) is Literal:
+            names += [f'"{choice}"' for choice in get_args(member)]
+        elif get_origin(member) is list:
+            names.append(f"list of {_type_name(get_args(member)[0])}")
+        else:
+            plain = {dict: "table", type(None): "None", str: "text", Path: "path"}
+            names.append(plain.get(get_origin(member) or member) or str(member.__name__))
+    return " | ".join(names)
