@@ -1,8 +1,6 @@
 """Training uses exactly the tokens that the server read and sampled, whatever the chat template does."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,128 +12,44 @@ from openai import AsyncOpenAI
 
 from support.multi_turn import QUESTION, Interview, add
 from support.served_turns import assert_trains_on_what_was_sampled
+from support.template_conversations import CONVERSATIONS, TemplateConversation
 from support.template_server import SENTENCE_END, TemplateServer
 from support.v0_host import ToyHost
 from trivet.environments.apis.v0.play import ModelClient
-from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import Rollout
-from trivet.wire.versions import GroupId
 
 STRATEGIES = ["interleaved", "branching"]
-MakeEnv = Callable[..., vf.Environment]
-
-
-def interview(*lines: str) -> MakeEnv:
-    return lambda **arguments: Interview(lines, **arguments)
-
-
-def with_tool(**arguments: Any) -> vf.Environment:
-    return vf.ToolEnv(tools=[add], **arguments)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A conversation with one template, and the number of samples into which `interleaved` joins it."""
-
-    template: str
-    answers: list[str]
-    make_env: MakeEnv
-    num_samples: int
-    parses_reasoning: bool = False
-
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-PACKED_CALLS = 'I add.\n\n<tool_call>{"name":"add","arguments":{"a":2,"b":3}}</tool_call>\n' + CALL
-THOUGHT = "<think>\nhm, two and three\n</think>\n\n"
-CUT = "message.content, message"
-"""Text from which the tokenizer has learned long pieces."""
-
-CASES = {
-    "plain chat": Case(
-        template="chatml",
-        answers=["message.content<|im_end|>", " Sure. \n<|im_end|>", "<|im_end|>", "Bye<|im_end|>"],
-        make_env=interview("Sure?", "Really?", "Well then"),
-        num_samples=1,
-    ),
-    "plain chat, cut": Case(template="chatml", answers=[CUT, "say five<|im_end|>"], make_env=interview("Go on"), num_samples=1),
-    "trimmed content": Case(
-        template="llama3",
-        answers=["\n Five. \n<|eot_id|>", "Yes  <|eot_id|>", "\n\n" + CUT + " \n", "<|eot_id|>"],
-        make_env=interview("Sure?", "Really?", "Well then"),
-        num_samples=1,
-    ),
-    "bare tool call": Case(
-        template="llama3",
-        answers=['{"name":"add",  "parameters":{"a":2,"b":3}}<|eot_id|>', "Five<|eot_id|>"],
-        make_env=with_tool,
-        num_samples=1,
-    ),
-    "tool calls": Case(
-        template="hermes",
-        answers=[CALL + "<|im_end|>", PACKED_CALLS + "<|im_end|>", "Five<|im_end|>"],
-        make_env=with_tool,
-        num_samples=1,
-    ),
-    "tool call followed by words that its message does not keep": Case(
-        template="hermes", answers=[CALL + "\nSo?<|im_end|>", "Five<|im_end|>"], make_env=with_tool, num_samples=2
-    ),
-    "thinking between questions is left out later": Case(
-        template="qwen3",
-        answers=[THOUGHT + "Five<|im_end|>", THOUGHT + "Yes<|im_end|>", "Bye<|im_end|>", "!<|im_end|>"],
-        make_env=interview("Sure?", "Really?", "Well then"),
-        num_samples=3,
-    ),
-    "thinking between tool calls stays": Case(
-        template="qwen3",
-        answers=[THOUGHT + CALL + "<|im_end|>", THOUGHT + PACKED_CALLS + "<|im_end|>", THOUGHT + "Five<|im_end|>"],
-        make_env=with_tool,
-        num_samples=1,
-    ),
-    "parsed thinking between tool calls stays": Case(
-        template="qwen3",
-        answers=["<think>hm</think>" + CALL + "<|im_end|>", THOUGHT + PACKED_CALLS + "<|im_end|>", "Five<|im_end|>"],
-        make_env=with_tool,
-        num_samples=1,
-        parses_reasoning=True,
-    ),
-    "thinking that the template opens is left out later": Case(
-        template="deepseek_r1",
-        answers=["hm\n</think>\nFive" + SENTENCE_END, "so\n</think>\nYes" + SENTENCE_END],
-        make_env=interview("Sure?"),
-        num_samples=2,
-    ),
-}
 
 
 def run(
-    case: Case,
+    case: TemplateConversation,
     *,
     strategy: str,
     seed: int = 0,
     keeps_tokens: bool = True,
-    sampling_seed: int | None = None,
+    kind: type[Interview] = Interview,
     **server_arguments: Any,
 ) -> tuple[Rollout, TemplateServer]:
     server = TemplateServer(
         case.template, answers=case.answers, seed=seed, parses_reasoning=case.parses_reasoning, **server_arguments
     )
-    env = case.make_env(dataset=Dataset.from_list([{"prompt": [QUESTION], "answer": ""}]), rubric=vf.Rubric())
+    arguments = {"dataset": Dataset.from_list([{"prompt": [QUESTION], "answer": ""}]), "rubric": vf.Rubric()}
+    env = vf.ToolEnv(tools=[add], **arguments) if case.has_tool else kind(case.lines, **arguments)
     host = ToyHost(env=env, settings={"trajectory_strategy": strategy})
 
     async def scenario() -> Rollout:
         openai = AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=server.http(), max_retries=0)
         client = ModelClient(openai, keeps_tokens=keeps_tokens and strategy == "interleaved")
-        sampling = SamplingArguments(temperature=1.0, seed=sampling_seed)
-        [rollout] = await host.play(client, group_id=GroupId(0), num_rollouts=1, sampling=sampling)
+        [rollout] = await host.play(client, num_rollouts=1)
         return rollout
 
     return asyncio.run(scenario()), server
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CONVERSATIONS)
 def test_training_tokens_are_those_read_and_sampled(name: str, strategy: str):
-    case = CASES[name]
+    case = CONVERSATIONS[name]
     rollout, server = run(case, strategy=strategy)
     assert len(server.turns) == rollout.num_turns == len(case.answers)
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
@@ -143,10 +57,10 @@ def test_training_tokens_are_those_read_and_sampled(name: str, strategy: str):
     assert rollout.scores.get("broken_prefixes", 0) == (case.num_samples - 1 if strategy == "interleaved" else 0)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.num_samples == 1])
+@pytest.mark.parametrize("name", [name for name, case in CONVERSATIONS.items() if case.num_samples == 1])
 def test_text_alone_would_become_other_tokens(name: str):
     """This shows that the cases can fail: without the tokens of earlier turns the same conversations break apart."""
-    rollout, server = run(CASES[name], strategy="interleaved", keeps_tokens=False)
+    rollout, server = run(CONVERSATIONS[name], strategy="interleaved", keeps_tokens=False)
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) > 1
 
@@ -163,7 +77,7 @@ STOP_OF = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     template=st.sampled_from(sorted(STOP_OF)),
     turns=st.lists(st.tuples(texts, st.booleans(), texts), min_size=2, max_size=4),
@@ -172,13 +86,8 @@ STOP_OF = {
 )
 def test_any_conversation_trains_on_what_was_read_and_sampled(strategy, template, turns, seed, parses_reasoning):
     answers = [answer + (STOP_OF[template] if is_complete else "") for answer, is_complete, _ in turns]
-    case = Case(
-        template=template,
-        answers=answers,
-        make_env=interview(*[line for _, _, line in turns[:-1]]),
-        num_samples=0,
-        parses_reasoning=parses_reasoning,
-    )
+    lines = tuple(line for _, _, line in turns[:-1])
+    case = TemplateConversation(template, answers, 0, lines, parses_reasoning)
     rollout, server = run(case, strategy=strategy, seed=seed)
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     num_turns = sum(bool(turn.sampled) for turn in server.turns)
@@ -190,7 +99,7 @@ def test_any_conversation_trains_on_what_was_read_and_sampled(strategy, template
 
 @pytest.mark.parametrize("room", [0, 1])
 def test_a_conversation_that_outgrows_the_context_ends_as_truncated_and_keeps_its_turns(room: int):
-    case = CASES["plain chat"]
+    case = CONVERSATIONS["plain chat"]
     _, whole = run(case, strategy="interleaved")
     rollout, server = run(case, strategy="interleaved", max_model_len=len(whole.turns[2].read) - room)
     assert len(server.turns) == rollout.num_turns == 2
@@ -208,12 +117,7 @@ class Forgetful(Interview):
 
 
 def test_a_conversation_that_the_environment_rewrites_goes_on_as_a_new_sample():
-    case = Case(
-        template="chatml",
-        answers=["Five<|im_end|>", "Yes<|im_end|>", "Bye<|im_end|>"],
-        make_env=lambda **arguments: Forgetful(["Sure?", "Really?"], **arguments),
-        num_samples=2,
-    )
-    rollout, server = run(case, strategy="interleaved")
+    case = TemplateConversation("chatml", ["Five<|im_end|>", "Yes<|im_end|>", "Bye<|im_end|>"], 2, ("Sure?", "Really?"))
+    rollout, server = run(case, strategy="interleaved", kind=Forgetful)
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) == 2

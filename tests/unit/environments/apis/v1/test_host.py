@@ -22,48 +22,27 @@ if require_release("talks") < FIRST_OF_V1:
     pytest.skip("needs verifiers 0.4", allow_module_level=True)
 
 from support.served_turns import assert_trains_on_what_was_sampled
-from support.template_server import SENTENCE_END, TemplateServer
+from support.template_conversations import CONVERSATIONS, IM_END, TemplateConversation
+from support.template_server import TemplateServer
 from trivet.environments.apis import groups
 
 ROOT = Path(__file__).parents[5]
-IM_END = "<|im_end|>"
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-PACKED_CALLS = 'I add.\n\n<tool_call>{"name":"add","arguments":{"a":2,"b":3}}</tool_call>\n' + CALL
-THOUGHT = "<think>\nhm, two and three\n</think>\n\n"
-
-CASES: dict[str, tuple[str, list[str], dict[str, Any], int]] = {
-    "one turn": ("chatml", ["Five" + IM_END], {}, 1),
-    "several turns": (
-        "chatml",
-        ["message.content" + IM_END, " Sure. \n" + IM_END, IM_END, "Bye" + IM_END],
-        {"lines": ["Sure?", "Really?", "Well then"]},
-        1,
+Case = tuple[TemplateConversation, dict[str, Any]]
+CASES: dict[str, Case] = {
+    **{
+        name: (case, {"way": "tools"} if case.has_tool else {"lines": list(case.lines)}) for name, case in CONVERSATIONS.items()
+    },
+    "one turn": (TemplateConversation("chatml", ["Five" + IM_END], 1), {}),
+    "streamed": (
+        TemplateConversation("chatml", ["Five" + IM_END, "Yes" + IM_END], 1),
+        {"way": "stream", "lines": ["Sure?"]},
     ),
-    "an answer that was cut": ("chatml", ["message.content, message", "say five" + IM_END], {"lines": ["Go on"]}, 1),
-    "a template that trims": ("llama3", ["\n Five. \n<|eot_id|>", "Yes  <|eot_id|>"], {"lines": ["Sure?"]}, 1),
-    "streamed": ("chatml", ["Five" + IM_END, "Yes" + IM_END], {"way": "stream", "lines": ["Sure?"]}, 1),
-    "tools": ("hermes", [CALL + IM_END, PACKED_CALLS + IM_END, "Five" + IM_END], {"way": "tools"}, 1),
-    "tools and parsed thinking": (
-        "qwen3",
-        ["<think>hm</think>" + CALL + IM_END, THOUGHT + PACKED_CALLS + IM_END, "Five" + IM_END],
-        {"way": "tools"},
-        1,
+    "branches": (
+        TemplateConversation("chatml", ["Five" + IM_END, "Yes" + IM_END, "No" + IM_END], 2),
+        {"way": "branch", "lines": ["Sure?", "Why?"]},
     ),
-    "thinking that the template leaves out later": (
-        "qwen3",
-        [THOUGHT + "Five" + IM_END, THOUGHT + "Yes" + IM_END, "Bye" + IM_END],
-        {"lines": ["Sure?", "Really?"]},
-        3,
-    ),
-    "thinking that the template opens": (
-        "deepseek_r1",
-        ["hm\n</think>\nFive" + SENTENCE_END, "so\n</think>\nYes" + SENTENCE_END],
-        {"lines": ["Sure?"]},
-        2,
-    ),
-    "branches": ("chatml", ["Five" + IM_END, "Yes" + IM_END, "No" + IM_END], {"way": "branch", "lines": ["Sure?", "Why?"]}, 2),
 }
-"""Template, what the model says, the task, and the number of samples that the turns are joined into."""
+"""Conversations, each with the task in which it is played."""
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +97,8 @@ def play(
 
 
 def play_case(name: str, **options: Any) -> tuple[Rollout, TemplateServer]:
-    template, answers, row, _ = CASES[name]
-    server = TemplateServer(template, answers=answers, seed=2, parses_reasoning=name == "tools and parsed thinking")
+    case, row = CASES[name]
+    server = TemplateServer(case.template, answers=case.answers, seed=2, parses_reasoning=case.parses_reasoning)
     [rollout] = play(server, {"rows": [row]}, **options)
     return rollout, server
 
@@ -127,12 +106,12 @@ def play_case(name: str, **options: Any) -> tuple[Rollout, TemplateServer]:
 @pytest.mark.parametrize("strategy", ["interleaved", "branching"])
 @pytest.mark.parametrize("name", CASES)
 def test_training_tokens_are_those_read_and_sampled(name: str, strategy: str) -> None:
-    *_, answers, _, num_samples = CASES[name]
+    case, _ = CASES[name]
     rollout, server = play_case(name, trajectory_strategy=strategy)
-    assert len(server.turns) == rollout.num_turns == len(answers)
+    assert len(server.turns) == rollout.num_turns == len(case.answers)
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
-    assert len(rollout.samples) == (num_samples if strategy == "interleaved" else len(answers))
-    assert (rollout.reward, rollout.scores["num_replies"]) == (1.0, float(len(answers)))
+    assert len(rollout.samples) == (case.num_samples if strategy == "interleaved" else len(case.answers))
+    assert (rollout.reward, rollout.scores["num_replies"]) == (1.0, float(len(case.answers)))
     assert {sample.temperature for sample in rollout.samples} == {0.5}
 
 
@@ -159,7 +138,7 @@ def test_tokens_that_branches_share_are_trained_on_once() -> None:
 
 def test_each_turn_has_a_seed_of_its_own_that_depends_on_the_rollout_s() -> None:
     def seeds(seed: int) -> list[int | None]:
-        return play_case("several turns", seed=seed)[1].seeds
+        return play_case("plain chat", seed=seed)[1].seeds
 
     assert len(set(seeds(1))) == 4
     assert seeds(1) == seeds(1)
@@ -168,9 +147,9 @@ def test_each_turn_has_a_seed_of_its_own_that_depends_on_the_rollout_s() -> None
 
 @pytest.mark.parametrize("room", [0, 1])
 def test_a_conversation_that_outgrows_the_context_ends_as_truncated_and_keeps_its_turns(room: int) -> None:
-    _, whole = play_case("several turns")
-    template, answers, row, _ = CASES["several turns"]
-    server = TemplateServer(template, answers=answers, seed=2, max_model_len=len(whole.turns[2].read) - room)
+    _, whole = play_case("plain chat")
+    case, row = CASES["plain chat"]
+    server = TemplateServer(case.template, answers=case.answers, seed=2, max_model_len=len(whole.turns[2].read) - room)
     [rollout] = play(server, {"rows": [row]})
     assert len(server.turns) == rollout.num_turns == 2
     assert rollout.ran_out_of_context
@@ -251,7 +230,7 @@ def test_an_environment_of_the_verifiers_package_runs_unchanged_and_its_agents_a
 
 
 def test_a_server_that_answers_text_alone_gives_scored_rollouts_without_samples() -> None:
-    rollout, _ = play_case("several turns", is_plain=True)
+    rollout, _ = play_case("plain chat", is_plain=True)
     assert (rollout.reward, rollout.samples, rollout.num_turns) == (1.0, [], 4)
 
 
