@@ -85,11 +85,6 @@ def test_tools_with_state_keep_it_apart_for_each_rollout():
     assert [rollout.reward for rollout in run(env, twice, num_rollouts=3)] == [4.0, 4.0, 4.0]
 
 
-class Echo(vf.MultiTurnEnv):
-    async def env_response(self, messages, state, **kwargs):
-        return [{"role": "user", "content": f"you said {messages[-1]['content']}"}]
-
-
 def test_each_example_of_a_group_of_environments_is_played_and_scored_by_its_own():
     def longest(completion, **kwargs) -> float:
         return float(len(completion[-1]["content"]))
@@ -99,14 +94,6 @@ def test_each_example_of_a_group_of_environments_is_played_and_scored_by_its_own
     group = vf.EnvGroup(envs=[exact, long], env_names=["exact", "long"])
     assert [run(group, lambda prompt: "5", example_id=index)[0].reward for index in (0, 1)] == [1.0, 1.0]
     assert [run(group, lambda prompt: "555", example_id=index)[0].reward for index in (0, 1)] == [0.0, 3.0]
-
-
-def test_a_reward_over_the_whole_group_sees_every_rollout():
-    def rank(completions, **kwargs) -> list[float]:
-        return [float(index) for index, _ in enumerate(completions)]
-
-    env = vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[rank]))
-    assert [rollout.reward for rollout in run(env, lambda prompt: "5", num_rollouts=3)] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(("verdict", "reward"), [("yes", 1.0), ("no", 0.0)])

@@ -29,10 +29,6 @@ def remembers(state, **kwargs) -> float:
     return float(state["number"])
 
 
-def rank(completions, **kwargs) -> list[float]:
-    return [float(index) for index in range(len(completions))]
-
-
 def refuse_to_answer(prompt: Any) -> str:
     raise AssertionError("a model was asked")
 
@@ -68,10 +64,6 @@ def test_answer_and_info_come_from_the_example() -> None:
 def test_the_trajectory_has_a_step_for_each_turn() -> None:
     [rollout] = rescore(environment(num_steps), conversation("4", "5"))
     assert (rollout.reward, rollout.num_turns, rollout.scores["num_turns"]) == (2.0, 2, 2.0)
-
-
-def test_a_function_of_the_whole_group_gets_the_whole_group() -> None:
-    assert [rollout.reward for rollout in rescore(environment(rank), conversation("5"), conversation("5"))] == [0.0, 1.0]
 
 
 def test_a_group_of_environments_scores_with_the_rubric_of_each() -> None:

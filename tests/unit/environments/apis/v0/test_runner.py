@@ -1,5 +1,4 @@
 import dataclasses
-import sys
 
 import httpx
 import openai
@@ -67,29 +66,17 @@ def test_each_rollout_has_its_own_seed_that_depends_on_group_and_index():
     assert seeds(1) != seeds(2)
 
 
-class EchoEnv(vf.MultiTurnEnv):
-    async def env_response(self, messages, state, **kwargs):
-        return [{"role": "user", "content": "more"}]
-
-
-def with_guard(reward, **fields) -> ToyHost:
-    host = dataclasses.replace(make_host(reward), settings=fields)
-    guard_rewards(host.env)
-    return host
-
-
 def raises(**kwargs) -> float:
     raise KeyError("letter")
 
 
-def test_an_error_in_a_reward_function_fails_its_group_and_names_function_and_type():
+def test_an_error_in_a_reward_function_fails_its_group_or_counts_zero_where_that_is_asked_for():
+    host, model = make_host(raises), ScriptedModel(lambda prompt: "x")
+    guard_rewards(host.env)
     with pytest.raises(RolloutFailed, match="reward function raises of environment 'toy': KeyError: 'letter'") as failed:
-        run(with_guard(raises), ScriptedModel(lambda prompt: "x"))
+        run(host, model)
     assert failed.value.kind == "KeyError"
-
-
-def test_an_error_in_a_reward_function_counts_zero_where_that_is_asked_for():
-    rollouts = run(with_guard(raises, on_reward_error="zero"), ScriptedModel(lambda prompt: "x"))
+    rollouts = run(dataclasses.replace(host, settings={"on_reward_error": "zero"}), model)
     assert [rollout.reward for rollout in rollouts] == [0.0, 0.0]
 
 
@@ -167,19 +154,9 @@ def test_a_call_whose_tool_cannot_be_reached_is_played_again():
     assert (rollout.num_retries, rollout.ended_by) == (1, "")
 
 
-class LeavingEnv(vf.SingleTurnEnv):
-    async def setup_state(self, state):
-        sys.exit(4)
-
-
-def test_an_environment_that_leaves_the_process_fails_its_rollout_alone():
-    with pytest.raises(RolloutFailed, match="SystemExit: 4") as failed:
-        run(make_host(exact, env_type=LeavingEnv), ScriptedModel(lambda prompt: "x"))
-    assert failed.value.kind == "SystemExit"
-
-
-def test_long_texts_are_cut_where_they_are_kept_to_be_read_and_tokens_are_not():
-    length = messages._MAX_TEXT_CHARS + 1
+def test_long_texts_are_cut_where_they_are_kept_to_be_read_and_tokens_are_not(monkeypatch):
+    length = 21
+    monkeypatch.setattr(messages, "_MAX_TEXT_CHARS", length - 1)
     [rollout] = run(make_host(exact), ScriptedModel(lambda prompt: "x" * length), num_rollouts=1)
     assert rollout.completion[0]["content"].endswith(f"… ({length} characters)")
     assert rollout.samples[0].num_loss_tokens == length
