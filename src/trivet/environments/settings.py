@@ -85,36 +85,35 @@ def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | 
     return SamplingArguments(temperature=temperature, seed=sampling.seed, fields=fields)
 
 
-def worker_environment(environ: Mapping[str, str], *, settings: Iterable[HostSettings] = ()) -> dict[str, str]:
-    """Return `environ` for a process that imports environments, without the run's secret and without other secrets.
+def worker_environment(
+    environ: Mapping[str, str], *, python: str = sys.executable, settings: HostSettings | None = None
+) -> dict[str, str]:
+    """Return `environ` for a process in which `python` imports environments, without the run's secret and other secrets.
 
-    A variable whose name is that of a secret stays when one of `settings` names it, as the key of a server or in `env_vars`.
+    A variable whose name is that of a secret stays when `settings` name it, as the key of a server or in `env_vars`. An
+    interpreter other than this one finds the programs beside it first.
     """
-    withheld = withheld_variables(environ, settings=settings)
-    return {name: value for name, value in environ.items() if name not in withheld}
+    withheld = _withheld_variables(environ, settings)
+    kept = {name: value for name, value in environ.items() if name not in withheld}
+    if python != sys.executable:
+        programs = Path(python).parent
+        kept["VIRTUAL_ENV"] = str(programs.parent)
+        kept["PATH"] = f"{programs}{os.pathsep}{environ.get('PATH', os.defpath)}"
+    return kept
 
 
-def withheld_variables(environ: Iterable[str], *, settings: Iterable[HostSettings] = ()) -> set[str]:
-    """Return the names of those variables of `environ` that a process for `settings` does not get."""
-    kept = {name for host in settings for name in (*host.env_vars, *host.servers.key_variables)}
+def _withheld_variables(environ: Iterable[str], settings: HostSettings | None) -> set[str]:
+    kept = () if settings is None else (*settings.env_vars, *settings.servers.key_variables)
     return {name for name in environ if name == SECRET_FILE or (names_secret(name) and name not in kept)}
 
 
 def explain_problem(problem: str, settings: HostSettings) -> str:
     """Hide the secrets of a problem with an environment, and add the variables that it names and that a worker did not get."""
     problem = hide_values(problem, settings.args)
-    named = sorted(name for name in withheld_variables(os.environ, settings=[settings]) if name in problem)
+    named = sorted(name for name in _withheld_variables(os.environ, settings) if name in problem)
     if not named:
         return problem
     return (
         f"{problem}\n  workers do not get {', '.join(named)}, whose name is that of a secret; if that is the reason, add "
         f"env_vars = {json.dumps(named)} to the environment"
     )
-
-
-def interpreter_variables(python: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that differ where `python` runs instead of this interpreter: programs are found beside it first."""
-    if python == sys.executable:
-        return {}
-    programs = Path(python).parent
-    return {"VIRTUAL_ENV": str(programs.parent), "PATH": f"{programs}{os.pathsep}{environ.get('PATH', os.defpath)}"}

@@ -18,7 +18,7 @@ def test_variables_whose_name_is_that_of_a_secret_are_withheld():
 def test_a_secret_is_given_where_an_environment_asks_for_it_or_a_server_wants_it(key: str):
     env = EnvConfig.model_validate({key: ["JUDGE_API_KEY"]})
     settings = host_settings(env, model_name="m", client=ClientConfig(api_key_var=["HF_TOKEN"]))
-    assert worker_environment(ENVIRON, settings=[settings]).keys() - {
+    assert worker_environment(ENVIRON, settings=settings).keys() - {
         "PATH",
         "TOKENIZERS_PARALLELISM",
     } == {"JUDGE_API_KEY", "HF_TOKEN"}
@@ -28,7 +28,7 @@ def test_the_secret_of_the_run_cannot_be_kept():
     with pytest.raises(ValidationError, match="env_vars"):
         EnvConfig.model_validate({"env_vars": [SECRET_FILE]})
     settings = host_settings(EnvConfig(), model_name="m", client=ClientConfig(api_key_var=[SECRET_FILE]))
-    assert SECRET_FILE not in worker_environment(ENVIRON, settings=[settings])
+    assert SECRET_FILE not in worker_environment(ENVIRON, settings=settings)
 
 
 def test_workers_of_two_environments_are_shared_only_where_they_get_the_same_variables():

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 from trivet.dependencies import InstalledPackage, InstalledPackages, find_project_packages
 from trivet.environments.apis.load import LIBRARY, LOADER
-from trivet.environments.settings import interpreter_variables, worker_environment
+from trivet.environments.settings import worker_environment
 from trivet.process.lifetime import module_command, tied_command
 
 _MAX_SOURCE_BYTES = 4 << 20
@@ -149,7 +149,6 @@ def check_imports(
     the blame, and a new process takes the rest.
     """
     problems: dict[str, str] = {}
-    environ = worker_environment(os.environ)
     while remaining := [module for module in modules if module not in problems]:
         command = module_command("trivet.environments.workers.main", "--check", *remaining, python=python)
         try:
@@ -159,7 +158,7 @@ def check_imports(
                 capture_output=True,
                 timeout=timeout_s,
                 check=False,
-                env={**environ, **interpreter_variables(python, environ)},
+                env=worker_environment(os.environ, python=python),
                 start_new_session=True,
             )
             answers, last_line = done.stdout, done.stderr.decode(errors="replace").strip().rpartition("\n")[2]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from trivet.environments.settings import interpreter_variables, worker_environment
+from trivet.environments.settings import worker_environment
 from trivet.environments.workers.calls import PendingCalls, find_fault
 from trivet.environments.workers.channel import Channel
 from trivet.environments.workers.containers import SCOPE
@@ -24,6 +24,7 @@ from trivet.exits import describe_exit
 from trivet.process.lifetime import end_session, module_command, tied_command
 from trivet.process.signals import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.shown_text import printable
+from trivet.wire.events import EnvLoad
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
@@ -78,10 +79,8 @@ class WorkerClient:
         """The environment's."""
         self.pid = process.pid
         self.pulses = PulseMonitor(clock)
-        self.hello: WorkerHello | None = None
-        """The worker's description of itself; None before it has sent one."""
-        self.loaded: EnvironmentLoaded | None = None
-        """The answer of a worker that has loaded its environment."""
+        self.load_event: EnvLoad | None = None
+        """Describes the worker and its environment; None before that is loaded."""
         self._env_id = settings.env_id
         self._process = process
         self._channel = channel
@@ -101,7 +100,7 @@ class WorkerClient:
         """Start a worker and have it load its environment. Its output is appended to `log`."""
         log.path.parent.mkdir(parents=True, exist_ok=True)
         python = settings.python or sys.executable
-        environ = worker_environment(os.environ, settings=[settings])
+        environ = worker_environment(os.environ, python=python, settings=settings)
         directory = WorkerDirectory()
         pool_end, worker_end = socket.socketpair()
         with worker_end, log.path.open("ab") as output:
@@ -112,12 +111,7 @@ class WorkerClient:
                 stdout=output,
                 stderr=output,
                 pass_fds=[worker_end.fileno()],
-                env={
-                    **environ,
-                    **interpreter_variables(python, environ),
-                    "TMPDIR": str(directory.path),
-                    SCOPE: directory.path.name,
-                },
+                env={**environ, "TMPDIR": str(directory.path), SCOPE: directory.path.name},
                 start_new_session=True,
             )
             log_offset = output.tell()
@@ -252,10 +246,12 @@ class WorkerClient:
 
     async def _listen(self) -> None:
         try:
-            self.hello = await self._channel.receive(WorkerHello)
-            if self.hello is not None and self.hello.protocol != PROTOCOL:
+            hello = await self._channel.receive(WorkerHello)
+            if hello is None:
+                return
+            if hello.protocol != PROTOCOL:
                 problem = (
-                    f"runs {printable(self.hello.worker)}, which speaks version {self.hello.protocol} of the worker's protocol, "
+                    f"runs {printable(hello.worker)}, which speaks version {hello.protocol} of the worker's protocol, "
                     f"and this trivet speaks version {PROTOCOL}; update its virtual environment with: "
                     f"uv run trivet env install {self._env_id}"
                 )
@@ -269,7 +265,14 @@ class WorkerClient:
                     case EnvironmentLoaded() | EnvironmentLoadFailed() if self._loading.done():
                         raise MessageRefused("a second answer to the order to load the environment")
                     case EnvironmentLoaded() as loaded:
-                        self.loaded = loaded
+                        self.load_event = EnvLoad(
+                            env=self.name,
+                            package=loaded.package,
+                            api=loaded.api,
+                            verifiers=hello.verifiers,
+                            python=hello.python,
+                            worker=hello.worker,
+                        )
                         self.pulses.expect()
                         self._loading.set_result(loaded.info)
                     case EnvironmentLoadFailed(message=message):

@@ -28,7 +28,7 @@ from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.limits import WorkerLog, measure_sessions, memory_limit, sweep_directories
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, TrivetError, WaitTimeout, WorkerLost
 from trivet.process.event_loop import lag_metrics
-from trivet.wire.events import EnvLoad, EnvRestart, Event
+from trivet.wire.events import EnvRestart, Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
@@ -143,19 +143,10 @@ class WorkerPool:
     def report_to(self, write_event: Callable[[Event], None]) -> None:
         """Write an event for each environment that is loaded, and at every restart from now on."""
         self._write_event = write_event
-        for name, environment in self._environments.items():
+        for environment in self._environments.values():
             worker = environment.slots[0].worker
-            if worker is not None and worker.hello is not None and worker.loaded is not None:
-                write_event(
-                    EnvLoad(
-                        env=name,
-                        package=worker.loaded.package,
-                        api=worker.loaded.api,
-                        verifiers=worker.hello.verifiers,
-                        python=worker.hello.python,
-                        worker=worker.hello.worker,
-                    )
-                )
+            if worker is not None and worker.load_event is not None:
+                write_event(worker.load_event)
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run a group on the worker with the fewest pending ones; see `EnvironmentPool.run_group`."""
