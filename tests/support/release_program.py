@@ -45,11 +45,9 @@ def play(kind: str) -> tuple[Rollout, CharacterServer]:
         )
 
         async def scenario() -> Rollout:
-            try:
+            async with host.serving():
                 [rollout] = await host.run_group(request)
                 return rollout
-            finally:
-                await host.aclose()
 
         return asyncio.run(scenario()), server
 

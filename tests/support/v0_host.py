@@ -40,10 +40,8 @@ class ToyHost:
             "sampling": SamplingArguments(temperature=1.0),
             **fields,
         }
-        try:
+        async with host.serving():
             return await host.run_group(GroupRequest(**request))
-        finally:
-            await host.aclose()
 
     def run(self, client: Any, **fields: Any) -> list[Rollout]:
         return asyncio.run(self.play(client, **fields))

@@ -28,10 +28,8 @@ async def play(order: Order) -> Group:
     """Run the group of the order."""
     host = load_host(order.settings, environ=os.environ)
     request = order.request
-    try:
+    async with host.serving():
         rollouts = await host.run_group(request)
-    finally:
-        await host.aclose()
     return Group(group_id=request.group_id, env=request.env, example_id=request.example_id, rollouts=rollouts)
 
 

@@ -13,6 +13,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,8 +57,8 @@ class EnvironmentHost(Protocol):
         """Return the messages that an example starts with."""
         ...
 
-    async def aclose(self) -> None:
-        """Close the clients of all servers and whatever the environment serves. May be called again."""
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Keep up what groups need, such as tool servers of the environment. At the end, close it and the clients of servers."""
         ...
 
 

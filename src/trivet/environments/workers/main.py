@@ -124,23 +124,24 @@ class Worker:
     async def serve(self, channel: Channel) -> None:
         """Answer every order that comes over `channel`, each in a task of its own, until the pool closes it."""
         show_tasks_on_signal()
-        async with asyncio.TaskGroup() as tasks:
-            measuring = tasks.create_task(self._lag.run(), name="loop-lag")
-            while (order := await channel.receive(WorkerOrder)) is not None:
-                match order.body:
-                    case RunGroupOrder() | AskPrompt() as asked:
-                        task = tasks.create_task(self._answer(asked), name=f"call-{asked.call_id}")
-                        self._running[asked.call_id] = task
-                        task.add_done_callback(lambda _, call_id=asked.call_id: self._running.pop(call_id))
-                    case Cancel(call_id=call_id):
-                        if (task := self._running.get(call_id)) is not None:
-                            task.cancel()
-                    case LoadEnvironment():
-                        raise MessageRefused("a second environment was sent to a worker that has one")
-            self._leave_if_forked()
-            for task in [measuring, *self._running.values()]:
-                task.cancel()
-        await self._host.aclose()
+        async with asyncio.TaskGroup() as background_tasks:
+            measuring = background_tasks.create_task(self._lag.run(), name="loop-lag")
+            async with self._host.serving(), asyncio.TaskGroup() as calls:
+                while (order := await channel.receive(WorkerOrder)) is not None:
+                    match order.body:
+                        case RunGroupOrder() | AskPrompt() as asked:
+                            task = calls.create_task(self._answer(asked), name=f"call-{asked.call_id}")
+                            self._running[asked.call_id] = task
+                            task.add_done_callback(lambda _, call_id=asked.call_id: self._running.pop(call_id))
+                        case Cancel(call_id=call_id):
+                            if (task := self._running.get(call_id)) is not None:
+                                task.cancel()
+                        case LoadEnvironment():
+                            raise MessageRefused("a second environment was sent to a worker that has one")
+                self._leave_if_forked()
+                for task in self._running.values():
+                    task.cancel()
+            measuring.cancel()
 
     async def _answer(self, asked: RunGroupOrder | AskPrompt) -> None:
         try:

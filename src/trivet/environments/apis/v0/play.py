@@ -5,7 +5,8 @@ earlier turns. It sends these ids with the next turn, so that the server need no
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import verifiers as vf
@@ -137,11 +138,14 @@ class V0Host:
         """Return the messages that an example starts with."""
         return to_messages(self._datasets[split][example_id]["prompt"])
 
-    async def aclose(self) -> None:
-        """Close the clients of all servers. May be called again."""
-        clients, self._clients = self._clients, {}
-        for client in clients.values():
-            await client.close()
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Close the clients of all servers at the end."""
+        try:
+            yield
+        finally:
+            for client in self._clients.values():
+                await client.close()
 
 
 def _error_of_policy(state: Mapping[str, Any]) -> str:

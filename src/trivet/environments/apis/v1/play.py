@@ -6,9 +6,9 @@ tokenizer, the chat template and the tool parser, so a worker needs none of them
 verifiers' own train client would tokenize the conversation itself, with a template of its own.
 """
 
-import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -24,7 +24,7 @@ from verifiers.v1.interception import server as interception_server
 from verifiers.v1.types import Response, SamplingConfig, TurnTokens
 
 from trivet.environments.apis.groups import Stage, StageBoard, limit_time, play_group
-from trivet.environments.apis.messages import describe, find_example, shorten_messages
+from trivet.environments.apis.messages import find_example, shorten_messages
 from trivet.environments.apis.rewards import collect_reward_errors
 from trivet.environments.apis.turns import Turn, later_seed, read_turn, request_arguments, rollout_seed
 from trivet.environments.apis.v1.score import OUT_OF_CONTEXT, incomplete, rescore, task_messages, to_rollout
@@ -54,7 +54,6 @@ class V1Host:
         self._settings = settings
         self._turns = ServedTurns()
         self._stages = stages
-        self._serving = Serving(env)
         self.name = settings.name
         self.info = info
 
@@ -67,7 +66,6 @@ class V1Host:
         try:
             async with limit_time(self._settings.rollout_timeout_s, request):
                 with self._stages.stage(Stage.GENERATING, num_rollouts=request.num_rollouts):
-                    await self._serving.start()
                     played = await play_group(lambda index: self._play(task, request, index, trace_ids), request)
             rollouts: list[Rollout] = []
             for index, (episode, num_retries) in enumerate(played):
@@ -122,51 +120,10 @@ class V1Host:
         """Return the messages that a task starts with."""
         return shorten_messages(task_messages(self._tasks[example_id].data))
 
-    async def aclose(self) -> None:
-        """Stop what the environment serves. May be called again."""
-        await self._serving.aclose()
-
-
-class Serving:
-    """Keeps up what an environment serves, from its first group to its end: interception endpoints and shared tool servers.
-
-    A task of its own enters and leaves them.
-    """
-
-    def __init__(self, env: Any) -> None:
-        """Take `env`; nothing is served yet."""
-        self._env = env
-        self._task: asyncio.Task[None] | None = None
-        self._started: asyncio.Future[None] | None = None
-        self._closing = asyncio.Event()
-
-    async def start(self) -> None:
-        """Return when everything is served. May be called again; a start that failed is tried again."""
-        if self._started is None or (self._started.done() and self._started.exception() is not None):
-            self._started = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._serve(self._started), name="serving")
-        try:
-            await asyncio.shield(self._started)
-        except Exception as exc:  # the environment's own servers
-            raise RolloutFailed(
-                f"the environment's servers did not start: {describe(exc)}", kind=type(exc).__name__, is_infrastructure=True
-            ) from exc
-
-    async def _serve(self, started: asyncio.Future[None]) -> None:
-        try:
-            async with self._env.serving():
-                started.set_result(None)
-                await self._closing.wait()
-        except Exception as exc:
-            if started.done():
-                raise
-            started.set_exception(exc)
-
-    async def aclose(self) -> None:
-        """Stop serving. May be called again."""
-        self._closing.set()
-        if self._task is not None:
-            await self._task
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Keep up what the environment serves: interception endpoints and shared tool servers. verifiers wants one task for it."""
+        env: Any = self._env  # pyright reads verifiers 0.3.1
+        return env.serving()
 
 
 class ServedTurns:

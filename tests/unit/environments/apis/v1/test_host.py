@@ -86,10 +86,8 @@ def play(
         )
 
         async def scenario() -> list[Rollout]:
-            try:
+            async with host.serving():
                 return await host.run_group(request)
-            finally:
-                await host.aclose()
 
         rollouts = asyncio.run(scenario())
         assert len(host._turns) == 0  # type: ignore[attr-defined]  nothing of a group that is over is kept

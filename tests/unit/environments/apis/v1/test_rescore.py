@@ -52,10 +52,8 @@ def rescore(
     )
 
     async def go() -> list[Rollout]:
-        try:
+        async with host.serving():
             return await host.run_group(request)
-        finally:
-            await host.aclose()
 
     return asyncio.run(go())
 
