@@ -6,6 +6,7 @@ tokenizer, the chat template and the tool parser, so a worker needs none of them
 verifiers' own train client would tokenize the conversation itself, with a template of its own.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -85,10 +86,11 @@ class V1Host:
             client=self._make_client_config(request.base_url),
             sampling=Sampling.model_validate(arguments),
         )
+        numbers = itertools.count()
 
         def begin_trace(trace: Trace) -> None:
             trace_ids.append(trace.id)
-            self._turns.numbers[trace.id] = len(trace_ids) - 1
+            self._turns.numbers[trace.id] = next(numbers)
 
         value_on_error = 0.0 if settings.on_reward_error == "zero" else None
         with collect_reward_errors(self.name, value_on_error=value_on_error) as errors:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from trivet.algorithms.seeds import derive_seed
 from trivet.environments.apis.load import FIRST_OF_V1, EnvironmentHost, load_host, require_release
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.wire.groups import GroupRequest, SamplingArguments, ServerAccess, Split
@@ -141,6 +142,9 @@ def test_each_turn_has_a_seed_of_its_own_that_depends_on_the_rollout_s() -> None
     assert len(set(seeds(1))) == 4
     assert seeds(1) == seeds(1)
     assert not set(seeds(1)) & set(seeds(2))
+    server = TemplateServer("chatml", answers=["Five" + IM_END] * 2)
+    play(server, {"rows": [{}]}, num_rollouts=2, seed=1)
+    assert sorted(seed or 0 for seed in server.seeds) == sorted(derive_seed(1, GroupId(4), index) % 2**31 for index in range(2))
 
 
 @pytest.mark.parametrize("room", [0, 1])
