@@ -37,11 +37,7 @@ def require_data(infos: Mapping[str, EnvironmentInfo], *, trained: Collection[st
 
 
 def example_hashes(dataset: Any, keys: Sequence[str]) -> list[str]:
-    """Return the SHA-256 of the fields `keys` of each example; empty if the data set has none of them.
-
-    Args:
-        dataset: a data set of the `datasets` library.
-    """
+    """Return the SHA-256 of the fields `keys` of each example; empty if the data set, of `datasets`, has none of them."""
     names = [key for key in keys if key in dataset.column_names]
     if not names:
         return []
@@ -49,11 +45,7 @@ def example_hashes(dataset: Any, keys: Sequence[str]) -> list[str]:
 
 
 def data_digest(dataset: Any) -> str:
-    """Return the SHA-256 of everything that verifiers gives a rollout of each example, in their order.
-
-    Args:
-        dataset: a data set of the `datasets` library, or None.
-    """
+    """Return the SHA-256 of everything that verifiers gives a rollout of each example of a data set, or of None, in order."""
     if dataset is None:
         return ""
     names = [name for name in ROLLOUT_COLUMNS if name in dataset.column_names]

@@ -75,11 +75,7 @@ def run_settings(config: OrchestratorConfig) -> dict[str, HostSettings]:
 
 
 def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | None) -> SamplingArguments:
-    """Return what a group carries of its sampling configuration.
-
-    Args:
-        temperature: the one in force when the group starts; None leaves it to the server.
-    """
+    """Return what a group that starts at `temperature` carries of its sampling configuration; None leaves it to the server."""
     named = set(RequestSamplingConfig.model_fields) - {"seed", "extra_body"}
     fields = sampling.model_dump(include=named) | sampling.extra_body
     return SamplingArguments(temperature=temperature, seed=sampling.seed, fields=fields)

@@ -116,10 +116,8 @@ async def follow_targets(
 ) -> AsyncIterator[Target]:
     """Yield `present`, and with `watcher` what is published later, each once.
 
-    It ends after the last of `steps`, or after `max_steps`, or when nothing new came for `watcher_timeout`.
-
-    Args:
-        max_steps: the number of steps of the run that publishes; None: unknown.
+    It ends after the last of `steps`, or after `max_steps` of the run that publishes, or when nothing new came for
+    `watcher_timeout`.
     """
     for target in present:
         yield target

@@ -128,11 +128,7 @@ async def play_group(play: Callable[[int], Awaitable[PlayedT]], request: GroupRe
 
 
 def is_infrastructure(error: BaseException, *, has_sampled: bool = True) -> bool:
-    """Return whether `error`, or what caused it, is a failure of infrastructure.
-
-    Args:
-        has_sampled: see `names_infrastructure`; True where it is not known.
-    """
+    """Return whether `error`, or what caused it, is a failure of infrastructure, as `names_infrastructure` does."""
     chain, statuses = [error], list[int]()
     while (cause := chain[-1].__cause__) is not None and cause not in chain:
         chain.append(cause)

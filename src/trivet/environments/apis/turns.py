@@ -41,12 +41,9 @@ def rollout_seed(request: GroupRequest, index: int) -> int | None:
 
 
 def later_seed(seed: int, kind: Literal["trace", "turn"], number: int) -> int:
-    """Return the seed of a later turn, or of a later conversation of a rollout that has several.
+    """Return the seed of a turn, or of a conversation of a rollout, that has `number` others before it; the first has `seed`.
 
     With one seed for all, each would draw the same random numbers.
-
-    Args:
-        number: number of turns or conversations before it; 0 returns `seed`.
     """
     return derive_seed(seed, kind, number) % 2**31 if number else seed
 

@@ -87,11 +87,7 @@ class PendingCalls:
             future.set_exception(WorkerLost(loss))
 
     def fail_all(self, loss: str) -> None:
-        """Fail every call in flight, and every later one, with WorkerLost.
-
-        Args:
-            loss: which worker ended and how; not empty.
-        """
+        """Fail every call in flight, and every later one, with WorkerLost. `loss` says which worker ended and how."""
         self._loss = loss
         for call_id in self.ids:
             self.lose(call_id, loss)

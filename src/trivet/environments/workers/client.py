@@ -174,11 +174,7 @@ class WorkerClient:
         return self._describe_end()
 
     def status(self, *, num_restarts: int) -> WorkerStatus:
-        """Return what the worker does now, as far as its last pulse tells.
-
-        Args:
-            num_restarts: of the worker's slot, which the worker itself does not know.
-        """
+        """Return what the worker does now, as far as its last pulse tells. Its slot knows `num_restarts`."""
         return WorkerStatus(
             env=self.name,
             pid=self.pid,

@@ -37,11 +37,7 @@ _PREFIX = "trivet-worker-"
 
 
 async def measure_sessions(leaders: Collection[int], *, look: int) -> dict[int, int]:
-    """Return the memory of each worker, by pid, in bytes.
-
-    Args:
-        look: the number of this look; on most of them only the workers themselves are measured, not what they started.
-    """
+    """Return the memory of each worker, by pid, in bytes. On most looks, numbered by `look`, what they started is left out."""
 
     def measure_all() -> dict[int, int]:
         totals = dict.fromkeys(leaders, 0)
@@ -106,11 +102,7 @@ class WorkerLog:
         self._is_cut = True
 
     def last_lines(self, *, since: int) -> str:
-        """Return the end of the log, for an error message; empty when nothing was written.
-
-        Args:
-            since: where the output begins that may be quoted, in bytes.
-        """
+        """Return the end of the log from byte `since` on, for an error message; empty when nothing was written."""
         with self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0 if self._is_cut else since, size - _TAIL_BYTES))

@@ -254,7 +254,7 @@ def _run(sock: socket.socket, selector: selectors.BaseSelector, runner: asyncio.
         processes share.
         """
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in {outbox.fileno(), *(key.fd for key in selector.get_map().values())}:
+        for descriptor in {sock.fileno(), outbox.fileno(), *(key.fd for key in selector.get_map().values())}:
             os.dup2(nowhere, descriptor, inheritable=False)
         os.close(nowhere)
 

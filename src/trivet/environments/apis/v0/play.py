@@ -36,11 +36,7 @@ class V0Host:
         make_client: Callable[[str], Any],
         stages: StageBoard | None = None,
     ) -> None:
-        """Read the data sets of `env`.
-
-        Args:
-            make_client: makes the verifiers client of the server at a base URL, a `ModelClient`.
-        """
+        """Read the data sets of `env`. `make_client` makes the verifiers client of the server at a base URL, a `ModelClient`."""
         self.name = settings.name
         self._env = env
         self._settings = settings
@@ -160,11 +156,7 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
     """The verifiers client of one server. Each response carries the `policy_versions` of its sampled tokens."""
 
     def __init__(self, client: AsyncOpenAI, *, keeps_tokens: bool = False) -> None:
-        """Ask through `client`.
-
-        Args:
-            keeps_tokens: a turn begins with the tokens of the turn that it continues, where the chat template allows it.
-        """
+        """Ask through `client`. With `keeps_tokens` a turn begins with the tokens of the turn that it continues."""
         super().__init__(client)
         self._keeps_tokens = keeps_tokens
 

@@ -70,12 +70,7 @@ async def rescore(
     model_name: str,
     name: str,
 ) -> list[Rollout]:
-    """Return the recorded rollouts of `example` with the scores of today's rubric.
-
-    Args:
-        client: what a rollout's state holds as its client; it is not asked.
-        name: the environment's, for errors.
-    """
+    """Return the recorded rollouts of `example` with the scores of today's rubric. `client` is not asked."""
     states = [await _make_state(env, example, conversation, client=client, model_name=model_name) for conversation in recorded]
     scoring_s = await score_group(env, states, name=name, drops_errors=True)
     rollouts: list[Rollout] = []

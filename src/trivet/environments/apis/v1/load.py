@@ -31,11 +31,7 @@ _TIED = "__trivet_tied__"
 
 
 def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard) -> V1Host:
-    """Load the environment that `settings` name.
-
-    Args:
-        environ: says where the worker's temporary files are. verifiers takes the key of a server from the process's own.
-    """
+    """Load the environment that `settings` name. `environ` says where the worker's temporary files are."""
     use_trivet_clients()
     for starter in _STARTERS:
         start = getattr(SubprocessRuntime, starter)

@@ -144,11 +144,7 @@ def _scores(episode: Episode) -> dict[str, float]:
 
 
 async def rescore(env: Any, task: Any, recorded: Sequence[RecordedConversation], *, name: str) -> list[Rollout]:
-    """Return the recorded rollouts of `task` with the scores of its reward functions and metrics today.
-
-    Args:
-        name: the environment's, for errors.
-    """
+    """Return the recorded rollouts of `task`, of environment `name`, with the scores of its functions and metrics today."""
     kinds: Any = vf
     if not isinstance(env, kinds.SingleAgentEnv):
         raise RolloutFailed(
