@@ -19,16 +19,6 @@ from openai import AsyncOpenAI
 
 from wordle.game import load_words, mark_guess
 
-ENVIRONMENTS: dict[str, dict[str, Any]] = {
-    "reverse-text": {"min_length": 3, "max_length": 5},
-    "alphabet-sort": {"max_turns": 2, "max_names_per_turn": 2},
-    "gsm8k": {"dataset": "bundled"},
-    "math-python": {},
-    "wiki-search": {"corpus": "invented"},
-    "wordle": {"max_turns": 3, "any_guess": True},
-}
-"""The arguments of each environment, besides the number of examples."""
-
 ScriptedReply = Callable[[vf.State, vf.Messages, random.Random], str | vf.ToolCall]
 """Returns the teacher's next turn: a text, or one call of a tool."""
 
@@ -75,14 +65,15 @@ def guess(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> st
     return f"<guess>{generator.choice(fitting)}</guess>"
 
 
-REPLIES: dict[str, ScriptedReply] = {
-    "reverse-text": reverse,
-    "alphabet-sort": sort_names,
-    "gsm8k": box_a_number,
-    "math-python": compute,
-    "wiki-search": look_up,
-    "wordle": guess,
+ENVIRONMENTS: dict[str, tuple[ScriptedReply, dict[str, Any]]] = {
+    "reverse-text": (reverse, {"min_length": 3, "max_length": 5}),
+    "alphabet-sort": (sort_names, {"max_turns": 2, "max_names_per_turn": 2}),
+    "gsm8k": (box_a_number, {"dataset": "bundled"}),
+    "math-python": (compute, {}),
+    "wiki-search": (look_up, {"corpus": "invented"}),
+    "wordle": (guess, {"max_turns": 3, "any_guess": True}),
 }
+"""The teacher's replies in each environment, and its arguments besides the number of examples."""
 
 
 def call(name: str, **arguments: str) -> vf.ToolCall:
@@ -101,11 +92,12 @@ class ScriptedTeacher(vf.OpenAIChatCompletionsClient):
         self, prompt: vf.Messages, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
     ) -> vf.Response:
         """Return the scripted reply as a response of verifiers."""
-        said = self._reply(kwargs["state"], prompt, self._generator)
+        reply = self._reply(kwargs["state"], prompt, self._generator)
+        is_text = isinstance(reply, str)
         message = vf.ResponseMessage(
-            content=said if isinstance(said, str) else "",
-            tool_calls=None if isinstance(said, str) else [said],
-            finish_reason="stop" if isinstance(said, str) else "tool_calls",
+            content=reply if is_text else "",
+            tool_calls=None if is_text else [reply],
+            finish_reason="stop" if is_text else "tool_calls",
             is_truncated=False,
         )
         return vf.Response(id="teacher", created=0, model=model, message=message)
@@ -113,8 +105,9 @@ class ScriptedTeacher(vf.OpenAIChatCompletionsClient):
 
 async def conversations(env_id: str, count: int, *, seed: int) -> list[dict[str, Any]]:
     """Play `count` examples of an environment; return records for `sft`: messages, and the tools that the environment offers."""
-    env = vf.load_environment(env_id, num_examples=count, num_eval_examples=1, seed=seed + 1000, **ENVIRONMENTS[env_id])
-    teacher = ScriptedTeacher(REPLIES[env_id], random.Random(f"{seed}/{env_id}"))
+    reply, arguments = ENVIRONMENTS[env_id]
+    env = vf.load_environment(env_id, num_examples=count, num_eval_examples=1, seed=seed + 1000, **arguments)
+    teacher = ScriptedTeacher(reply, random.Random(f"{seed}/{env_id}"))
     dataset = env.get_dataset()
     records = []
     for index in range(count):
@@ -133,7 +126,7 @@ def as_message(message: Any) -> dict[str, Any]:
     made = {"role": message.role, "content": message.content or ""}
     if calls := getattr(message, "tool_calls", None):
         made["tool_calls"] = [
-            {"type": "function", "function": {"name": each.name, "arguments": json.loads(each.arguments)}} for each in calls
+            {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in calls
         ]
     return made
 

@@ -122,14 +122,6 @@ def test_an_evaluation_cut_short_goes_on_with_what_is_left(tmp_path):
     assert script.asked == [2, 3], "a complete evaluation is not run again"
 
 
-def test_results_of_another_evaluation_are_not_continued(tmp_path):
-    run(tmp_path, Script())
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="digest was d3 and is d4 now")):
-        run(tmp_path, Script(), earlier=EarlierResults.REQUIRE_SAME, digest="d4")
-    run(tmp_path, Script(), digest="d4")
-    assert json.loads((results_in(tmp_path) / "task.json").read_text())["digest"] == "d4"
-
-
 def test_examples_come_from_the_evaluation_data_or_else_from_the_training_data():
     assert (task(num_examples=-1).split, task(num_examples=-1).num_examples) == (Split.EVAL, 6)
     only_train = task(info=EnvironmentInfo(num_examples=3))

@@ -36,7 +36,6 @@ def trace_of(
     name: str = "agent",
     trainable: bool = True,
     is_kept: list[bool] | None = None,
-    stop: str = "agent_completed",
 ) -> SimpleNamespace:
     """A trace with these paths from root to leaf; a node may be on several."""
     nodes = list({id(each): each for path in branches for each in path}.values())
@@ -51,7 +50,7 @@ def trace_of(
         metrics={"length": 2.0, "undefined": None},
         reward=sum(value for value in (rewards or {}).values() if value is not None),
         num_turns=sum(each.sampled for each in nodes),
-        stop_condition=stop,
+        stop_condition="agent_completed",
         calls=[],
         timing=SimpleNamespace(agent=SimpleNamespace(duration=1.0), scoring=SimpleNamespace(duration=0.5)),
     )
@@ -82,16 +81,6 @@ def served(*pairs: tuple[SimpleNamespace, Turn], trace_id: str = "t") -> ServedT
     for each, of in pairs:
         turns.record(trace_id, each.message, of)
     return turns
-
-
-def test_branches_that_share_a_turn_train_on_it_once() -> None:
-    asked, first = node(QUESTION), node(reply("a"), sampled=True)
-    left, right = node(reply("b"), sampled=True), node(reply("c"), sampled=True)
-    trace = trace_of([[asked, first, left], [asked, first, right]], rewards={"score": 1.0})
-    turns = served((first, turn([1], [2])), (left, turn([1, 2, 3], [4])), (right, turn([1, 2, 5], [6])))
-    rollout = read(trace, turns=turns)
-    assert [sample.token_ids_T.tolist() for sample in rollout.samples] == [[1, 2, 3, 4], [1, 2, 5, 6]]
-    assert [sample.num_loss_tokens for sample in rollout.samples] == [2, 1]
 
 
 def test_a_branch_that_was_given_up_and_a_message_that_was_rewritten_are_not_trained_on() -> None:
@@ -132,14 +121,3 @@ def test_a_reward_that_is_no_number_fails_the_group(rewards: dict[str, float | N
     with pytest.raises(RolloutFailed, match=said) as failed:
         read(trace_of([[node(QUESTION)]], rewards=rewards))
     assert failed.value.kind == kind
-
-
-def test_an_episode_that_ran_out_of_context_says_so_and_scores_that_do_not_exist_are_left_out() -> None:
-    asked, said = node(QUESTION), node(reply("a"), sampled=True)
-    rollout = read(trace_of([[asked, said]], rewards={"score": 1.0}, stop="context_length"))
-    assert rollout.is_truncated
-    assert rollout.scores == {"score": 1.0, "length": 2.0}
-    assert (rollout.prompt, rollout.completion) == (
-        [{"role": "user", "content": "What?"}],
-        [{"role": "assistant", "content": "a"}],
-    )
