@@ -9,7 +9,7 @@ import keyword
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
@@ -70,7 +70,12 @@ def run_env(arguments: argparse.Namespace) -> int:
             return 0
         case "install":
             source = choose_source(arguments.what, folder=arguments.path, is_index_allowed=arguments.from_index)
-            venv = require_venv_name(arguments.venv)
+            venv = arguments.venv
+            if venv is not None and (_NAME.fullmatch(venv) is None or venv in (OWN, AUTO)):
+                raise ConfigError(
+                    f"--venv {venv} is no name of a virtual environment: it has lower-case letters, digits and dashes, and is "
+                    f"neither {OWN} nor {AUTO}"
+                )
             require_on_hub(source)
             print("installing:", source.describe(), flush=True)
             started = time.monotonic()
@@ -87,16 +92,6 @@ def run_env(arguments: argparse.Namespace) -> int:
             remove(arguments.name, directory=directory)
             print(f"{arguments.name} was removed with its virtual environment")
             return 0
-
-
-def require_venv_name(name: str | None) -> str | None:
-    """Return `name`, the name of a virtual environment or None for any."""
-    if name is not None and (_NAME.fullmatch(name) is None or name in (OWN, AUTO)):
-        raise ConfigError(
-            f"--venv {name} is no name of a virtual environment: it has lower-case letters, digits and dashes, and is neither "
-            f"{OWN} nor {AUTO}"
-        )
-    return name
 
 
 def write_package(name: str, *, folder: Path, api: str = "v0") -> Path:
@@ -120,14 +115,6 @@ def write_package(name: str, *, folder: Path, api: str = "v0") -> Path:
         directory.mkdir(parents=True)
     except OSError as exc:
         raise ConfigError(f"{directory} cannot be written: {exc.strerror}; choose another --path") from exc
-    for file, content in package_files(name, api=api).items():
-        (directory / file).write_text(content)
-    return directory
-
-
-def package_files(name: str, *, api: str = "v0") -> Mapping[str, str]:
-    """Return the content of a new package by file name."""
-    module = name.replace("-", "_")
     words = {
         "name": name,
         "module": module,
@@ -135,7 +122,9 @@ def package_files(name: str, *, api: str = "v0") -> Mapping[str, str]:
         "verifiers": _RELEASES[api],
     }
     templates = {"pyproject.toml": "environment_pyproject.toml", f"{module}.py": _MODULES[api], "README.md": _READMES[api]}
-    return {file: Template((_TEMPLATES / template).read_text()).substitute(words) for file, template in templates.items()}
+    for file, template in templates.items():
+        (directory / file).write_text(Template((_TEMPLATES / template).read_text()).substitute(words))
+    return directory
 
 
 def list_environments(directory: Path, installed: InstalledPackages | None = None) -> int:

@@ -140,8 +140,12 @@ def test_a_server_that_fails_leaves_the_question_to_another():
     assert (len(broken.asked), len(well.asked)) == (1, 1)
 
 
-def test_a_group_whose_teacher_refuses_fails_with_the_reason():
-    with serve(Script(fails=99)) as url, pytest.raises(RolloutFailed, match=r"teacher big: .*the engine is busy") as caught:
+@pytest.mark.parametrize(
+    ("script", "part"),
+    [(Script(fails=99), "teacher big: .*the engine is busy"), (Script(impossible=7), "token 7 for impossible")],
+)
+def test_a_group_that_the_teacher_cannot_score_fails_with_the_reason(script: Script, part: str):
+    with serve(script) as url, pytest.raises(RolloutFailed, match=part) as caught:
         score_all([url], [make_sample([5, 6, 7]), make_sample([5, 6, 8])])
     assert caught.value.kind == "TeacherFailed"
 
@@ -151,11 +155,6 @@ def test_a_teacher_that_stays_away_costs_the_group():
         pass
     with pytest.raises(RolloutFailed, match="was not ready within"):
         score_all([url], [make_sample([5, 6, 7])], ready_s=0.01)
-
-
-def test_a_token_that_the_teacher_holds_for_impossible_is_never_learnt_from():
-    with serve(Script(impossible=7)) as url, pytest.raises(RolloutFailed, match="token 7 for impossible"):
-        score_all([url], [make_sample([5, 6, 7])])
 
 
 def test_a_server_that_leaves_tokens_out_is_not_believed():
@@ -173,17 +172,6 @@ def test_a_server_that_leaves_tokens_out_is_not_believed():
         asyncio.run(ask(url))
 
 
-def test_the_time_of_a_question_is_a_metric_once():
-    async def body(teacher: Teacher):
-        await teacher.score(make_sample([5, 6, 7]))
-        return teacher.take_metrics(), teacher.take_metrics()
-
-    with serve(Script()) as url:
-        first, second = with_teacher([url], body)
-    assert set(first) == {"time/teacher_logprobs"}
-    assert second == {}
-
-
 def meet(policy: Script, teacher: Script) -> None:
     async def body(asked: Teacher, url: str) -> None:
         client = InferenceClient(url, timeout_s=10)
@@ -197,18 +185,19 @@ def meet(policy: Script, teacher: Script) -> None:
         with_teacher([teacher_url], lambda asked: body(asked, policy_url))
 
 
-def test_a_teacher_of_another_vocabulary_is_refused_with_what_differs():
-    with pytest.raises(
-        ConfigError, match=r"'big' has not the tokens of the policy 'small': 'The quick.* is \[84, .* and \[85, "
-    ):
-        meet(Script(), Script(shift=1))
+class OtherSpecialTokens(Script):
+    def answer(self, path, body):
+        code, found = super().answer(path, body)
+        return (code, {"prompt": found["prompt"].replace("user", "<unused>")}) if path == "/detokenize" else (code, found)
 
 
-def test_a_teacher_that_reads_special_tokens_otherwise_is_refused():
-    class Special(Script):
-        def answer(self, path, body):
-            code, found = super().answer(path, body)
-            return (code, {"prompt": found["prompt"].replace("user", "<unused>")}) if path == "/detokenize" else (code, found)
-
-    with pytest.raises(ConfigError, match=r"it reads a prompt as .*<unused>"):
-        meet(Script(), Special())
+@pytest.mark.parametrize(
+    ("teacher", "part"),
+    [
+        (Script(shift=1), r"'big' has not the tokens of the policy 'small': 'The quick.* is \[84, .* and \[85, "),
+        (OtherSpecialTokens(), r"it reads a prompt as .*<unused>"),
+    ],
+)
+def test_a_teacher_of_another_vocabulary_is_refused_with_the_difference(teacher: Script, part: str):
+    with pytest.raises(ConfigError, match=part):
+        meet(Script(), teacher)
