@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from trivet.config.compute_dtype import ChosenDtype, choose_dtype, read_choice, record_choice, settle_compute_dtype
+from trivet.config.keys import value_at
 from trivet.config.layout import RunLayout
 from trivet.config.load import LoadedConfig, load_config
 from trivet.config.schema.base import Section
@@ -22,11 +23,18 @@ _GROUPS = ("--orchestrator.rollouts-per-example", "2")
 TURING = Machine(gpus=("0",), num_cpus=2, compute_capabilities=((7, 5),))
 
 
+TRAINED, SERVED = "trainer.model.compute_dtype", "inference.model.dtype"
+
+
 def settled(
     kind: type[Section], *argv: str, machine: Machine = AVX2, output_dir: Path, does_record: bool = False
 ) -> LoadedConfig[Section]:
-    loaded = load_config(kind, [*argv, "--output-dir", str(output_dir)], environ={})
-    return settle_compute_dtype(loaded, machine=machine, does_record=does_record)
+    words = [*(_GROUPS if kind is RLConfig else ()), *argv, "--output-dir", str(output_dir)]
+    return settle_compute_dtype(load_config(kind, words, environ={}), machine=machine, does_record=does_record)
+
+
+def dtypes(loaded: LoadedConfig[Section], *keys: str) -> list[object]:
+    return [value_at(loaded.config, tuple(key.split("."))) for key in keys]
 
 
 @pytest.mark.parametrize(
@@ -52,77 +60,62 @@ def test_a_limit_of_the_environment_is_named() -> None:
 
 
 def test_both_roles_of_a_run_get_one_dtype_and_its_reason(tmp_path: Path) -> None:
-    loaded = settled(RLConfig, *_GROUPS, output_dir=tmp_path)
-    assert isinstance(loaded.config, RLConfig)
-    assert loaded.config.inference is not None
-    assert (loaded.config.trainer.model.compute_dtype, loaded.config.inference.model.dtype) == ("float32", "float32")
-    for key in ("trainer.model.compute_dtype", "inference.model.dtype"):
+    loaded = settled(RLConfig, output_dir=tmp_path)
+    assert dtypes(loaded, TRAINED, SERVED) == ["float32", "float32"]
+    for key in (TRAINED, SERVED):
         assert loaded.origins[key] == "auto: this CPU has no instructions for bfloat16 products"
 
 
-@pytest.mark.parametrize(("machine", "expected"), [(AMX, "float32"), (TURING, "float32"), (HOPPER, "bfloat16")])
-def test_a_deterministic_run_computes_in_float32_on_a_cpu_and_in_the_gpus_dtype_on_a_gpu(
-    machine: Machine, expected: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "machine", "expected"),
+    [
+        (["--deterministic", "true"], AMX, ["float32", "float32"]),
+        (["--deterministic", "true"], TURING, ["float32", "float32"]),
+        (["--deterministic", "true"], HOPPER, ["bfloat16", "bfloat16"]),
+        (["--trainer.device", "cpu"], HOPPER, ["float32", "float32"]),
+    ],
+)
+def test_a_run_on_a_cpu_computes_in_float32_where_it_must_and_one_on_a_gpu_in_that_gpus_dtype(
+    words: list[str], machine: Machine, expected: list[str], tmp_path: Path
 ) -> None:
-    loaded = settled(RLConfig, *_GROUPS, "--deterministic", "true", machine=machine, output_dir=tmp_path)
-    assert isinstance(loaded.config, RLConfig)
-    assert loaded.config.inference is not None
-    assert (loaded.config.trainer.model.compute_dtype, loaded.config.inference.model.dtype) == (expected, expected)
+    assert dtypes(settled(RLConfig, *words, machine=machine, output_dir=tmp_path), TRAINED, SERVED) == expected
 
 
-def test_a_trainer_on_the_cpu_beside_a_gpu_is_not_given_the_gpus_dtype(tmp_path: Path) -> None:
-    loaded = settled(RLConfig, *_GROUPS, "--trainer.device", "cpu", machine=HOPPER, output_dir=tmp_path)
-    assert isinstance(loaded.config, RLConfig)
-    assert loaded.config.trainer.model.compute_dtype == "float32"
-
-
-def test_a_teacher_on_a_gpu_keeps_the_choice_of_vllm(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("machine", "expected"), [(HOPPER, "auto"), (AVX2, "float32")])
+def test_a_teacher_on_a_gpu_keeps_the_choice_of_vllm(machine: Machine, expected: str, tmp_path: Path) -> None:
     teacher = ("--teacher-inference.model.name", "org/teacher", "--orchestrator.teacher-model.model.name", "org/teacher")
-    dtypes = []
-    for machine in (HOPPER, AVX2):
-        config = settled(RLConfig, *_GROUPS, *teacher, "--teacher-gpu-ids", "[0]", machine=machine, output_dir=tmp_path).config
-        assert isinstance(config, RLConfig)
-        assert config.teacher_inference is not None
-        dtypes.append(config.teacher_inference.model.dtype)
-    assert dtypes == ["auto", "float32"]
+    loaded = settled(RLConfig, *teacher, "--teacher-gpu-ids", "[0]", machine=machine, output_dir=tmp_path)
+    assert dtypes(loaded, "teacher_inference.model.dtype") == [expected]
 
 
 def test_a_dtype_that_is_set_stays_and_is_called_slow_where_it_is(tmp_path: Path) -> None:
     loaded = settled(SftConfig, "--model.compute-dtype", "bfloat16", output_dir=tmp_path)
-    assert isinstance(loaded.config, SftConfig)
-    assert loaded.config.model.compute_dtype == "bfloat16"
+    assert dtypes(loaded, "model.compute_dtype") == ["bfloat16"]
     (notice,) = loaded.notices
     assert notice.startswith("computing in bfloat16 is slow on this machine: this CPU has no instructions")
     assert not settled(SftConfig, "--model.compute-dtype", "float32", machine=AMX, output_dir=tmp_path).notices
 
 
 def test_a_server_of_another_dtype_is_said(tmp_path: Path) -> None:
-    loaded = settled(RLConfig, *_GROUPS, "--max-steps", "1", "--inference.model.dtype", "float16", output_dir=tmp_path)
-    assert any(
-        "inference.model.dtype (float16) differs from that of trainer.model.compute_dtype (float32)" in notice
-        for notice in loaded.notices
-    )
+    loaded = settled(RLConfig, "--max-steps", "1", "--inference.model.dtype", "float16", output_dir=tmp_path)
+    differs = f"{SERVED} (float16) differs from that of {TRAINED} (float32)"
+    assert any(differs in notice for notice in loaded.notices)
 
 
 def test_a_resumed_run_keeps_the_dtype_that_it_began_with(tmp_path: Path) -> None:
-    begun = settled(RLConfig, *_GROUPS, machine=AMX, output_dir=tmp_path)
+    begun = settled(RLConfig, machine=AMX, output_dir=tmp_path)
     assert isinstance(begun.config, RLConfig)
     record_choice(RunLayout(tmp_path), begun.config)
-    resumed = settled(RLConfig, *_GROUPS, "--ckpt.resume-step", "-1", output_dir=tmp_path)
-    assert isinstance(resumed.config, RLConfig)
-    assert resumed.config.trainer.model.compute_dtype == "bfloat16"
+    resumed = settled(RLConfig, "--ckpt.resume-step", "-1", output_dir=tmp_path)
+    assert dtypes(resumed, TRAINED) == ["bfloat16"]
     assert any("slow on this machine" in notice for notice in resumed.notices)
-    fresh = settled(RLConfig, *_GROUPS, output_dir=tmp_path)
-    assert isinstance(fresh.config, RLConfig)
-    assert fresh.config.trainer.model.compute_dtype == "float32", "a run that begins anew chooses anew"
+    assert dtypes(settled(RLConfig, output_dir=tmp_path), TRAINED) == ["float32"], "a run that begins anew chooses anew"
 
 
 def test_of_roles_started_by_hand_the_first_chooses(tmp_path: Path) -> None:
     server = settled(InferenceConfig, machine=AMX, output_dir=tmp_path, does_record=True)
     trainer = settled(TrainerConfig, output_dir=tmp_path, does_record=True)
-    assert isinstance(server.config, InferenceConfig)
-    assert isinstance(trainer.config, TrainerConfig)
-    assert (server.config.model.dtype, trainer.config.model.compute_dtype) == ("bfloat16", "bfloat16")
+    assert dtypes(server, "model.dtype") == dtypes(trainer, "model.compute_dtype") == ["bfloat16"]
     assert any("slow on this machine" in notice for notice in trainer.notices)
     assert [path.name for path in tmp_path.iterdir()] == [RunLayout(tmp_path).compute_dtype.name], "nothing else is left"
 

@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from trivet.config.dump import to_toml
+from trivet.config.keys import value_at
 from trivet.config.load import load_config
 from trivet.config.schema.rl import RLConfig
 from trivet.errors import ConfigError
@@ -20,10 +22,7 @@ def refusal(*argv: str) -> str:
 
 
 def at(config: RLConfig, key: str) -> object:
-    value: object = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
+    return value_at(config, tuple(key.split(".")))
 
 
 MODEL_NAMES = ("model.name", "trainer.model.name", "orchestrator.model.name", "inference.model.name")
@@ -147,8 +146,6 @@ def test_a_derived_value_says_what_it_was_taken_from(tmp_path: Path) -> None:
 
 
 def test_resolving_a_resolved_run_changes_nothing(tmp_path: Path) -> None:
-    from trivet.config.dump import to_toml
-
     config = resolved("--max-steps", "5", "--wandb.project", "p", "--ckpt.interval", "2", "--seq-len", "512")
     file = tmp_path / "rl.toml"
     file.write_text(to_toml(config))
