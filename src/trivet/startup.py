@@ -5,41 +5,12 @@ The check comes before the import, because a package of a wrong version may fail
 """
 
 import importlib
+from functools import partial
 
 from trivet.dependencies import require_dependencies
 from trivet.errors import DependencyError
 from trivet.process.imports import importing
 from trivet.shown_text import print_error
-
-
-def rl() -> int:
-    """Run the command `rl`; returns its exit code."""
-    return run_command("trivet.launcher.commands.rl")
-
-
-def vf_rl() -> int:
-    """Run the command `vf-rl`; returns its exit code."""
-    return run_command("trivet.dialects.vf_rl")
-
-
-def sft() -> int:
-    """Run the command `sft`; returns its exit code."""
-    return run_command("trivet.launcher.commands.sft")
-
-
-def trainer() -> int:
-    """Run the command `trainer`; returns its exit code."""
-    return run_command("trivet.launcher.commands.trainer")
-
-
-def orchestrator() -> int:
-    """Run the command `orchestrator`; returns its exit code."""
-    return run_command("trivet.orchestrator.main")
-
-
-def inference() -> int:
-    """Run the command `inference`; returns its exit code."""
-    return run_command("trivet.inference.main")
 
 
 def run_command(module: str) -> int:
@@ -52,3 +23,11 @@ def run_command(module: str) -> int:
     with importing():
         command = importlib.import_module(module)
     return command.main()
+
+
+rl = partial(run_command, "trivet.launcher.commands.rl")
+vf_rl = partial(run_command, "trivet.dialects.vf_rl")
+sft = partial(run_command, "trivet.launcher.commands.sft")
+trainer = partial(run_command, "trivet.launcher.commands.trainer")
+orchestrator = partial(run_command, "trivet.orchestrator.main")
+inference = partial(run_command, "trivet.inference.main")

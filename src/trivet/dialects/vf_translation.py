@@ -93,11 +93,10 @@ def load_run(
         run_entries: values of the run's own keys, which win over all others.
     """
     findings = Findings()
-    for problem in _problems(loaded.config):
-        findings.refuse(problem)
-    findings.raise_problems()
-    for notice in (*loaded.notices, *_notices(loaded.config)):
+    for notice in loaded.notices:
         findings.notice(notice)
+    _check(loaded.config, findings)
+    findings.raise_problems()
     by_default, written = list[Entry](), list[Entry]()
     for key, value, source in _translate(loaded.config):
         origin = f"{key_name(source)}, {loaded.origins.get(source, 'its default')}"
@@ -109,34 +108,28 @@ def load_run(
     return load_sources(RLConfig, [by_default, variables, written, run_entries], findings)
 
 
-def _problems(config: VfRLConfig) -> Iterator[str]:
-    """Yield the problems of batch settings that the dialect alone restricts."""
+def _check(config: VfRLConfig, findings: Findings) -> None:
+    """Refuse what the dialect alone restricts, and note each key whose effect here differs from the dialect's."""
     args, num_gpus, keys = config.trainer.args, config.trainer.gpus, ROOT.trainer.args
-    at_once = args.micro_batch_size * num_gpus
+    at_once, resume = args.micro_batch_size * num_gpus, args.resume_from_checkpoint
     if args.batch_size % at_once:
-        yield (
+        findings.refuse(
             f"{keys.batch_size} ({args.batch_size}) must be divisible by {keys.micro_batch_size} * {ROOT.trainer.gpus} "
             f"({args.micro_batch_size} * {num_gpus} = {at_once}): {args.batch_size} % {at_once} = {args.batch_size % at_once}; "
             f"try batch_size = {at_once * max(1, round(args.batch_size / at_once))}"
         )
-    if isinstance(args.resume_from_checkpoint, str) and _CHECKPOINT.fullmatch(args.resume_from_checkpoint) is None:
-        yield f'{keys.resume_from_checkpoint} must be true, false, or end with checkpoint-N, got "{args.resume_from_checkpoint}"'
+    if isinstance(resume, str) and _CHECKPOINT.fullmatch(resume) is None:
+        findings.refuse(f'{keys.resume_from_checkpoint} must be true, false, or end with checkpoint-N, got "{resume}"')
     if unknown := sorted({*_reports(args)} - {"wandb", "none", "all"}):
-        yield f'{keys.report_to} knows "wandb" and "none", got "{", ".join(unknown)}"'
-
-
-def _notices(config: VfRLConfig) -> Iterator[str]:
-    """Yield a notice for each key whose effect here differs from the dialect's."""
-    args, keys = config.trainer.args, ROOT.trainer.args
+        findings.refuse(f'{keys.report_to} knows "wandb" and "none", got "{", ".join(unknown)}"')
+    length = f"max_seq_len ({args.max_seq_len})"
     if "micro_batch_size" in args.model_fields_set:
-        yield (
-            f"{keys.micro_batch_size}: rows of packed rollouts have at most max_seq_len ({args.max_seq_len}) tokens, however "
-            "many rollouts fit"
-        )
+        findings.notice(f"{keys.micro_batch_size}: rows of packed rollouts have at most {length} tokens, however many fit")
     if args.max_prompt_len is not None:
-        yield f"{keys.max_prompt_len}: prompts are not cut; max_seq_len ({args.max_seq_len}) bounds prompt and completion"
+        findings.notice(f"{keys.max_prompt_len}: prompts are not cut; {length} bounds prompt and completion")
     if "/" in config.env.id:
-        yield f'env.id "{config.env.id}": the package {_environment_name(config)} of this machine is used; nothing is downloaded'
+        package = f"the package {_environment_name(config)} of this machine is used; nothing is downloaded"
+        findings.notice(f'env.id "{config.env.id}": {package}')
 
 
 def _environment_name(config: VfRLConfig) -> str:

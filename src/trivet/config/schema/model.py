@@ -100,7 +100,7 @@ class ActivationCheckpointConfig(Section):
     def _problems(self) -> Iterator[str]:
         if self.mode == "selective" and not self.targets:
             yield 'targets must name at least one part of a block, e.g. ["norm", "mlp"]'
-        if self.mode == "full" and "targets" in self.model_fields_set and self.targets != ["norm"]:
+        if self.mode == "full" and self.targets != ["norm"]:
             yield 'targets are for mode = "selective": "full" computes whole blocks again'
 
 
