@@ -94,7 +94,6 @@ def make_loop(
     load_watcher = LoadWatcher(config.concurrency, servers=servers, dispatcher=dispatcher)
 
     def read_gauges() -> Mapping[str, float]:
-        """Return the metrics of everything around the loop."""
         return {
             **load_watcher.metrics(),
             **servers.probe_metrics(),

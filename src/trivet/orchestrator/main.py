@@ -57,13 +57,11 @@ async def _run(config: OrchestratorConfig) -> int:
     running: list[Loop] = []
 
     def preempt() -> bool:
-        """Preempt the loop; return False while there is none, which cancels the run."""
         for loop in running:
             loop.preempt()
         return bool(running)
 
     async def work() -> int:
-        """Run from the environments to the last step."""
         async with open_environments(config) as pool:
             await run(config, pool, on_loop=running.append)
         return 0

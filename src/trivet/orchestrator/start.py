@@ -123,7 +123,6 @@ async def _begin_sampling(
     await _ensure_first_policy(loop, config)
 
     async def read_prompts(draws: Sequence[Draw]) -> list[list[dict[str, Any]]]:
-        """Return the prompt of each draw."""
         return [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws]
 
     async with AsyncExitStack() as asking:

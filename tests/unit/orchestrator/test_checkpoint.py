@@ -48,8 +48,8 @@ def test_what_is_written_is_read_back(layout: RunLayout) -> None:
     found = read_part(layout, Step(3), rollouts_per_example=2)
     assert (found.sampler, found.progress, found.buffer.in_flight) == (part.sampler, part.progress, part.buffer.in_flight)
     assert [parked.example_hash for parked in found.sampler.parked["toy"]]
-    owed = read_pending_groups(layout, Step(3))
-    assert (owed.next_group_id, owed.ready, owed.in_flight) == (1, {4}, {5})
+    pending = read_pending_groups(layout, Step(3))
+    assert (pending.next_group_id, pending.ready, pending.in_flight) == (1, {4}, {5})
 
 
 def test_another_group_size_is_refused_with_both_values(layout: RunLayout) -> None:

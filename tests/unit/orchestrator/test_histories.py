@@ -41,9 +41,9 @@ def judge(run: SimulatedRun) -> RunHistory:
     assert history.ledger.breaches == []
     batches = [event for event in run.events if isinstance(event, BatchFormed)]
     assert [batch.step for batch in batches] == list(range(1, run.plan.max_steps + 1))
-    owed = run.loop.buffer.snapshot(also_in_flight=run.loop.dispatcher.undispatched_draws)
-    assert history.groups.state.pending.in_flight == {draw.group_id for draw in owed.in_flight}
-    assert history.groups.state.pending.ready == {group.group_id for group in owed.ready}
+    pending = run.loop.buffer.snapshot(also_in_flight=run.loop.dispatcher.undispatched_draws)
+    assert history.groups.state.pending.in_flight == {draw.group_id for draw in pending.in_flight}
+    assert history.groups.state.pending.ready == {group.group_id for group in pending.ready}
     return history
 
 
@@ -99,7 +99,7 @@ def test_the_same_seed_gives_the_same_history(published):
     assert first.events == second.events
 
 
-@pytest.mark.parametrize(("train_s", "group_s"), [(20.0, 20.0), (30.0, 10.0), (10.0, 30.0)])
+@pytest.mark.parametrize(("train_s", "group_s"), [(30.0, 10.0), (10.0, 30.0)])
 def test_steps_take_the_longer_of_training_and_generating_at_async_level_one_and_the_sum_at_zero(train_s, group_s, published):
     assert step_s(published, level=1, train_s=train_s, group_s=group_s) <= 1.1 * max(train_s, group_s)
     assert step_s(published, level=0, train_s=train_s, group_s=group_s) >= train_s + group_s
