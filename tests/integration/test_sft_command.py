@@ -13,9 +13,10 @@ from trivet.evaluation.targets import read_origin
 from trivet.weights.manifest import verify
 
 STARTED_WITHIN_S = 600
-NUM_STEPS = 30
-KILLED = {"name": "killed", "point": "optimizer_step.during", "action": "kill", "step": 13}
+NUM_STEPS = 8
+KILLED = {"name": "killed", "point": "optimizer_step.during", "action": "kill", "step": 6}
 """SIGKILL ends the rank in the middle of this step."""
+RANKED = ("--num-ranks", "2", "--max-steps", "4")
 
 WORDS = {
     "short": ["ab", "cd", "ef", "gh", "ij"],
@@ -25,18 +26,18 @@ CONFIG = """
 max_steps = {num_steps}
 model = {{ name = "{model}", compute_dtype = "float32", seq_len = 64 }}
 optim = {{ lr = 3e-3 }}
-ckpt = {{ interval = 5 }}
+ckpt = {{ interval = 2 }}
 
 [data]
 name = "mixture"
 subsets = ["short", "long"]
 probabilities = [0.3, 0.7]
 stopping_strategy = "all_exhausted"
-batch_size = 4
+batch_size = 8
 loss_mask = {{ user = true }}
 
 [val]
-interval = 10
+interval = 4
 eval_on_start = true
 data = {{ name = "mixture/long", splits = ["train[:3]"] }}
 """
@@ -82,26 +83,28 @@ def series(layout: RunLayout, name: str) -> dict[int, float]:
 
 @pytest.mark.core
 def test_a_killed_run_goes_on_as_if_nothing_had_been_and_two_ranks_see_the_same(place: Path) -> None:
-    whole = finish(start(place, "whole"), place, "whole")
-    assert list(series(whole, "val/loss")) == [0, 10, 20, 30]
-    assert series(whole, "val/loss")[30] < series(whole, "val/loss")[0]
+    (place / "faults.json").write_text(json.dumps({"seed": 0, "faults": [KILLED]}))
+    unbroken, killed = start(place, "whole"), start(place, "broken", "--faults.schedule", "faults.json")
+    broken = RunLayout(place / "broken")
+    assert killed.wait(STARTED_WITHIN_S) != 0
+    assert 1 <= committed_steps(broken)[-1] < KILLED["step"]
+    resumed, two_ranks = start(place, "broken", "--ckpt.resume-step", "-1"), start(place, "ranked", *RANKED)
+    whole = finish(unbroken, place, "whole")
+    assert list(series(whole, "val/loss")) == [0, 4, 8]
+    assert series(whole, "val/loss")[8] < series(whole, "val/loss")[0]
     assert series(whole, "data/epoch")[NUM_STEPS] >= 2
     assert "Step 0 | Val. Loss: " in (place / "whole.out").read_text()
     assert read_origin(whole.weights).max_steps == NUM_STEPS
 
-    (place / "faults.json").write_text(json.dumps({"seed": 0, "faults": [KILLED]}))
-    process, broken = start(place, "broken", "--faults.schedule", "faults.json"), RunLayout(place / "broken")
-    assert process.wait(STARTED_WITHIN_S) != 0
-    assert 1 <= committed_steps(broken)[-1] < KILLED["step"]
-    finish(start(place, "broken", "--ckpt.resume-step", "-1"), place, "broken")
+    finish(resumed, place, "broken")
     for name in ("loss/mean", "val/loss", "progress/total_tokens"):
         assert series(broken, name) == series(whole, name)
     assert verify(broken.weights_step(NUM_STEPS)).digest == verify(whole.weights_step(NUM_STEPS)).digest
 
-    ranked = finish(start(place, "ranked", "--num-ranks", "2", "--max-steps", "10"), place, "ranked")
+    ranked = finish(two_ranks, place, "ranked")
     for name in ("loss/mean", "val/loss", "optim/grad_norm"):
-        expected = {step: value for step, value in series(whole, name).items() if step <= 10}
-        # float32 sums in another order over ten steps.
+        expected = {step: value for step, value in series(whole, name).items() if step <= 4}
+        # float32 sums in another order over four steps.
         assert series(ranked, name) == pytest.approx(expected, rel=1e-3)
 
 

@@ -84,11 +84,6 @@ def test_a_checkpoint_without_the_roles_part_is_refused(tmp_path: Path) -> None:
         choose_resume_step(OrchestratorConfig.model_validate({"output_dir": tmp_path, "ckpt": {"resume_step": 3}}))
 
 
-def test_a_resume_with_nothing_left_to_do_is_refused(layout: RunLayout) -> None:
-    with pytest.raises(ResumeError, match=r"max_steps \(4\) must be above the step resumed from \(4\)"):
-        choose_resume_step(trainer(layout, max_steps=4))
-
-
 def test_a_role_that_starts_anew_does_not_begin_over_committed_checkpoints(layout: RunLayout, tmp_path: Path) -> None:
     for kind in (TrainerConfig, OrchestratorConfig):
         with pytest.raises(ConfigError, match=r"holds the committed checkpoints .*ckpt\.resume_step = -1"):
@@ -96,10 +91,11 @@ def test_a_role_that_starts_anew_does_not_begin_over_committed_checkpoints(layou
         choose_start(kind(output_dir=tmp_path / "new"))
 
 
-def test_a_role_alone_cannot_fork(layout: RunLayout) -> None:
-    config = TrainerConfig.model_validate({"ckpt": {"resume_from": layout.root}})
+def test_a_role_alone_cannot_fork_and_a_run_is_no_fork_of_itself(layout: RunLayout) -> None:
     with pytest.raises(ResumeError, match="give it to `rl`, or to `sft`"):
-        choose_resume_step(config)
+        choose_resume_step(TrainerConfig.model_validate({"ckpt": {"resume_from": layout.root}}))
+    with pytest.raises(ResumeError, match="is the run's own output_dir"):
+        choose_fork(layout, source=layout.root, resume_step=2)
 
 
 def test_a_fork_begins_with_the_others_checkpoint_and_leaves_it_as_it_is(layout: RunLayout, tmp_path: Path) -> None:
@@ -123,11 +119,6 @@ def test_a_fork_takes_the_policies_that_its_first_batch_needs(layout: RunLayout,
     adopt(layout.root, Step(2), into=fork, versions=range(2))
     assert [path.name for path in fork.weights.iterdir()] == ["step_1"]
     assert content_of(fork.weights_step(1)) == content_of(layout.weights_step(1))
-
-
-def test_a_run_is_no_fork_of_itself(layout: RunLayout) -> None:
-    with pytest.raises(ResumeError, match="is the run's own output_dir"):
-        choose_fork(layout, source=layout.root, resume_step=2)
 
 
 def test_a_damaged_checkpoint_is_not_forked(layout: RunLayout, tmp_path: Path) -> None:

@@ -1,8 +1,20 @@
+import logging
 from pathlib import Path
 
 import pytest
 
-from trivet.checkpoints.settings import CONFIG_FILE, MAY_CHANGE, changes, flatten, require_same_settings, write_settings
+from trivet.checkpoints.settings import (
+    CONFIG_FILE,
+    DATA_FILE,
+    MAY_CHANGE,
+    DataRecord,
+    changes,
+    compare_data,
+    flatten,
+    require_same_settings,
+    write_data_record,
+    write_settings,
+)
 from trivet.config.keys import find_key
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.sft import SftConfig
@@ -11,6 +23,7 @@ from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import CheckpointError, ResumeError
 from trivet.wire.versions import Step
 
+BEFORE = {"environment 'a'": DataRecord(num_records=60, digest="one")}
 BASE = {"model": {"name": "m"}, "optim": {"lr": 0.01}}
 
 
@@ -76,3 +89,49 @@ def test_a_key_that_this_version_does_not_have_refuses_no_resume(tmp_path: Path)
     write_settings(tmp_path, trainer())
     (tmp_path / CONFIG_FILE).write_text(f"max_mismatch_kl = 0.2\n{(tmp_path / CONFIG_FILE).read_text()}")
     require_same_settings(tmp_path, trainer(), ckpt=trainer().ckpt, step=Step(6))
+
+
+def compare_records(part: Path, records: dict[str, DataRecord], *, strict_key: str | None = None) -> None:
+    compare_data(part, records, step=Step(4), strict_key=strict_key)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (DataRecord(num_records=60, digest="two"), "60 as before, with other contents"),
+        (DataRecord(num_records=61, digest="two"), "61 instead of 60"),
+    ],
+)
+def test_other_data_are_said_or_refused(
+    tmp_path: Path, record: DataRecord, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_data_record(tmp_path, BEFORE)
+    with caplog.at_level(logging.WARNING):
+        compare_records(tmp_path, {"environment 'a'": record})
+    assert f"environment 'a': the data are not those of checkpoint step_4 ({said})" in caplog.text
+    with pytest.raises(ResumeError, match=r"orchestrator\.strict_data = true refuses"):
+        compare_records(tmp_path, {"environment 'a'": record}, strict_key="orchestrator.strict_data")
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        BEFORE,
+        {},
+        BEFORE | {"new": DataRecord(num_records=1, digest="x")},
+        {"environment 'a'": DataRecord(num_records=60, digest="")},
+    ],
+)
+def test_the_same_data_and_new_ones_and_unknown_ones_are_not_refused(
+    tmp_path: Path, records: dict[str, DataRecord], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_data_record(tmp_path, BEFORE)
+    compare_records(tmp_path, records, strict_key="strict_data")
+    assert caplog.text == ""
+
+
+def test_a_part_without_a_record_is_not_compared_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    compare_records(tmp_path, BEFORE, strict_key="strict_data")
+    (tmp_path / DATA_FILE).write_text("{")
+    with pytest.raises(CheckpointError, match=r"data\.json cannot be read"):
+        compare_records(tmp_path, BEFORE)

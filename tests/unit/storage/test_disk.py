@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trivet.errors import DiskFull
-from trivet.storage.disk import describe_full_disk, explaining_full_disk, free_bytes, is_full_disk, require_free_space
+from trivet.storage.disk import describe_full_disk, explaining_full_disk, free_bytes, require_free_space
 
 
 def test_room_is_asked_for_before_anything_is_written(tmp_path: Path) -> None:
@@ -46,13 +46,9 @@ def test_a_full_disk_is_recognised_in_any_dress(error: Exception, tmp_path: Path
         fail()
 
 
-def test_other_errors_pass_unchanged(tmp_path: Path) -> None:
-    assert not is_full_disk(OSError(errno.EACCES, "Permission denied"))
+def test_other_errors_pass_unchanged_and_an_unexpected_write_names_its_file(tmp_path: Path) -> None:
     with pytest.raises(KeyError), explaining_full_disk(tmp_path, what="weights"):
         raise KeyError("name")
-
-
-def test_an_unexpected_write_names_its_file(tmp_path: Path) -> None:
     text = describe_full_disk(OSError(errno.ENOSPC, "No space left on device", str(tmp_path)))
     assert str(tmp_path) in text
     assert "ckpt.resume_step = -1" in text

@@ -56,10 +56,6 @@ def test_an_interrupted_removal_is_swept(tmp_path):
     assert list_files(tmp_path) == ["step_2/data"]
 
 
-def test_removing_what_is_not_there_does_nothing(tmp_path):
-    remove_directory(tmp_path / "absent", marker="MARKER")
-
-
 def test_sync_tree_makes_private_files_readable(tmp_path):
     path = tmp_path / "sub" / "private"
     write_atomically(path, b"x")
