@@ -42,7 +42,7 @@ from trivet.config.schema.shared import WeightsConfig
 from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, DefaultLossConfig
 from trivet.launcher.plan import rank_environment
 from trivet.machine import inspect_machine
-from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.measurement.performance import model_cost, peak_memory_gib
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer

@@ -34,7 +34,7 @@ from trivet.trainer.checkpoint import shard_file
 from trivet.trainer.checkpoint.shard_file import ShardFile, write_direct
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.loop import extend_wait_of_ranks, receive
-from trivet.trainer.losses.select import cross_entropy
+from trivet.trainer.losses.formulas import cross_entropy
 from trivet.trainer.model.export import Exporter
 from trivet.trainer.open_session import open_session
 from trivet.trainer.ranks.world import World, barrier, open_group, open_world, sum_over_ranks

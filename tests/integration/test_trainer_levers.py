@@ -27,7 +27,7 @@ from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule
 from trivet.examples.tiny_model import make_model, make_tokenizer
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
-from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.model import policy_model
 from trivet.trainer.model.export import gather_weights
 from trivet.trainer.model.policy_model import PolicyModel, load_policy

@@ -19,7 +19,7 @@ from trivet.config.schema.model import LoRAConfig
 from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
 from trivet.errors import InferenceError, TrivetError
 from trivet.examples.tiny_model import make_tokenizer
-from trivet.trainer.losses.select import cross_entropy
+from trivet.trainer.losses.formulas import cross_entropy
 from trivet.trainer.model.blocks import blocks_of
 from trivet.trainer.model.export import Exporter
 from trivet.trainer.model.policy_model import PolicyModel, load_policy

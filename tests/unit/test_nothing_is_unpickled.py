@@ -21,7 +21,7 @@ OBJECTS = {
     "read_pickle",
 }
 ALLOWED = {
-    ("src/trivet/trainer/checkpoint/shard_reader.py", "import pickle"),  # knows which classes a checkpoint's metadata may name
+    ("src/trivet/trainer/checkpoint/state.py", "import pickle"),  # knows which classes a checkpoint's metadata may name
     ("src/trivet/library/functions.py", "import cloudpickle"),  # writes the user's functions for the user's own processes
 }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trivet.algorithms.rounding import rounding_error
+from trivet.algorithms.arithmetic import rounding_error
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import count_tokens
 

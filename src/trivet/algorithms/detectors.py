@@ -11,7 +11,7 @@ from statistics import median
 
 import numpy as np
 
-from trivet.algorithms.rounding import are_equal
+from trivet.algorithms.arithmetic import are_equal
 from trivet.key_names import key_name, list_keys
 
 Metrics = Mapping[str, float]
@@ -83,13 +83,15 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
     return [
         detector(
             "equal_rewards",
-            equal_rewards,
+            _find_equal_rewards,
             "the task is too hard or too easy for the model, or the reward function always says the same: look at rollouts/, "
             "raise sampling.temperature, or take other examples",
         ),
         detector(
             "zero_advantages",
-            zero_advantages,
+            lambda metrics: (
+                "every group of the batch has advantage 0" if metrics.get("batch/effective_batch_size") == 0.0 else None
+            ),
             "no group tells its rollouts apart, so nothing is learnt: raise rollouts_per_example or sampling.temperature, or "
             "set orchestrator.buffer.online_difficulty_filtering = true",
         ),
@@ -105,30 +107,30 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
         ),
         detector(
             "entropy_collapse",
-            _Fallen("entropy/mean", share=thresholds.entropy_share),
+            _find_fall("entropy/mean", share=thresholds.entropy_share),
             "the policy hardly varies its answers any more: lower optim.lr, raise sampling.temperature, or stop here",
         ),
         detector(
             "mismatch_drift",
-            lambda metrics: _exceeds(metrics, "mismatch_kl/mean", thresholds.mismatch_kl),
+            lambda metrics: _find_excess(metrics, "mismatch_kl/mean", thresholds.mismatch_kl),
             "trainer and server disagree about the same tokens: lower max_off_policy_steps or optim.lr, and check that both "
             "use the same dtype and that sampling is not cut (top_p, top_k, min_p, penalties)",
         ),
         detector(
             "gradient_spike",
-            _Spike("optim/grad_norm", factor=thresholds.gradient_factor),
+            _find_spike("optim/grad_norm", factor=thresholds.gradient_factor),
             "a single one is clipped by optim.max_norm; if they repeat, lower optim.lr and look at the rollouts of the step",
             patience=1,
         ),
         detector(
             "stuck_policy",
-            _Unmoved("progress/ckpt_step"),
+            _find_standstill("progress/ckpt_step"),
             "batches are filled from an old policy: see whether the servers refuse new weights (logs/inference.stdout)",
             patience=thresholds.stuck_policy_steps,
         ),
         detector(
             "no_loss_tokens",
-            no_loss_tokens,
+            lambda metrics: "no token to train on" if metrics.get("batch/loss_tokens") == 0.0 else None,
             f"every completion was empty, masked or cut at {key_name('seq_len')}: raise "
             f"{list_keys('seq_len', 'orchestrator.sampling.max_tokens')}, check the filters",
             patience=1,
@@ -136,23 +138,11 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
     ]
 
 
-def equal_rewards(metrics: Metrics) -> str | None:
-    """Find a batch whose rewards are all equal."""
+def _find_equal_rewards(metrics: Metrics) -> str | None:
     low, high = metrics.get("reward/min"), metrics.get("reward/max")
     if low is None or high is None or not are_equal(np.array([low, high])):
         return None
     return f"every rollout of the batch has reward {low:g}"
-
-
-def zero_advantages(metrics: Metrics) -> str | None:
-    """Find a batch whose advantages are all 0."""
-    share = metrics.get("batch/effective_batch_size")
-    return "every group of the batch has advantage 0" if share == 0.0 else None
-
-
-def no_loss_tokens(metrics: Metrics) -> str | None:
-    """Find a batch without a token to train on."""
-    return "no token to train on" if metrics.get("batch/loss_tokens") == 0.0 else None
 
 
 def _above(metrics: Metrics, name: str, share: float, what: str) -> str | None:
@@ -160,59 +150,54 @@ def _above(metrics: Metrics, name: str, share: float, what: str) -> str | None:
     return f"{value:.0%} {what} ({name}, limit {share:.0%})" if value is not None and value >= share else None
 
 
-def _exceeds(metrics: Metrics, name: str, limit: float) -> str | None:
+def _find_excess(metrics: Metrics, name: str, limit: float) -> str | None:
     value = metrics.get(name)
     return f"{name} is {value:.3g}, above {limit:g}" if value is not None and value > limit else None
 
 
-class _Fallen:
-    """A metric has fallen below a share of its level in the first steps."""
+def _find_fall(name: str, *, share: float) -> Condition:
+    """Return the condition that a metric has fallen below a share of its level in the first steps."""
+    first: list[float] = []
 
-    def __init__(self, name: str, *, share: float) -> None:
-        self._name = name
-        self._share = share
-        self._first: list[float] = []
-
-    def __call__(self, metrics: Metrics) -> str | None:
-        value = metrics.get(self._name)
+    def find(metrics: Metrics) -> str | None:
+        value = metrics.get(name)
         if value is None:
             return None
-        if len(self._first) < _REFERENCE_STEPS:
-            self._first.append(value)
+        if len(first) < _REFERENCE_STEPS:
+            first.append(value)
             return None
-        level = median(self._first)
-        if value >= self._share * level:
+        level = median(first)
+        if value >= share * level:
             return None
-        return f"{self._name} is {value:.3g}, less than {self._share:.0%} of its level at the start ({level:.3g})"
+        return f"{name} is {value:.3g}, less than {share:.0%} of its level at the start ({level:.3g})"
+
+    return find
 
 
-class _Spike:
-    """A metric is many times its median over the last steps."""
+def _find_spike(name: str, *, factor: float) -> Condition:
+    """Return the condition that a metric is many times its median over the last steps."""
+    recent: deque[float] = deque(maxlen=_RECENT_STEPS)
 
-    def __init__(self, name: str, *, factor: float) -> None:
-        self._name = name
-        self._factor = factor
-        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
-
-    def __call__(self, metrics: Metrics) -> str | None:
-        value = metrics.get(self._name)
+    def find(metrics: Metrics) -> str | None:
+        value = metrics.get(name)
         if value is None:
             return None
-        level = median(self._recent) if len(self._recent) >= _REFERENCE_STEPS else None
-        self._recent.append(value)
-        if not level or value <= self._factor * level:
+        level = median(recent) if len(recent) >= _REFERENCE_STEPS else None
+        recent.append(value)
+        if not level or value <= factor * level:
             return None
-        return f"{self._name} is {value:.3g}, {value / level:.0f} times its recent median ({level:.3g})"
+        return f"{name} is {value:.3g}, {value / level:.0f} times its recent median ({level:.3g})"
+
+    return find
 
 
-class _Unmoved:
-    """A counter has the value of the step before."""
+def _find_standstill(name: str) -> Condition:
+    """Return the condition that a counter has the value of the step before."""
+    last: list[float | None] = [None]
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._last: float | None = None
+    def find(metrics: Metrics) -> str | None:
+        value = metrics.get(name)
+        before, last[0] = last[0], value
+        return f"the servers hold policy {value:.0f}" if value is not None and value == before else None
 
-    def __call__(self, metrics: Metrics) -> str | None:
-        value = metrics.get(self._name)
-        last, self._last = self._last, value
-        return f"the servers hold policy {value:.0f}" if value is not None and value == last else None
+    return find

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
-from trivet.algorithms.rounding import is_at_least
+from trivet.algorithms.arithmetic import is_at_least
 
 PASSING_REWARD = 1.0
 """Lowest reward of a rollout that counts as a success in pass@k, in training and in evaluation. Rubrics give 1.0 for a right answer

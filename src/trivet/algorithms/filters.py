@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from trivet.algorithms.rounding import are_equal
+from trivet.algorithms.arithmetic import are_equal
 from trivet.wire.rollouts import Group, MaskedTokens, Rollout, Sample
 
 _NO_ADVANTAGE = 1e-12

@@ -61,9 +61,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def convert_dtype(name: str) -> ProbeDtype:
     """Return a dtype of torch's by the name under which a probe has it."""
-    for known in MAX_MEAN_DIFFERENCE:
-        if name == known:
-            return known
+    if name in MAX_MEAN_DIFFERENCE:
+        return name
     raise WeightsError(f"no limit is known for a probe in {name}: use one of {', '.join(MAX_MEAN_DIFFERENCE)}")
 
 
@@ -83,7 +82,7 @@ def cut_samples(conversations: Sequence[Sequence[int]], *, num_tokens: int) -> l
 
 
 def compare(probe: Probe, found: Sequence[Sequence[float]], *, dtype: ProbeDtype, where: str) -> ProbeResult:
-    """Compare what another process computed for the tokens of `probe`.
+    """Refuse what another process computed for the tokens of `probe` if it differs by more than rounding explains.
 
     Args:
         found: log-probabilities, shaped as those of the samples.

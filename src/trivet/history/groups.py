@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from trivet.algorithms.staleness import is_stale
+from trivet.algorithms.dispatching import is_stale
 from trivet.checkpoints.orchestrator_part import PendingGroups
 from trivet.history.ledger import Invariant, Ledger
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Filter, Finish, RolloutsWritten

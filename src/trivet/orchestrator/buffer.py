@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from trivet.algorithms.arithmetic import are_equal, rounding_error
 from trivet.algorithms.difficulty import has_passed
+from trivet.algorithms.dispatching import is_stale
 from trivet.algorithms.filters import (
     FilterReason,
     Gibberish,
@@ -31,8 +33,6 @@ from trivet.algorithms.filters import (
     filter_reason,
     mask_rollouts,
 )
-from trivet.algorithms.rounding import are_equal, rounding_error
-from trivet.algorithms.staleness import is_stale
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.orchestrator.prompts import MAX_NAMED, PromptLimits
 from trivet.orchestrator.sampler import Draw

@@ -29,10 +29,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from trivet.algorithms.advantages import AdvantageFunction, AdvantageInputs
-from trivet.algorithms.concurrency import TokenBucket
+from trivet.algorithms.arithmetic import round_down
+from trivet.algorithms.dispatching import TokenBucket, may_dispatch, required_version
 from trivet.algorithms.packing import truncate
-from trivet.algorithms.rounding import round_down
-from trivet.algorithms.staleness import may_dispatch, required_version
 from trivet.backoff import backoff_s
 from trivet.client.server_pool import ServerPool
 from trivet.config.schema.orchestrator import OrchestratorConfig

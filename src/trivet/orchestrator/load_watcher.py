@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from trivet.algorithms.concurrency import LoadSince, next_limit
+from trivet.algorithms.dispatching import LoadSince, next_limit
 from trivet.client.inference_client import ServerLoad
 from trivet.client.server_pool import ServerPool
 from trivet.config.schema.inference import ConcurrencyConfig

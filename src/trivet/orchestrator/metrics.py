@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from trivet.algorithms.dispatching import staleness
 from trivet.algorithms.filters import FilterReason, RolloutFilter
-from trivet.algorithms.staleness import staleness
 from trivet.orchestrator.buffer import FinishedGroup, GroupCounters
 from trivet.orchestrator.checkpoint import RunTotals
 from trivet.wire.rollouts import Group, Rollout

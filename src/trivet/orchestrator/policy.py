@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
-from trivet.algorithms.staleness import required_version, target_version
+from trivet.algorithms.dispatching import required_version, target_version
 from trivet.client.server import TargetPolicy
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import STABLE, RunLayout

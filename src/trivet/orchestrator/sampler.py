@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from trivet.algorithms.arithmetic import derive_seed, round_down
 from trivet.algorithms.difficulty import Difficulty, FairTurns, difficulty_of
-from trivet.algorithms.rounding import round_down
-from trivet.algorithms.seeds import derive_seed
 from trivet.config.schema.orchestrator import BufferConfig
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import GroupId, Step

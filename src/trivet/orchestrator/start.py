@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from trivet.algorithms.staleness import required_version
+from trivet.algorithms.dispatching import required_version
 from trivet.checkpoints.commit import ORCHESTRATOR, resolve_resume_step
 from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard

@@ -15,12 +15,7 @@ class Background:
     """A thread that does one piece of work after the other."""
 
     def __init__(self, name: str, *, is_async: bool = True) -> None:
-        """Start no thread yet.
-
-        Args:
-            name: names the thread, and the work in the log.
-            is_async: `start` returns while the work is running; otherwise it returns once the work is done.
-        """
+        """Name the thread, and the work in the log. Without `is_async`, `start` returns once the work is done."""
         self._name = name
         self._is_async = is_async
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

@@ -10,7 +10,7 @@ The code for GPUs has not run on one yet.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,7 +47,11 @@ def read_numbers(*numbers: torch.Tensor) -> list[float]:
 def read_values(parts: Sequence[Mapping[str, torch.Tensor | Selected]]) -> dict[str, np.ndarray]:
     """Return the values of each name in all `parts`, one part after the other, with one wait for all of them."""
     names = list({name: None for part in parts for name in part})
-    columns = {name: _join([part[name] for part in parts if name in part]) for name in names}
+    columns: dict[str, list[torch.Tensor]] = {}
+    for name in names:
+        entries = [part[name] for part in parts if name in part]
+        pairs = [entry if isinstance(entry, Selected) else (entry,) for entry in entries]
+        columns[name] = [torch.cat(list(column)) for column in zip(*pairs, strict=True)]
     hosts = {
         name: [copy_to_host(tensor) if tensor.is_cuda else tensor for tensor in column] for name, column in columns.items()
     }
@@ -55,13 +59,6 @@ def read_values(parts: Sequence[Mapping[str, torch.Tensor | Selected]]) -> dict[
         torch.cuda.current_stream(device).synchronize()
     arrays = {name: [host.numpy() for host in column] for name, column in hosts.items()}
     return {name: column[0] if len(column) == 1 else column[0][column[1]] for name, column in arrays.items()}
-
-
-def _join(entries: Sequence[torch.Tensor | Selected]) -> list[torch.Tensor]:
-    """Return the joined values, and their joined mask where they have one."""
-    if isinstance(entries[0], Selected):
-        return [torch.cat(list(column)) for column in zip(*entries, strict=True)]
-    return [torch.cat([entry for entry in entries if isinstance(entry, torch.Tensor)])]
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,48 +71,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class CopyEvent(Protocol):
-    """An event of a stream."""
-
-    def synchronize(self) -> None:
-        """Return once the stream has come to it."""
-        ...
-
-
-class CopiesInFlight:
-    """Bounds the bytes of sources that are kept on the device until they are copied."""
-
-    def __init__(self, *, max_bytes: int) -> None:
-        """Begin with none."""
-        self._max_bytes = max_bytes
-        self._copies: deque[tuple[CopyEvent, int]] = deque()
-        self._num_bytes = 0
-
-    def add(self, copied: CopyEvent, *, num_bytes: int) -> None:
-        """Note a copy that was begun, and wait for the oldest ones while there are too many bytes. One copy is always allowed.
-
-        Args:
-            copied: comes once the source has been copied.
-        """
-        self._copies.append((copied, num_bytes))
-        self._num_bytes += num_bytes
-        while self._num_bytes > self._max_bytes and len(self._copies) > 1:
-            oldest, freed = self._copies.popleft()
-            oldest.synchronize()
-            self._num_bytes -= freed
-
-
 class HostCopies:
     """Copies on a stream of their own. On the CPU a copy is done when it is started."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Open the stream.
-
-        Args:
-            device: the device of the tensors that are copied.
-        """
+    def __init__(self, device: torch.device, *, max_bytes: int = _MAX_IN_FLIGHT_BYTES) -> None:
+        """Open a stream for copies from `device`, which keeps sources of at most `max_bytes` until they are copied."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._in_flight = CopiesInFlight(max_bytes=_MAX_IN_FLIGHT_BYTES)
+        self._max_bytes = max_bytes
+        self._in_flight: deque[tuple[torch.cuda.Event, int]] = deque()
+        """The event after each copy, and the bytes that are free once it has come."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a copy: page-locked where there is a GPU, which can copy to no other while it computes."""
@@ -124,8 +88,7 @@ class HostCopies:
     def start(self, target: torch.Tensor, source: torch.Tensor, *, does_change: bool) -> None:
         """Start to copy `source`, once the current stream has computed it, into `target`, which `empty` made.
 
-        Args:
-            does_change: later computing changes `source`, and must not overtake the copy.
+        `does_change` says that later computing changes `source`, and must not overtake the copy.
         """
         if self._stream is None or not source.is_cuda:
             target.copy_(source)
@@ -138,7 +101,15 @@ class HostCopies:
             current.wait_stream(self._stream)
         else:
             source.record_stream(self._stream)  # its memory is free once it is copied
-            self._in_flight.add(self._stream.record_event(), num_bytes=source.nbytes)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+            self.keep_in_flight(copied, num_bytes=source.nbytes)
+
+    def keep_in_flight(self, copied: torch.cuda.Event, *, num_bytes: int) -> None:
+        """Wait for the oldest copies while there are too many bytes. One copy may always be in flight."""
+        self._in_flight.append((copied, num_bytes))
+        while len(self._in_flight) > 1 and sum(size for _, size in self._in_flight) > self._max_bytes:
+            self._in_flight.popleft()[0].synchronize()
 
     def wait(self) -> None:
         """Return once every copy that was started has arrived."""

@@ -14,7 +14,7 @@ import torch
 
 from trivet.config.layout import RunLayout
 from trivet.errors import Diverged, OutOfMemory, TrivetError
-from trivet.trainer.device_copies import local_part
+from trivet.trainer.device_copies import Selected, local_part
 from trivet.trainer.ranks.world import World, gather_bytes
 from trivet.trainer.rows import RowTensors
 from trivet.weights.catalog import latest_version
@@ -33,27 +33,30 @@ _ALLOCATOR_MESSAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOutcome:
-    """The result of one row, kept until the step's loss is known to be finite."""
+    """The result of forward and backward of one row, on the device."""
 
     row: RowTensors
     logprobs_N: torch.Tensor
     share: torch.Tensor
     """The row's share of the step's loss."""
+    values: dict[str, torch.Tensor | Selected]
+    """Per-token and per-sample values of the row by metric name."""
 
 
 def describe_rows(outcomes: Sequence[RowOutcome], world: World) -> str:
     """List the samples, over all ranks, that made the loss infinite or NaN. Collective."""
     own = [text for outcome in outcomes if not bool(outcome.share.isfinite()) for text in _describe_row(outcome)]
-    return _list(_gather(own, world)) or "no row's own share is infinite, but their sum is"
+    return _list_over_ranks(own, world) or "no row's own share is infinite, but their sum is"
 
 
 def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], world: World) -> str:
     """List the parameters whose gradients are not finite on some rank. Collective."""
-    bad: list[str] = []
-    for name, parameter in parameters:
-        if parameter.grad is not None and not bool(local_part(parameter.grad).isfinite().all()):
-            bad.append(name.removeprefix("causal_lm."))
-    return _list(list(dict.fromkeys(_gather(bad, world)))) or "every gradient is finite, and their norm is not"
+    bad = [
+        name.removeprefix("causal_lm.")
+        for name, parameter in parameters
+        if parameter.grad is not None and not bool(local_part(parameter.grad).isfinite().all())
+    ]
+    return _list_over_ranks(bad, world) or "every gradient is finite, and their norm is not"
 
 
 def advise(rows: Sequence[MicroBatch], *, key_prefix: str) -> str:
@@ -70,11 +73,7 @@ def advise(rows: Sequence[MicroBatch], *, key_prefix: str) -> str:
 
 @contextmanager
 def naming_last_weights(layout: RunLayout, *, await_policy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Add to a `Diverged` from the block which weights are still good.
-
-    Args:
-        await_policy: returns once the policy of the step before is published.
-    """
+    """Add to a `Diverged` from the block which weights are still good, once `await_policy` has published the step before."""
     try:
         yield
     except Diverged as exc:
@@ -89,50 +88,40 @@ def naming_last_weights(layout: RunLayout, *, await_policy: Callable[[], None] =
 
 
 def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> AbstractContextManager[None]:
-    """Explain how to shrink `row` when memory runs out in its forward or backward pass.
-
-    Args:
-        key_prefix: the start of a trainer key as the user writes it, such as `trainer.`.
-    """
-
-    def explain(reason: str) -> str:
-        num_tokens, longest, num_trained = row.num_tokens, row.segments.longest_sample, len(row.targets_N)
-        if row.num_samples > 1:
-            shorter = f"{key_prefix}micro_batch_tokens = {max(longest, math.ceil(num_tokens / 2))}"
-        else:
-            shorter = f"a smaller {key_prefix}model.seq_len, such as {max(2, num_tokens // 2)}, as the row is one sample"
-        return (
-            f"memory ran out in a row of {num_tokens} tokens ({row.num_samples} samples, the longest of {longest} tokens, "
-            f"{num_trained} tokens trained): {reason}. Set {shorter}; [{key_prefix}model.ac] freq = 1, if it is not set; "
-            f"or {key_prefix}model.fused_lm_head_chunk_size = {max(1, min(chunk_size, num_trained) // 2)}"
-        )
-
-    return _raising_out_of_memory(explain)
+    """Explain how to shrink `row` when memory runs out in its forward or backward pass. `key_prefix` is that of `Learner`."""
+    num_tokens, longest, num_trained = row.num_tokens, row.segments.longest_sample, len(row.targets_N)
+    if row.num_samples > 1:
+        shorter = f"{key_prefix}micro_batch_tokens = {max(longest, math.ceil(num_tokens / 2))}"
+    else:
+        shorter = f"a smaller {key_prefix}model.seq_len, such as {max(2, num_tokens // 2)}, as the row is one sample"
+    return _explaining(
+        f"memory ran out in a row of {num_tokens} tokens ({row.num_samples} samples, the longest of {longest} tokens, "
+        f"{num_trained} tokens trained)",
+        f"Set {shorter}; [{key_prefix}model.ac] freq = 1, if it is not set; "
+        f"or {key_prefix}model.fused_lm_head_chunk_size = {max(1, min(chunk_size, num_trained) // 2)}",
+    )
 
 
 def explaining_update_memory(*, key_prefix: str) -> AbstractContextManager[None]:
     """Explain how to save memory when it runs out in the optimizer's update; see `explaining_memory`."""
-    return _raising_out_of_memory(
-        lambda reason: (
-            f"memory ran out in the optimizer's update, whose state is made in the first step: {reason}. Use more ranks, "
-            f"set {key_prefix}model.optim_cpu_offload = true (on a GPU), or train an adapter with [{key_prefix}model.lora]"
-        )
+    return _explaining(
+        "memory ran out in the optimizer's update, whose state is made in the first step",
+        f"Use more ranks, set {key_prefix}model.optim_cpu_offload = true (on a GPU), or train an adapter with "
+        f"[{key_prefix}model.lora]",
     )
 
 
 @contextmanager
-def _raising_out_of_memory(explain: Callable[[str], str]) -> Iterator[None]:
+def _explaining(failure: str, advice: str) -> Iterator[None]:
+    """Turn an allocator's error into an OutOfMemory. Torch has a type for GPUs; on a CPU it raises a RuntimeError."""
     try:
         yield
     except (RuntimeError, MemoryError) as exc:
-        if not is_out_of_memory(exc):
+        is_known = isinstance(exc, (torch.OutOfMemoryError, MemoryError))
+        if not is_known and not any(text in str(exc) for text in _ALLOCATOR_MESSAGES):
             raise
-        raise OutOfMemory(explain((str(exc).strip().splitlines() or [type(exc).__name__])[0])) from exc
-
-
-def is_out_of_memory(exc: BaseException) -> bool:
-    """Tell whether an allocator raised `exc`: torch has a type of its own for GPUs, on the CPU it raises a RuntimeError."""
-    return isinstance(exc, (torch.OutOfMemoryError, MemoryError)) or any(text in str(exc) for text in _ALLOCATOR_MESSAGES)
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        raise OutOfMemory(f"{failure}: {reason}. {advice}") from exc
 
 
 def _describe_row(outcome: RowOutcome) -> list[str]:
@@ -145,12 +134,10 @@ def _describe_row(outcome: RowOutcome) -> list[str]:
     names = [f"row {index} sample {sample}" for index, sample in row.places] or [f"sample {n}" for n in range(row.num_samples)]
     texts: list[str] = []
     for number, sample in enumerate(names):
-        is_own_N = row.samples_N == number
         found: list[str] = []
         for name, values_N in columns.items():
-            values = values_N[is_own_N]
-            bad = values[~values.isfinite()]
-            if len(bad):
+            values = values_N[row.samples_N == number]
+            if len(bad := values[~values.isfinite()]):
                 found.append(f"{name} is {float(bad[0])} at {len(bad)} of {len(values)} tokens")
         if found:
             texts.append(f"{sample}: {', '.join(found)}")
@@ -160,11 +147,9 @@ def _describe_row(outcome: RowOutcome) -> list[str]:
     return texts
 
 
-def _gather(texts: list[str], world: World) -> list[str]:
-    parts = gather_bytes(world, msgspec.msgpack.encode(texts))
-    return [text for part in parts for text in msgspec.msgpack.decode(part, type=list[str])]
-
-
-def _list(texts: Sequence[str]) -> str:
+def _list_over_ranks(own: list[str], world: World) -> str:
+    """List the texts of all ranks, each once. Collective."""
+    parts = gather_bytes(world, msgspec.msgpack.encode(own))
+    texts = list(dict.fromkeys(text for part in parts for text in msgspec.msgpack.decode(part, type=list[str])))
     more = f", and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
     return "; ".join(texts[:_MAX_NAMED]) + more

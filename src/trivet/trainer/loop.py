@@ -27,7 +27,7 @@ from trivet.faults import reach
 from trivet.key_names import key_name
 from trivet.telemetry import process_report
 from trivet.trainer.failures import naming_last_weights
-from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.model.reference import open_reference
 from trivet.trainer.open_session import open_session
 from trivet.trainer.probe import require_agreement, require_restored, samples_of
@@ -147,7 +147,7 @@ def _receive_probe(session: Session, config: TrainerConfig, receiver: BatchRecei
     batch = receive(session.world, receiver, session.from_step)
     process_report.begin("comparing the start policy with the inference servers")
     assert batch.purpose is BatchPurpose.PROBE, f"batch {batch.step} comes before the first to train"
-    _check(session, config, batch)
+    check_batch(batch, seq_len=config.model.seq_len, vocab_size=session.learner.model.embedding.num_embeddings)
     if not batch.micro_batches:
         return
     session.probe_samples = samples_of(batch.micro_batches[0])
@@ -175,11 +175,21 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
             batch = receive(session.world, receiver, step)
         session.raise_failure()
         if batch.purpose in (BatchPurpose.PREEMPT, BatchPurpose.END):
-            _end_early(session, batch)
+            last = Step(step - 1)
+            session.ending = "preempted" if batch.purpose is BatchPurpose.PREEMPT else "exhausted"
+            logger.info("%s after step=%s commits=%s", session.ending, last, batch.has_orchestrator_part)
+            process_report.begin(f"committing step {last}")
+            if batch.has_orchestrator_part:
+                session.save(last, parts=PARTS)
             return False
         process_report.begin(f"training step {step}")
         with session.failing_together(), naming_last_weights(session.layout, await_policy=session.await_policy):
-            _check(session, config, batch)
+            check_batch(
+                batch,
+                seq_len=config.model.seq_len,
+                vocab_size=session.learner.model.embedding.num_embeddings,
+                needs_teacher=config.loss.needs_teacher,
+            )
             reach("optimizer_step.before", step=step)
             result = train_step(session.learner, batch.micro_batches, step=step)
             for _ in range(1, config.num_iterations):
@@ -207,22 +217,3 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
     process_report.set_numbers(step=step)
     session.report(step, result, batch.micro_batches)
     return True
-
-
-def _end_early(session: Session, batch: Batch) -> None:
-    """Commit the last step, unless it is committed already, and record that the run was preempted or used up its record."""
-    last = Step(batch.step - 1)
-    session.ending = "preempted" if batch.purpose is BatchPurpose.PREEMPT else "exhausted"
-    logger.info("%s after step=%s commits=%s", session.ending, last, batch.has_orchestrator_part)
-    process_report.begin(f"committing step {last}")
-    if batch.has_orchestrator_part:
-        session.save(last, parts=PARTS)
-
-
-def _check(session: Session, config: TrainerConfig, batch: Batch) -> None:
-    check_batch(
-        batch,
-        seq_len=config.model.seq_len,
-        vocab_size=session.learner.model.embedding.num_embeddings,
-        needs_teacher=batch.purpose is BatchPurpose.TRAIN and config.loss.needs_teacher,
-    )

@@ -15,7 +15,7 @@ from trivet.secret import find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.loop import extend_wait_of_ranks, run
-from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.measurement.bench import run_bench
 from trivet.trainer.measurement.fake import FakeReceiver
 from trivet.trainer.model.initial_weights import read_config

@@ -37,11 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_learner(config: TrainingConfig, world: World, *, loss: Loss, max_steps: int | None) -> Learner:
-    """Load the start model, and make an optimizer that has taken no step. Collective.
-
-    Args:
-        max_steps: the step at which the learning-rate schedule ends.
-    """
+    """Load the start model, and make an optimizer that has taken no step. The schedule ends at `max_steps`. Collective."""
     model = load_policy(config.model, world, keeps_dropout=isinstance(config, SftConfig))
     return Learner(
         model=model,

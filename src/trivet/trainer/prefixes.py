@@ -45,13 +45,9 @@ class PrefixTree:
 
 
 def order_by_tokens(samples: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Order samples so that those which begin alike are neighbours.
+    """Order samples, integers [tokens of the sample], so that those which begin alike are neighbours.
 
-    Args:
-        samples: integers [tokens of the sample].
-
-    Returns:
-        Indices of the samples in this order, and for each the number of tokens that it shares with the one before it.
+    Returns indices of the samples in this order, and for each the number of tokens that it shares with the one before it.
     """
     keys = [np.ascontiguousarray(sample).tobytes() for sample in samples]
     order = sorted(range(len(samples)), key=keys.__getitem__)
@@ -67,8 +63,7 @@ def order_by_tokens(samples: Sequence[np.ndarray]) -> tuple[list[int], list[int]
 def group_by_prefix(samples: Sequence[np.ndarray], *, max_tokens: int) -> list[list[int]]:
     """Group samples that share a beginning, so that a group has at most `max_tokens` tokens to compute.
 
-    Returns:
-        Indices of the samples of each group. A sample that shares nothing, or alone exceeds `max_tokens`, is a group of its own.
+    Returns indices of the samples of each group. A sample that shares nothing, or exceeds `max_tokens`, is a group of its own.
     """
     groups: list[list[int]] = []
     num_tokens = 0

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def samples_of(row: MicroBatch) -> list[list[int]]:
     """Return the token ids of each sample of `row`."""
-    return [part.tolist() for part in np.split(row.token_ids_T, np.cumsum(row.sequence_lengths_S)[:-1])]
+    return [part.tolist() for part in row.split(row.token_ids_T)]
 
 
 def choose_samples(rows: Sequence[MicroBatch], *, num_tokens: int) -> list[list[int]]:
@@ -32,21 +32,28 @@ def choose_samples(rows: Sequence[MicroBatch], *, num_tokens: int) -> list[list[
 
 
 def score(model: PolicyModel, samples: Sequence[Sequence[int]], world: World, *, dtype: ProbeDtype) -> Probe:
-    """Return the probe of the model as it is now. Every rank computes all of it. Collective.
-
-    Args:
-        samples: token ids, at least two each.
-        dtype: the dtype that the model computes in.
-    """
+    """Return the probe of the model, which computes in `dtype`, as it is now. Every rank scores all `samples`. Collective."""
     scored: dict[int, list[float]] = {}
-    plan = plan_rows([_to_row(samples)], num_ranks=1, shares_prefixes=model.shares_prefixes, packs=model.packs)
+    lengths_S = np.array([len(ids) for ids in samples], dtype=np.int32)
+    position_ids_T = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths_S])
+    zeros_T = np.zeros(len(position_ids_T), dtype=np.float32)
+    row = MicroBatch(
+        token_ids_T=np.concatenate([np.array(ids, dtype=np.int32) for ids in samples]),
+        position_ids_T=position_ids_T,
+        loss_mask_T=position_ids_T > 0,
+        logprobs_T=zeros_T,
+        advantages_T=zeros_T,
+        temperatures_T=np.ones_like(zeros_T),
+        sequence_lengths_S=lengths_S,
+    )
+    plan = plan_rows([row], num_ranks=1, shares_prefixes=model.shares_prefixes, packs=model.packs)
     dropouts = [module for name, module in model.named_modules() if name.endswith(".lora_dropout")]
     for module in dropouts:
         module.eval()
     with torch.no_grad():
-        for row in plan.take(0, device=world.device):
-            parts = model(row).logprobs_N.float().cpu().split(row.num_loss_tokens_S)
-            scored |= {number: part.tolist() for (_, number), part in zip(row.places, parts, strict=True)}
+        for tensors in plan.take(0, device=world.device):
+            parts = model(tensors).logprobs_N.float().cpu().split(tensors.num_loss_tokens_S)
+            scored |= {number: part.tolist() for (_, number), part in zip(tensors.places, parts, strict=True)}
     for module in dropouts:
         module.train()
     free_gathered(model)
@@ -54,14 +61,17 @@ def score(model: PolicyModel, samples: Sequence[Sequence[int]], world: World, *,
 
 
 def require_agreement(probe: Probe, rows: Sequence[MicroBatch], *, dtype: ProbeDtype) -> ProbeResult:
-    """Compare the policy that a run starts from with what each server computed, a row a server.
+    """Refuse a start policy that differs from what a server computed for the probe at temperature 1, in `dtype`.
 
-    Args:
-        rows: the probe's samples with the server's log-probabilities at temperature 1.
-        dtype: the dtype that the servers compute in.
+    `rows` has a row for each server: the probe's samples with its log-probabilities.
     """
     results = [
-        compare(probe, _split(row, row.logprobs_T), dtype=dtype, where=f"the start policy on server {number} of {len(rows)}")
+        compare(
+            probe,
+            [part[1:].tolist() for part in row.split(row.logprobs_T)],
+            dtype=dtype,
+            where=f"the start policy on server {number} of {len(rows)}",
+        )
         for number, row in enumerate(rows, start=1)
     ]
     return max(results, key=lambda result: result.mismatch)
@@ -75,23 +85,3 @@ def require_restored(probe: Probe, published: Probe | None) -> None:
         compare(published, [sample.logprobs for sample in probe.samples], dtype=probe.dtype, where="the restored model")
     except WeightsError as exc:
         raise TrivetError(f"the checkpoint does not give back the policy that was published with it: {exc}") from exc
-
-
-def _split(row: MicroBatch, values_T: np.ndarray) -> list[list[float]]:
-    """Return the values of each sample's tokens but the first."""
-    return [part[1:].tolist() for part in np.split(values_T, np.cumsum(row.sequence_lengths_S)[:-1])]
-
-
-def _to_row(samples: Sequence[Sequence[int]]) -> MicroBatch:
-    lengths_S = np.array([len(ids) for ids in samples], dtype=np.int32)
-    position_ids_T = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths_S])
-    zeros_T = np.zeros(len(position_ids_T), dtype=np.float32)
-    return MicroBatch(
-        token_ids_T=np.concatenate([np.array(ids, dtype=np.int32) for ids in samples]),
-        position_ids_T=position_ids_T,
-        loss_mask_T=position_ids_T > 0,
-        logprobs_T=zeros_T,
-        advantages_T=zeros_T,
-        temperatures_T=np.ones_like(zeros_T),
-        sequence_lengths_S=lengths_S,
-    )

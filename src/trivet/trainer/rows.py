@@ -1,4 +1,4 @@
-"""Turns the packed rows of a batch into the rows that one rank computes on. Called by `trainer.step`.
+"""Turns the packed rows of a batch into the rows that one rank computes. Called by `trainer.step`.
 
 Legend: T tokens of a row, U of them that are computed (without those that samples share), S samples in it, N its loss tokens.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trivet.algorithms.balance import arrange
+from trivet.algorithms.packing import arrange
 from trivet.trainer.attention.packed import Segments
 from trivet.trainer.device_copies import to_device
 from trivet.trainer.prefixes import build_tree, flat_tree, group_by_prefix
@@ -115,13 +115,12 @@ def plan_rows(
     tokens: list[np.ndarray] = []
     packed: list[list[int]] = []
     for index, row in enumerate(rows):
-        trained = _trained_samples(row)
-        if any(trained):
+        if row.loss_mask_T.any():
+            masks, parts = row.split(row.loss_mask_T), row.split(row.token_ids_T)
             # A row that stays whole keeps all its samples, so that it need not be copied.
-            kept = [number for number in range(len(trained)) if trained[number] or (packs and max_tokens is None)]
+            kept = [number for number, mask_T in enumerate(masks) if mask_T.any() or (packs and max_tokens is None)]
             packed.append(list(range(len(samples), len(samples) + len(kept))))
             samples += [(index, number) for number in kept]
-            parts = np.split(row.token_ids_T, np.cumsum(row.sequence_lengths_S)[:-1])
             tokens += [parts[number] for number in kept]
     items = [[number] for number in range(len(samples))]
     if not packs:
@@ -166,23 +165,17 @@ def _choose_groups(tokens: Sequence[np.ndarray], *, max_tokens: int, max_shared_
     return groups
 
 
-def _trained_samples(row: MicroBatch) -> list[bool]:
-    """Return for each sample whether it has loss tokens."""
-    return [bool(mask_T.any()) for mask_T in np.split(row.loss_mask_T, np.cumsum(row.sequence_lengths_S))[:-1]]
-
-
 def join_samples(rows: Sequence[MicroBatch], places: Sequence[Place]) -> MicroBatch:
     """Make one row of these samples of `rows`, in this order."""
-    ends = {index: np.cumsum(rows[index].sequence_lengths_S) for index, _ in places}
-    spans = [
-        (index, slice(ends[index][number] - rows[index].sequence_lengths_S[number], ends[index][number]))
-        for index, number in places
-    ]
+    indices = {index for index, _ in places}
     joined: dict[str, np.ndarray | None] = {}
     for name in (name for name in MicroBatch.__struct_fields__ if name.endswith("_T")):
-        parts = [(getattr(rows[index], name), span) for index, span in spans]
-        is_whole = all(values is not None for values, _ in parts)
-        joined[name] = np.concatenate([values[span] for values, span in parts]) if is_whole else None
+        columns = {index: getattr(rows[index], name) for index in indices}
+        if any(values_T is None for values_T in columns.values()):
+            joined[name] = None
+            continue
+        parts = {index: rows[index].split(values_T) for index, values_T in columns.items()}
+        joined[name] = np.concatenate([parts[index][number] for index, number in places])
     lengths_S = np.array([rows[index].sequence_lengths_S[number] for index, number in places], dtype=np.int32)
     return MicroBatch(sequence_lengths_S=lengths_S, **joined)  # type: ignore[arg-type]  # only optional fields are None
 
@@ -190,13 +183,8 @@ def join_samples(rows: Sequence[MicroBatch], places: Sequence[Place]) -> MicroBa
 def to_tensors(
     row: MicroBatch, *, device: torch.device, places: Sequence[Place] = (), shares_prefixes: bool = True
 ) -> RowTensors:
-    """Move one packed row to the device.
-
-    Args:
-        places: where in the batch the row's samples are.
-        shares_prefixes: the row on the device holds tokens that its samples begin with in common once.
-    """
-    samples = np.split(row.token_ids_T, np.cumsum(row.sequence_lengths_S)[:-1])
+    """Move one packed row to the device; `places` of its samples are for messages. See `plan_rows` for `shares_prefixes`."""
+    samples = row.split(row.token_ids_T)
     tree = build_tree(samples) if shares_prefixes else flat_tree(samples)
     loss_N = np.flatnonzero(row.loss_mask_T)
     starts_S = np.cumsum(row.sequence_lengths_S) - row.sequence_lengths_S

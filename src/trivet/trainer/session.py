@@ -235,10 +235,9 @@ class Session:
         return explaining_full_disk(self.layout.checkpoints, what=f"checkpoint {step}", num_bytes=self.sizes.checkpoint)
 
     def settle(self, *, does_wait: bool = False) -> None:
-        """Raise the error of a write that has failed by now. Remove policies and release memory that are no longer needed.
+        """Raise the error of a write that has failed by now, or with `does_wait` of any write.
 
-        Args:
-            does_wait: wait for all writes first.
+        Then remove policies and release memory that are no longer needed.
         """
         if does_wait:
             with waiting("the last policy and checkpoint", on="disk"):
@@ -293,12 +292,7 @@ class Session:
     def report(
         self, step: Step, result: StepResult, rows: Sequence[MicroBatch], *, extra: Mapping[str, float] | None = None
     ) -> None:
-        """Write the metrics and the console line of a finished step; the next step's times start at 0.
-
-        Args:
-            rows: the whole batch of the step, the same on every rank.
-            extra: further metrics.
-        """
+        """Write the metrics and the console line of a finished step on the whole batch `rows`; times start at 0 again."""
         metrics: dict[str, float] = {}
         for name, values in result.values.items():
             metrics |= summarize(name, values)

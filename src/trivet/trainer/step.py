@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
 from trivet.key_names import key_name, list_keys
-from trivet.trainer.device_copies import Selected, read_numbers, read_values
+from trivet.trainer.device_copies import read_numbers, read_values
 from trivet.trainer.failures import (
     RowOutcome,
     advise,
@@ -75,10 +75,7 @@ class StepResult:
 
 
 def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> StepResult:
-    """Run forward and backward of all rows, then update the parameters once. Collective.
-
-    Args:
-        rows: the whole batch, the same on every rank.
+    """Run forward and backward of the whole batch `rows`, the same on every rank, then update the parameters once. Collective.
 
     Raises:
         BatchError: no row has a loss token.
@@ -88,7 +85,14 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     started = time.monotonic()
     world, model = learner.world, learner.model
     learner.optimizer.zero_grad(set_to_none=True)
-    counts = _count_units(rows, step=step)
+    num_tokens = sum(int(np.count_nonzero(row.loss_mask_T)) for row in rows)
+    if num_tokens == 0:
+        raise BatchError(
+            f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at "
+            f"{key_name('seq_len')}; look at rollouts/ and raise {list_keys('seq_len', 'orchestrator.sampling.max_tokens')}"
+        )
+    num_samples = sum(bool(mask_T.any()) for row in rows for mask_T in row.split(row.loss_mask_T))
+    counts = {LossUnit.TOKEN: num_tokens, LossUnit.SAMPLE: num_samples}
     longest = learner.micro_batch_tokens or max(len(row.token_ids_T) for row in rows)
     plan = plan_rows(
         rows,
@@ -102,23 +106,21 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     own_rows = plan.take(world.rank, device=world.device)
     if learner.reference is not None:
         own_rows = learner.reference.score(model, own_rows)
-    computed_rows = _accumulate(learner, own_rows, max_tokens=plan.max_tokens, counts=counts)
+    outcomes = _accumulate(learner, own_rows, max_tokens=plan.max_tokens, counts=counts)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for computed in computed_rows:
-        total += computed.outcome.share
+    for outcome in outcomes:
+        total += outcome.share
     gradients = local_gradients(model.parameters())
     # The one wait for the device before the update: parameters that a NaN has reached could not be restored.
     loss, norm = read_numbers(sum_over_ranks(world, total), gradient_norm(gradients, world))
     computed_at = time.monotonic()
     if not np.isfinite(loss):
-        where = describe_rows([computed.outcome for computed in computed_rows], world)
-        raise _diverged("loss", loss, learner, rows, step=step, where=where)
+        raise _diverged("loss", loss, learner, rows, step=step, where=describe_rows(outcomes, world))
     if not np.isfinite(norm):
-        raise _diverged(
-            "gradient norm", norm, learner, rows, step=step, where=describe_gradients(model.named_parameters(), world)
-        )
-    parts = [computed.values for computed in computed_rows]
-    del computed_rows  # the update needs the memory of the rows
+        where = describe_gradients(model.named_parameters(), world)
+        raise _diverged("gradient norm", norm, learner, rows, step=step, where=where)
+    parts = [outcome.values for outcome in outcomes]
+    del outcomes, own_rows  # the update needs the memory of the rows
     clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
     lr = learner.learning_rate.at(step)
     for group in learner.optimizer.param_groups:
@@ -142,22 +144,13 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """The result of forward and backward of one row."""
-
-    outcome: RowOutcome
-    values: dict[str, torch.Tensor | Selected]
-    """Per-token and per-sample values of the row on the device, by metric name."""
-
-
 def _accumulate(
     learner: Learner, rows: Sequence[RowTensors], *, max_tokens: int, counts: Mapping[LossUnit, int]
-) -> list[_Computed]:
+) -> list[RowOutcome]:
     """Add the gradients of the step's loss to the parameters; return the results of the rows, without those of dummies."""
     model = learner.model
 
-    def compute(index: int) -> _Computed | None:
+    def compute(index: int) -> RowOutcome | None:
         row = rows[index]
         set_last_row(model, is_last=index == len(rows) - 1, world=learner.world)
         with explaining_memory(row, chunk_size=model.chunk_size, key_prefix=learner.key_prefix):
@@ -169,24 +162,11 @@ def _accumulate(
             share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
             with model.casting():
                 share.backward()
-        outcome = RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach())
-        return _Computed(outcome, row_loss.values)
+        return RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach(), values=row_loss.values)
 
     num_alone = sum(row.num_tokens > max_tokens for row in rows)  # rows too long for a lane; they come first
     results = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(rows)))
     return [result for result in results if result is not None]
-
-
-def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[LossUnit, int]:
-    """Return the number of loss tokens, and of samples that have one, in the whole batch."""
-    num_tokens = sum(int(np.count_nonzero(row.loss_mask_T)) for row in rows)
-    if num_tokens == 0:
-        raise BatchError(
-            f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at "
-            f"{key_name('seq_len')}; look at rollouts/ and raise {list_keys('seq_len', 'orchestrator.sampling.max_tokens')}"
-        )
-    masks = [mask for row in rows for mask in np.split(row.loss_mask_T, np.cumsum(row.sequence_lengths_S)[:-1])]
-    return {LossUnit.TOKEN: num_tokens, LossUnit.SAMPLE: sum(bool(mask.any()) for mask in masks)}
 
 
 def _diverged(name: str, value: float, learner: Learner, rows: Sequence[MicroBatch], *, step: Step, where: str) -> Diverged:

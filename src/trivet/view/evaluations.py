@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from trivet.algorithms.rounding import are_equal
+from trivet.algorithms.arithmetic import are_equal
 from trivet.config.layout import RESULTS_FILE
 from trivet.errors import ConfigError
 from trivet.evaluation.results import SUMMARY_FILE

@@ -43,6 +43,10 @@ class MicroBatch(msgspec.Struct, kw_only=True):
         """Tokens in the row, prompts included."""
         return len(self.token_ids_T)
 
+    def split(self, values_T: np.ndarray) -> list[np.ndarray]:
+        """Return the values of each sample."""
+        return np.split(values_T, np.cumsum(self.sequence_lengths_S)[:-1])
+
 
 class BatchPurpose(StrEnum):
     """States what the trainer does with a batch."""

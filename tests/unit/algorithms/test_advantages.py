@@ -115,23 +115,10 @@ def test_a_reward_that_is_the_mean_of_its_group_has_an_advantage_of_exactly_0() 
         assert function(inputs_of([(0.6, 1), (0.7, 1), (0.8, 1)]))[1] == 0.0
 
 
-def test_leave_one_out_is_a_multiple_of_the_default() -> None:
-    inputs = inputs_of([(0.0, 1), (0.5, 1), (1.0, 1), (0.25, 1)])
-    np.testing.assert_allclose(leave_one_out(inputs), mean_baseline(inputs) * 4 / 3, rtol=1e-15)
-
-
 def test_a_rare_success_counts_more_by_the_mean() -> None:
     np.testing.assert_array_equal(mean_normalised(inputs_of([(1.0, 1)] + [(0.0, 1)] * 3)), [3.0, -1.0, -1.0, -1.0])
     with pytest.raises(ValueError, match="needs rewards >= 0, got -1"):
         mean_normalised(inputs_of([(-1.0, 1), (1.0, 1)]))
-
-
-def test_raw_rewards_are_a_copy() -> None:
-    inputs = inputs_of([(1.0, 1), (0.0, 1)])
-    advantages = raw_rewards(inputs)
-    np.testing.assert_array_equal(advantages, inputs.rewards)
-    advantages[0] = 9.0
-    assert inputs.rewards[0] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -28,16 +28,13 @@ def test_a_mean_that_rounding_has_moved_off_a_threshold_is_in_its_pool() -> None
     assert above > 0.7
     assert difficulty_of(below, easy_threshold=0.1, hard_threshold=None) is Difficulty.EASY
     assert difficulty_of(above, easy_threshold=None, hard_threshold=0.7) is Difficulty.HARD
+    assert difficulty_of(above, easy_threshold=None, hard_threshold=None) is Difficulty.NORMAL
 
 
 def test_a_weighted_sum_of_full_marks_has_passed() -> None:
     assert 0.7 + 0.2 + 0.1 < 1.0
     assert has_passed(0.7 + 0.2 + 0.1)
     assert not has_passed(0.999999)
-
-
-def test_without_thresholds_everything_is_normal() -> None:
-    assert difficulty_of(1.0, easy_threshold=None, hard_threshold=None) is Difficulty.NORMAL
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6))

@@ -14,7 +14,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.model import LoRAConfig
 from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, DefaultLossConfig, TrainerModelConfig
 from trivet.examples.tiny_model import make_model, make_tokenizer
-from trivet.trainer.losses.select import cross_entropy, make_policy_loss
+from trivet.trainer.losses.formulas import cross_entropy, make_policy_loss
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
 from trivet.trainer.ranks.world import World, open_world

@@ -18,9 +18,9 @@ from trivet.config.schema.trainer import ConstantSchedule, DefaultLossConfig, Lo
 from trivet.trainer import device_copies
 from trivet.trainer import step as step_module
 from trivet.trainer.attention.packed import HeadDims, register_attention
-from trivet.trainer.device_copies import Selected, read_numbers, read_values, to_device
+from trivet.trainer.device_copies import HostCopies, Selected, read_numbers, read_values, to_device
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
-from trivet.trainer.losses.select import cross_entropy, make_policy_loss
+from trivet.trainer.losses.formulas import cross_entropy, make_policy_loss
 from trivet.trainer.model.initial_weights import build, read_config
 from trivet.trainer.model.policy_model import PolicyModel
 from trivet.trainer.model.supported import find_logit_rule
@@ -50,26 +50,30 @@ def reinforce(inputs: SampleInputs) -> SampleLoss:
     return SampleLoss(-(inputs.advantages_L * inputs.trainer_logprobs_L).sum(), {"gain": inputs.advantages_L})
 
 
+@pytest.fixture(scope="module")
+def meta_model(tiny_model: Path) -> PolicyModel:
+    """A model without values."""
+    config = TrainerModelConfig(name=str(tiny_model), compute_dtype="float32", fused_lm_head_chunk_size=7)
+    hf_config = read_config(config)
+    causal_lm = build(hf_config, config, dtype=torch.float32).to("meta")
+    causal_lm.config._attn_implementation = register_attention(
+        "sdpa", device=torch.device("cpu"), dtype=torch.float32, heads=HeadDims.of(hf_config)
+    )
+    return PolicyModel(causal_lm.train(), chunk_size=7, logit_rule=find_logit_rule(causal_lm, name=config.name))
+
+
 @pytest.fixture
-def meta_learner(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+def meta_learner(meta_model: PolicyModel, monkeypatch: pytest.MonkeyPatch):
     """Return a function that makes a learner whose model, gradients and rows have no values."""
     module = sys.modules.get(__name__) or importlib.import_module(__name__)
     monkeypatch.setitem(sys.modules, __name__, module)  # the custom loss is found under the name that pytest gave this module
 
     def make(loss: dict[str, Any] | None) -> Learner:
-        config = TrainerModelConfig(name=str(tiny_model), compute_dtype="float32", fused_lm_head_chunk_size=7)
-        hf_config = read_config(config)
-        heads = HeadDims.of(hf_config)
-        causal_lm = build(hf_config, config, dtype=torch.float32).to("meta")
-        causal_lm.config._attn_implementation = register_attention(
-            "sdpa", device=torch.device("cpu"), dtype=torch.float32, heads=heads
-        )
-        model = PolicyModel(causal_lm.train(), chunk_size=7, logit_rule=find_logit_rule(causal_lm, name=config.name))
         world = World(rank=0, size=1, device=META, mesh=FakeMesh(), control=None, secret=None)  # type: ignore[arg-type]  # one rank
         return Learner(
-            model=model,
+            model=meta_model,
             # AdamW's fused update reads no value either, and torch has none for the meta device.
-            optimizer=make_optimizer(model.trained_parameters, SGDConfig(lr=1e-2)),
+            optimizer=make_optimizer(meta_model.trained_parameters, SGDConfig(lr=1e-2)),
             learning_rate=LearningRate(peak=1e-2, schedule=ConstantSchedule(), max_steps=None),
             loss=cross_entropy if loss is None else make_policy_loss(TypeAdapter(LossConfig).validate_python(loss)),
             max_norm=1.0,
@@ -193,3 +197,45 @@ def test_rows_for_a_gpu_go_through_page_locked_memory(monkeypatch: pytest.Monkey
     asked.clear()
     assert device_copies.to_device(np.ones(2), torch.device("cpu")).tolist() == [1.0, 1.0]
     assert asked == []
+
+
+class FakeEvent:
+    """Writes its name down when it is waited for."""
+
+    def __init__(self, name: int, waited: list[int]) -> None:
+        self._name, self._waited = name, waited
+
+    def synchronize(self) -> None:
+        self._waited.append(self._name)
+
+
+def test_the_oldest_copies_are_waited_for_while_too_many_bytes_are_on_the_device() -> None:
+    waited: list[int] = []
+    copies = HostCopies(torch.device("cpu"), max_bytes=100)
+    seen: list[list[int]] = []
+    for name, num_bytes in enumerate([40, 40, 40, 60, 500, 1]):
+        copies.keep_in_flight(FakeEvent(name, waited), num_bytes=num_bytes)
+        seen.append(list(waited))
+    assert seen == [[], [], [0], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+
+
+def test_on_the_cpu_a_copy_is_there_at_once_and_converted() -> None:
+    copies = HostCopies(torch.device("cpu"))
+    source = torch.arange(4.0)
+    target = copies.empty(source.shape, torch.bfloat16)
+    copies.start(target, source, does_change=True)
+    assert target.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert not target.is_pinned()
+
+
+@pytest.mark.gpu
+def test_a_copy_is_not_overtaken_by_what_changes_its_source() -> None:
+    device = torch.device("cuda")
+    copies = HostCopies(device)
+    source = torch.ones(1 << 24, device=device)
+    target = copies.empty(source.shape, source.dtype)
+    copies.start(target, source, does_change=True)
+    source.zero_()
+    copies.wait()
+    assert target.is_pinned()
+    assert bool((target == 1).all())

@@ -19,7 +19,7 @@ from trivet.errors import OutOfMemory
 from trivet.trainer.checkpoint.shard_file import ShardFile
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.failures import explaining_memory, explaining_update_memory
-from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.measurement.profiling import Profiler
 from trivet.trainer.model.export import gather_weights
 from trivet.trainer.open_session import make_learner

@@ -11,7 +11,7 @@ from trivet.config.schema.trainer import LossConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention.packed import Segments
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
-from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.losses.terms import LossUnit
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
@@ -343,7 +343,3 @@ def test_a_custom_loss_that_returns_no_tensor_says_what_it_must_return():
     logprobs = torch.zeros(1, requires_grad=True)
     with pytest.raises(ConfigError, match="returned float; it must return"):
         loss(TokenScores(logprobs, logprobs.detach()), make_row([[0.0]], [1.0]))
-
-
-def test_a_table_without_a_type_is_the_default_loss():
-    assert parse({"kl_tau": 0.1}).type == "default"

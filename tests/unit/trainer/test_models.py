@@ -128,25 +128,23 @@ def refuse(directory: Path, world, **changes: object) -> str:
     return str(caught.value)
 
 
-def save_config(config: PreTrainedConfig, directory: Path) -> Path:
-    """Write no weights: the model is refused before they are looked for."""
-    config.save_pretrained(directory)
-    return directory
-
-
-def test_a_model_of_images_and_text_is_refused_before_its_weights_are_read(world, tmp_path: Path) -> None:
-    config = transformers.Gemma3Config(text_config=dict(SIZES), vision_config={"hidden_size": 32, "num_hidden_layers": 1})
-    assert "parts other than a language model (vision_config)" in refuse(save_config(config, tmp_path), world)
-
-
-def test_an_encoder_with_a_decoder_is_refused(world, tmp_path: Path) -> None:
-    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, num_layers=1)
-    assert "it is an encoder with a decoder" in refuse(save_config(config, tmp_path), world)
-
-
-def test_attention_that_sees_later_tokens_is_refused(world, tmp_path: Path) -> None:
-    config = transformers.Gemma3TextConfig(**merge({"use_bidirectional_attention": True}))
-    assert "its attention sees later tokens" in refuse(save_config(config, tmp_path), world)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            transformers.Gemma3Config(text_config=dict(SIZES), vision_config={"hidden_size": 32, "num_hidden_layers": 1}),
+            "parts other than a language model (vision_config)",
+        ),
+        (transformers.T5Config(vocab_size=VOCAB, d_model=32, num_layers=1), "it is an encoder with a decoder"),
+        (transformers.Gemma3TextConfig(**merge({"use_bidirectional_attention": True})), "its attention sees later tokens"),
+    ],
+    ids=["images", "encoder", "later tokens"],
+)
+def test_a_model_that_is_no_causal_decoder_of_text_is_refused_before_its_weights_are_read(
+    config: PreTrainedConfig, reason: str, world, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)  # there are no weights
+    assert reason in refuse(tmp_path, world)
 
 
 LONGROPE = {

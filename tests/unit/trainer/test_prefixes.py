@@ -1,7 +1,6 @@
 """Samples that begin alike become a tree of segments; every sample can be read back from it."""
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -66,11 +65,6 @@ def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
     assert tree.num_tokens == len(PROMPT) + 2 + 1 + 3
 
 
-def test_equal_samples_are_computed_once() -> None:
-    tree = build_tree(arrays([PROMPT, PROMPT]))
-    assert (tree.parents, tree.num_tokens) == ((-1,), len(PROMPT))
-
-
 def test_samples_that_share_little_keep_their_order() -> None:
     samples = arrays([[3, 1, 2], [3, 1, 9, 9], [1]])
     tree = build_tree(samples)
@@ -91,17 +85,3 @@ def test_no_group_has_more_to_compute_than_the_cap(samples: list[list[int]], max
     assert sorted(index for group in groups for index in group) == list(range(len(samples)))
     for group in groups:
         assert len(group) == 1 or build_tree(arrays([samples[index] for index in group])).num_tokens <= max_tokens
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "sizes"), [(1000, [2, 4]), (len(PROMPT) + 4, [2, 2, 2]), (1, [1] * 6)], ids=["all", "two", "none"]
-)
-def test_groups_stay_below_the_cap(max_tokens: int, sizes: list[int]) -> None:
-    other = [token + 50 for token in PROMPT]
-    samples = [[*PROMPT, token, token] for token in range(4)] + [[*other, token] for token in range(2)]
-    groups = group_by_prefix(arrays(samples), max_tokens=max_tokens)
-    assert sorted(len(group) for group in groups) == sizes
-    assert sorted(index for group in groups for index in group) == list(range(6))
-    for group in groups:
-        tokens = build_tree(arrays([samples[index] for index in group])).num_tokens
-        assert tokens <= max_tokens or len(group) == 1

@@ -18,8 +18,8 @@ from trivet.config.schema.model import ActivationCheckpointConfig, LoRAConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.trainer.attention.packed import HeadDims, Segments, register_attention, sdpa_packed
-from trivet.trainer.losses.select import cross_entropy
-from trivet.trainer.model.policy_model import PolicyModel, load_policy, without_dropout
+from trivet.trainer.losses.formulas import cross_entropy
+from trivet.trainer.model.policy_model import PolicyModel, load_policy, scoring
 from trivet.trainer.model.supported import find_random_rates
 from trivet.trainer.open_session import make_learner
 from trivet.trainer.ranks.world import World
@@ -92,7 +92,7 @@ def test_a_policy_of_reinforcement_learning_draws_nothing_and_fine_tuning_what_i
     tuned = load(random_models[kind], world, keeps_dropout=True)
     assert not torch.equal(score(tuned), score(tuned))
     assert "config.json are drawn in training steps" in caplog.text
-    with torch.no_grad(), without_dropout(tuned):
+    with scoring(tuned):
         torch.testing.assert_close(score(tuned), score(policy).detach())
 
 
@@ -104,7 +104,7 @@ def test_of_an_adapted_policy_only_the_adapters_dropout_is_drawn_and_that_is_sai
     for parameter in policy.trained_parameters:
         local_part(parameter).fill_(1.0)
     assert not torch.equal(score(policy), score(policy))
-    with without_dropout(policy):
+    with scoring(policy):
         assert torch.equal(score(policy), score(policy))
     random = {name for name, module in policy.named_modules() if module.training}
     assert random

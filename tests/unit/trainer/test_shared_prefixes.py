@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from trivet.config.schema import trainer as losses
 from trivet.trainer.attention.choice import HeadDims
 from trivet.trainer.attention.packed import register_attention
-from trivet.trainer.losses.select import cross_entropy, make_policy_loss
+from trivet.trainer.losses.formulas import cross_entropy, make_policy_loss
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.model.policy_model import PolicyModel

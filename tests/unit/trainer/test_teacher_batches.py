@@ -44,16 +44,13 @@ def test_each_loss_token_keeps_its_value_over_packing_and_the_wire():
     row = to_tensors(batch.micro_batches[0], device=torch.device("cpu"))
     assert row.teacher_logprobs_N is not None
     torch.testing.assert_close(row.teacher_logprobs_N, torch.tensor([-1.98, -1.97, -1.96, -0.98, -0.97]))
+    assert make_batch(-1.0, None).micro_batches[0].teacher_logprobs_T is None, "one of the samples has none"
 
 
 def test_what_is_cut_off_a_sample_is_cut_off_its_values():
     cut = truncate(make_sample(9, teacher=-1.0), seq_len=5)
     assert cut.teacher_logprobs_T is not None
     assert len(cut.teacher_logprobs_T) == cut.num_tokens == 5
-
-
-def test_a_row_with_a_sample_without_values_has_none():
-    assert make_batch(-1.0, None).micro_batches[0].teacher_logprobs_T is None
 
 
 def test_a_batch_recorded_before_there_were_teachers_loads_and_is_refused_where_one_is_needed():

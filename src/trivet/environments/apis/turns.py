@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trivet.algorithms.seeds import derive_seed
+from trivet.algorithms.arithmetic import derive_seed
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Sample

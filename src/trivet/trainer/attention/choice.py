@@ -81,9 +81,13 @@ def choose_attention(
         has_special_scores: the model caps scores or has sinks, which no kernel of torch knows.
     """
     if attn == "auto":
-        if has_special_scores or device_type not in ("cpu", "cuda"):
+        if has_special_scores or device_type != "cuda" or is_float32 or _why_no_flash("flash_varlen", capability, heads):
             return "sdpa"
-        return "sdpa" if device_type == "cpu" else _fastest_on_cuda(capability, is_float32, heads, is_installed)
+        # Flash attention 2 is no faster than torch's own, which is made from it.
+        packages = (
+            name for name in _CAPABILITIES if not _why_no_flash(name, capability, heads) and is_installed(PACKAGES[name])
+        )
+        return next(packages, "flash_varlen")
     if attn == "sdpa":
         return attn
     if has_special_scores:
@@ -105,10 +109,10 @@ def choose_attention(
 def _why_no_flash(attn: str, capability: tuple[int, int] | None, heads: HeadDims) -> str | None:
     """Return why flash attention `attn` cannot compute on a GPU, as a clause for the user; None where it can."""
     if capability is not None and capability < _FIRST_WITH_FLASH:
-        return f"flash attention needs compute capability 8.0, this GPU has {_version(capability)}"
+        return f"flash attention needs compute capability 8.0, this GPU has {_join(capability)}"
     possible = _CAPABILITIES.get(attn)
     if capability is not None and possible and capability not in possible:
-        return f"it needs compute capability {' or '.join(map(_version, possible))}, this GPU has {_version(capability)}"
+        return f"it needs compute capability {' or '.join(map(_join, possible))}, this GPU has {_join(capability)}"
     if not heads.fits_flash_attention or heads.query > _MAX_DIMS.get(attn, _MAX_FLASH_DIM):
         return (
             f"it takes heads of a multiple of 8 features, at most {_MAX_DIMS.get(attn, _MAX_FLASH_DIM)} and as many for values as "
@@ -117,43 +121,31 @@ def _why_no_flash(attn: str, capability: tuple[int, int] | None, heads: HeadDims
     return None
 
 
-def _version(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
-
-
-def _fastest_on_cuda(
-    capability: tuple[int, int] | None, is_float32: bool, heads: HeadDims, is_installed: Callable[[str], bool]
-) -> str:
-    if is_float32 or _why_no_flash("flash_varlen", capability, heads):
-        return "sdpa"
-    # Flash attention 2 is no faster than torch's own, which is made from it.
-    for attn in _CAPABILITIES:
-        if not _why_no_flash(attn, capability, heads) and is_installed(PACKAGES[attn]):
-            return attn
-    return "flash_varlen"
+def _join(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def replace_kernels(attn: str, attend: Attend, *, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Have torch's flash attention run the kernels of `attn` from now on, unless they compute something else.
+    """Have torch's flash attention, which `attend` runs, use the kernels of `attn` from now on, unless they compute something else.
 
-    Args:
-        attn: a key of `IMPLEMENTATIONS`.
-        attend: runs torch's flash attention.
-
-    Returns:
-        None; or why torch's own kernels stay, as a clause for the user.
+    Returns None; or why torch's own kernels stay, as a clause for the user.
     """
     restore_flash_attention_impl(_raise_warn=False)  # an earlier model may have left a package's kernels there
     expected = _measure(attend, head_dim=head_dim, device=device, dtype=dtype)
     try:
         activate_flash_attention_impl(IMPLEMENTATIONS[attn])
-        difference = _describe_difference(_measure(attend, head_dim=head_dim, device=device, dtype=dtype), expected)
+        found = _measure(attend, head_dim=head_dim, device=device, dtype=dtype)
     except Exception as exc:  # noqa: BLE001  packages compile kernels when they first run, and raise errors of many types
         first_line = str(exc).strip().partition("\n")[0]
-        difference = f"its kernels failed on a small row ({type(exc).__name__}: {first_line})"
-    if difference is not None:
         restore_flash_attention_impl(_raise_warn=False)
-    return difference
+        return f"its kernels failed on a small row ({type(exc).__name__}: {first_line})"
+    for name, values in expected.items():
+        exact = values.double()
+        error = float((found[name].double() - exact).norm() / exact.norm())
+        if not error <= _TOLERANCE:  # also where it is no number
+            restore_flash_attention_impl(_raise_warn=False)
+            return f"{name} differs by {error:.1%} from that of torch's own kernels"
+    return None
 
 
 def _measure(attend: Attend, *, head_dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -170,12 +162,3 @@ def _measure(attend: Attend, *, head_dim: int, device: torch.device, dtype: torc
     gradients = torch.autograd.grad(output, inputs, upstream)
     names = ("the output", "the gradient of queries", "the gradient of keys", "the gradient of values")
     return dict(zip(names, (output.detach(), *gradients), strict=True))
-
-
-def _describe_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
-    for name, values in expected.items():
-        exact = values.double()
-        error = float((found[name].double() - exact).norm() / exact.norm())
-        if not error <= _TOLERANCE:  # also where it is no number
-            return f"{name} differs by {error:.1%} from that of torch's own kernels"
-    return None

@@ -82,11 +82,7 @@ class Segments:
 
     @classmethod
     def behind(cls, lengths: Sequence[int], paths: Sequence[Sequence[int]], *, device: torch.device) -> "Segments":
-        """Describe a row of segments of these lengths, in tokens.
-
-        Args:
-            paths: for each segment, those that it continues, the first of the sample first.
-        """
+        """Describe a row of segments of these lengths, in tokens. `paths`: the segments that each continues, in order."""
 
         def offsets(lengths: Sequence[int]) -> torch.Tensor:
             return to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
@@ -122,14 +118,9 @@ def register_attention(
     has_special_scores: bool = False,
     heads: HeadDims,
 ) -> str:
-    """Register the configured attention with transformers and return its name there.
+    """Register the configured attention with transformers and return its name there. Arguments are those of `choose_attention`.
 
     Transformers builds no mask for a name without a mask function, so none is registered.
-
-    Args:
-        dtype: the dtype in which the model computes.
-        has_special_scores: the model caps scores before the softmax or has sinks, which no kernel of torch knows.
-        heads: the features of the model's heads.
     """
     refused: set[str] = set()
     while True:
@@ -196,16 +187,13 @@ def sdpa_packed(  # those that transformers gives to an attention
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention segment by segment.
+    """Compute causal attention segment by segment; return [1, T, H, D] and no attention weights.
 
     Args:
         query: [1, H, T, D]; key and value [1, K, T, D].
         dropout: share of the attention weights that are zeroed.
         options: what transformers' models give besides. `softcap`: scores become softcap * tanh(score / softcap).
             `sliding_window`: a token sees so many tokens, itself the last. `s_aux`, [H]: scores of sinks, keys without a value.
-
-    Returns:
-        [1, T, H, D], and no attention weights.
     """
     dtype = query.dtype
     if query.device.type == "cpu" and dtype == torch.bfloat16:

@@ -180,9 +180,7 @@ def write_direct(path: Path, content: torch.Tensor) -> FileRecord:
     """Write and sync a new file past the page cache, where the file system allows it; return its size and digest.
 
     A buffered write would copy every byte into the page cache, which takes more processor time than the rest of a checkpoint.
-
-    Args:
-        content: uint8, begins at a page of memory whose last one is its own to the end.
+    `content`, uint8, begins at a page of memory, and its last page is its own to the end.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:

@@ -3,9 +3,15 @@
 Called by `trainer.session` and `trainer.open_session`. Shards fit any number of ranks. Only trained weights are saved:
 with an adapter the frozen weights are those of model.name. Learning rates are a function of the step, so the only state of the
 schedule is the step at which it began.
+
+Nothing in a checkpoint is executed. `torch.distributed.checkpoint` unpickles `.metadata`, and loads everything but tensors with
+`weights_only=False`: whoever wrote such a file could run code. Here `.metadata` may name the classes of its own format and nothing
+else, and everything in the shards is loaded with `weights_only=True`.
 """
 
+import io
 import logging
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,10 @@ from typing import Any
 import msgspec
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,12 +34,36 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from trivet.config.schema.shared import CkptConfig
 from trivet.errors import CheckpointError
-from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, ShardPlanner, ShardReader, read_metadata
 from trivet.trainer.model.policy_model import PolicyModel, has_adapter
 from trivet.trainer.step import Learner
 
 logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming the intent")
+
+METADATA_FILE = ".metadata"
+_ADMITTED = frozenset(
+    {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "_MEM_FORMAT_ENCODING",
+                "MetadataIndex",
+                "StorageMeta",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # its name in Python 3.13
+    }
+)
+"""The classes that torch 2.11 to 2.13 write into `.metadata`, besides dtypes."""
 
 State = dict[str, Any]
 
@@ -64,11 +98,7 @@ def _progress_state(learner: Learner, progress: TrainerProgress) -> State:
 
 
 def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> TrainerProgress:
-    """Restore model, optimizer and random state from `directory`; return the saved progress. Collective.
-
-    Args:
-        skip_optimizer: leave the optimizer as it is.
-    """
+    """Restore the state, without that of a skipped optimizer, from `directory`; return the saved progress. Collective."""
     progress = TrainerProgress()
     if skip_optimizer:  # asking a fresh optimizer for its state makes one, which would count a step that was never taken
         model_state = _own(learner.model, get_model_state_dict(learner.model))
@@ -76,10 +106,12 @@ def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     else:
         state = state_of(learner, progress)
     try:
-        if _CUDA_RANDOM not in read_metadata(directory / METADATA_FILE).state_dict_metadata:
+        metadata = read_metadata(directory / METADATA_FILE)
+        if _CUDA_RANDOM not in metadata.state_dict_metadata:
             state.pop(_CUDA_RANDOM, None)
-        without_moments = [] if skip_optimizer else _drop_what_was_not_saved(state["optimizer"]["state"], directory)
-        load(state, storage_reader=ShardReader(directory), planner=ShardPlanner(), process_group=learner.world.control)
+        without_moments = [] if skip_optimizer else _drop_what_was_not_saved(state["optimizer"]["state"], metadata)
+        reader = _ShardReader(directory, metadata)
+        load(state, storage_reader=reader, planner=_ShardPlanner(), process_group=learner.world.control)
         if without_moments:
             known = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
             if unknown := [name for name in without_moments if name not in known]:
@@ -108,13 +140,9 @@ def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     return msgspec.convert(state["progress"], TrainerProgress)
 
 
-def _drop_what_was_not_saved(moments: State, directory: Path) -> list[str]:
-    """Remove from `moments` the parameters of which `directory` has none, and return their names.
-
-    An optimizer makes moments with a parameter's first gradient, and plain SGD makes none.
-    """
-    keys = read_metadata(directory / METADATA_FILE).state_dict_metadata
-    saved = {key.rpartition(".")[0] for key in keys}
+def _drop_what_was_not_saved(moments: State, metadata: Metadata) -> list[str]:
+    """Remove from `moments` the parameters without saved moments, which come with a first gradient; return their names."""
+    saved = {key.rpartition(".")[0] for key in metadata.state_dict_metadata}
     dropped = [name for name in moments if f"optimizer.state.{name}" not in saved]
     for name in dropped:
         del moments[name]
@@ -140,3 +168,55 @@ def progress_to_resume(progress: TrainerProgress, ckpt: CkptConfig) -> TrainerPr
         schedule_start=step if ckpt.skip_scheduler else progress.schedule_start,
         data_start=step if ckpt.skip_dataloader else progress.data_start,
     )
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read a `.metadata` file without running code in it."""
+    try:
+        with path.open("rb") as file:
+            metadata = _RestrictedUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        names = {str(place.relative_path) for place in (metadata.storage_data or {}).values()}
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}; the checkpoint is damaged, resume from another") from exc
+    except Exception as exc:
+        raise CheckpointError(
+            f"{path} is not the metadata of a checkpoint: {exc}; nothing of it was executed. Resume from another checkpoint"
+        ) from exc
+    if foreign := sorted(name for name in names if Path(name).name != name):
+        raise CheckpointError(f"{path} names {foreign[0]!r}, which lies outside its directory; resume from another checkpoint")
+    return metadata
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if not is_dtype and (module_name, global_name) not in _ADMITTED:
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no checkpoint needs")
+        return super().find_class(module_name, global_name)
+
+
+class _ShardReader(FileSystemReader):
+    """A `FileSystemReader` that unpickles nothing: the metadata were read before."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checkpoint's metadata."""
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class _ShardPlanner(DefaultLoadPlanner):
+    """A `DefaultLoadPlanner` that accepts plain values, but no objects, where an entry is not a tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load an entry that is not a tensor; refuse it if it holds anything but plain values."""
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)

@@ -1,4 +1,4 @@
-"""Loads a loss of the user's own: a function of one sample, found by its import path. Called by `trainer.losses.select`."""
+"""Loads a loss of the user's own: a function of one sample, found by its import path. Called by `trainer.losses.formulas`."""
 
 import inspect
 from collections.abc import Callable
@@ -60,12 +60,31 @@ def load_custom_loss(config: CustomLossConfig) -> Loss:
         inspect.signature(function).bind(None, **config.kwargs)
     except TypeError as exc:
         raise ConfigError(
-            f"trainer.loss.import_path {config.import_path!r} is called with the inputs of a sample and the keyword arguments "
+            f"trainer.loss.import_path {path!r} is called with the inputs of a sample and the keyword arguments "
             f"{sorted(config.kwargs)}: {exc}; change trainer.loss.kwargs or the function"
         ) from exc
 
     def compute(scores: TokenScores, row: RowTensors) -> RowLoss:
-        results = [_call(function, config, inputs) for inputs in _by_sample(scores, row)]
+        lengths = list(row.num_loss_tokens_S)
+        columns = (scores.logprobs_N, row.sampler_logprobs_N, scores.entropies_N.detach(), row.advantages_N)
+        samples = zip(*(column.split(lengths) for column in columns), strict=True)
+        teachers = [None] * len(lengths) if row.teacher_logprobs_N is None else row.teacher_logprobs_N.split(lengths)
+        results: list[SampleLoss] = []
+        for (trainer, sampler, entropies, advantages), teacher in zip(samples, teachers, strict=True):
+            inputs = SampleInputs(
+                trainer_logprobs_L=trainer,
+                sampler_logprobs_L=sampler,
+                entropies_L=entropies,
+                advantages_L=advantages,
+                teacher_logprobs_L=teacher,
+            )
+            result = function(inputs, **config.kwargs)
+            if not isinstance(result, tuple) or not isinstance(result[0], torch.Tensor) or result[0].ndim != 0:
+                raise ConfigError(
+                    f"trainer.loss.import_path {path!r} returned {type(result).__name__}; it must return "
+                    "trivet.trainer.losses.custom.SampleLoss(loss, metrics) with a scalar tensor as loss"
+                )
+            results.append(SampleLoss(*result))
         losses_S = torch.stack([result.loss for result in results])
         ratios = make_ratios(scores, row)
         none_N = torch.zeros_like(ratios.d_N, dtype=torch.bool)
@@ -81,31 +100,3 @@ def load_custom_loss(config: CustomLossConfig) -> Loss:
         return RowLoss({LossUnit(config.unit): losses_S.sum()}, values)
 
     return compute
-
-
-def _by_sample(scores: TokenScores, row: RowTensors) -> list[SampleInputs]:
-    lengths = list(row.num_loss_tokens_S)
-    columns = (scores.logprobs_N, row.sampler_logprobs_N, scores.entropies_N.detach(), row.advantages_N)
-    teachers = [None] * len(lengths) if row.teacher_logprobs_N is None else row.teacher_logprobs_N.split(lengths)
-    return [
-        SampleInputs(
-            trainer_logprobs_L=trainer,
-            sampler_logprobs_L=sampler,
-            entropies_L=entropies,
-            advantages_L=advantages,
-            teacher_logprobs_L=teacher,
-        )
-        for trainer, sampler, entropies, advantages, teacher in zip(
-            *(column.split(lengths) for column in columns), teachers, strict=True
-        )
-    ]
-
-
-def _call(function: SampleFunction, config: CustomLossConfig, inputs: SampleInputs) -> SampleLoss:
-    result = function(inputs, **config.kwargs)
-    if not isinstance(result, tuple) or not isinstance(result[0], torch.Tensor) or result[0].ndim != 0:
-        raise ConfigError(
-            f"trainer.loss.import_path {config.import_path!r} returned {type(result).__name__}; it must return "
-            "trivet.trainer.losses.custom.SampleLoss(loss, metrics) with a scalar tensor as loss"
-        )
-    return SampleLoss(*result)

@@ -1,22 +1,31 @@
-"""Defines the losses of policies: masked importance sampling (the default), PPO's clipped objective, clipped importance weights,
-and masks by the change in probability.
+"""Defines the losses, and makes the one that `[trainer.loss]` configures: masked importance sampling (the default), PPO's clipped
+objective, clipped importance weights, masks by the change in probability, and the cross-entropy of supervised fine-tuning.
 
 PPO's objective is clipped per token (GRPO, DAPO, Dr. GRPO) or per sample (GSPO). CISPO and AIPO clip detached importance weights
 instead, and never mask a token. DPPO and IPO mask tokens whose probability, p = exp(logprob), has moved too far.
 """
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from trivet.config.schema.trainer import (
     AipoLossConfig,
     CispoLossConfig,
+    CustomLossConfig,
     DefaultLossConfig,
     DppoLossConfig,
     GrpoLossConfig,
     GspoLossConfig,
     IpoLossConfig,
+    LossConfig,
+    PolicyLossConfig,
 )
+from trivet.trainer.losses.custom import load_custom_loss
 from trivet.trainer.losses.terms import (
+    Loss,
     LossUnit,
     Ratios,
     RowLoss,
@@ -217,7 +226,7 @@ def dppo_loss(scores: TokenScores, row: RowTensors, *, config: DppoLossConfig) -
 
     Source: prime-rl's default loss since 2026; DPPO, arXiv 2602.04879.
     """
-    moved_N = _probability_change(scores, row)
+    moved_N = scores.logprobs_N.detach().exp() - row.sampler_logprobs_N.exp()
     is_up_N = row.advantages_N > 0
     high_N = is_up_N & (moved_N > config.dppo_mask_high)
     low_N = ~is_up_N & (moved_N < -config.dppo_mask_low)
@@ -234,13 +243,9 @@ def ipo_loss(scores: TokenScores, row: RowTensors, *, config: IpoLossConfig) -> 
 
     Source: prime-rl, March 2026.
     """
-    moved_N = _probability_change(scores, row)
+    moved_N = scores.logprobs_N.detach().exp() - row.sampler_logprobs_N.exp()
     high_N, low_N = moved_N > config.ipo_threshold, moved_N < -config.ipo_threshold
     return _masked(scores, row, low_N=low_N, high_N=high_N, adv_tau=config.adv_tau, kl_tau=config.kl_tau)
-
-
-def _probability_change(scores: TokenScores, row: RowTensors) -> torch.Tensor:
-    return scores.logprobs_N.detach().exp() - row.sampler_logprobs_N.exp()
 
 
 def _masked(
@@ -250,3 +255,57 @@ def _masked(
     gain_N = torch.where(low_N | high_N, 0.0, adv_tau * row.advantages_N) * d_N.clamp(max=_MAX_LOG_RATIO).exp()
     loss_N = -gain_N + kl_tau * d_N.square()
     return _make_loss(scores, row, make_ratios(scores, row), loss_N, low_N=low_N, high_N=high_N)
+
+
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    "default": default_loss,
+    "cispo": cispo_loss,
+    "aipo": aipo_loss,
+    "grpo": grpo_loss,
+    "gspo": gspo_loss,
+    "dppo": dppo_loss,
+    "ipo": ipo_loss,
+}
+"""The function of each `trainer.loss.type`."""
+
+
+def make_policy_loss(config: LossConfig) -> Loss:
+    """Return the loss that `config` selects, with its regularization."""
+    is_custom = isinstance(config, CustomLossConfig)
+    return _regularize(load_custom_loss(config) if is_custom else partial(_FORMULAS[config.type], config=config), config)
+
+
+def _regularize(loss: Loss, config: PolicyLossConfig) -> Loss:
+    """Return `loss` plus beta * KL(policy || reference) minus entropy_coef * entropy, both per loss token of the step.
+
+    The divergence is estimated on the sampled tokens by k3, exp(q) - q - 1 with q = reference - trainer log-probability: on
+    policy its mean is KL(policy || reference) of the next token. As in GRPO it is differentiated as it stands, which on policy
+    gives the gradient of KL(reference || policy) instead, equal to the other to first order in q; what earlier tokens do to
+    later states is left out. The entropy is exact for each next token, with the same omission.
+
+    Source: GRPO, arXiv 2402.03300, equation 4.
+    """
+    if not config.beta and not config.entropy_coef:
+        return loss
+
+    def compute(scores: TokenScores, row: RowTensors) -> RowLoss:
+        terms, values = loss(scores, row)
+        added = torch.zeros_like(scores.logprobs_N)
+        if config.beta:
+            assert row.reference_logprobs_N is not None, "the step scores the reference when beta is set"
+            q_N = row.reference_logprobs_N - scores.logprobs_N
+            kl_N = torch.expm1(q_N) - q_N
+            added = added + config.beta * kl_N
+            values = {**values, "ref_kl": kl_N.detach()}
+        if config.entropy_coef:
+            added = added - config.entropy_coef * scores.entropies_N
+        token_term = terms.get(LossUnit.TOKEN, torch.zeros((), device=added.device)) + added.sum()
+        return RowLoss({**terms, LossUnit.TOKEN: token_term}, values)
+
+    return compute
+
+
+def cross_entropy(scores: TokenScores, row: RowTensors) -> RowLoss:
+    """Compute - log-probability of each loss token: the loss of supervised fine-tuning."""
+    loss_N = -scores.logprobs_N
+    return RowLoss({LossUnit.TOKEN: loss_N.sum()}, {"loss": loss_N.detach(), "entropy": scores.entropies_N.detach()})

@@ -73,10 +73,7 @@ def common_values(
 ) -> dict[str, torch.Tensor | Selected]:
     """Return the metrics that every policy loss has.
 
-    Args:
-        low_N: tokens at the lower bound, where the pull downwards is cut off.
-        high_N: tokens at the upper bound.
-        masked_N: tokens without any gradient.
+    At tokens of `low_N` and `high_N` the pull downwards or upwards is cut off; those of `masked_N` have no gradient at all.
     """
     kl_N = mismatch_kl(ratios.d_N)
     return {

@@ -7,7 +7,6 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,6 @@ from trivet.telemetry.logs import setup_logging
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.measurement.performance import (
-    ModelCost,
     measured_flops,
     model_cost,
     peak_flops,
@@ -107,21 +105,6 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The measurements of one rank's steps."""
-
-    seconds: list[float]
-    """One number a step."""
-    tokens_per_step: int
-    computed_tokens_per_step: int
-    flops_per_step: float
-    """Operations that the computed tokens need, on all ranks."""
-    cost: ModelCost
-    num_parameters: int
-    num_trained_parameters: int
-
-
 def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -> BenchReport:
     """Measure, and on rank 0 show a table and write `bench.output_json`. Collective."""
     from transformers.utils.logging import disable_progress_bar
@@ -132,8 +115,7 @@ def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -
         require_folder(config.bench.output_json)
     level = config.log.level if world.is_main else "warning"
     setup_logging(f"bench.{world.rank}", level=level, as_json=config.log.json_logging)
-    measured = measure(config, world, loss=loss)
-    report = make_report(config, world, measured, kind=kind)
+    report = measure(config, world, loss=loss, kind=kind)
     if world.is_main:
         Console().print(_table(config, report))
         if config.bench.output_json is not None:
@@ -142,7 +124,7 @@ def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -
 
 
 def require_folder(output_json: Path) -> None:
-    """Make the report's folder where it is missing, before anything is measured."""
+    """Make the report's folder where it is missing; refuse one that cannot be written before anything is measured."""
     folder = output_json.absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,8 +134,8 @@ def require_folder(output_json: Path) -> None:
         raise ConfigError(f"bench.output_json ({output_json}) is a directory or in one that cannot be written; choose another")
 
 
-def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
-    """Time every step. Collective."""
+def measure(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -> BenchReport:
+    """Time every step, and report this rank's measurements. Collective."""
     assert config.bench is not None
     torch.manual_seed(config.seed)
     profiler = Profiler(config, world)
@@ -184,39 +166,25 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
         profiler.finish_step(step)
         logger.info("step=%s seconds=%.3f tokens=%s", step, seconds[-1], num_tokens)
     profiler.close()
-    return Measured(
-        seconds=seconds,
-        tokens_per_step=num_tokens,
-        computed_tokens_per_step=results[-1].num_computed_tokens,
-        flops_per_step=results[-1].flops,
-        cost=model_cost(model),
-        num_parameters=model.num_parameters,
-        num_trained_parameters=sum(parameter.numel() for parameter in model.trained_parameters),
-    )
-
-
-def make_report(config: TrainingConfig, world: World, measured: Measured, *, kind: Kind) -> BenchReport:
-    """Make the report from this rank's measurements; where the device's peak is not known, it is measured here."""
     known = peak_flops(world.device)
     peak = known or measured_flops(world.device, torch_dtype(config.model.compute_dtype))
-    counted, num_computed = measured.seconds[1:], measured.computed_tokens_per_step
-    by_formula = measured.cost.reference_flops(num_tokens=num_computed, seq_len=config.model.seq_len)
-    gib = peak_memory_gib(world.device)
-    is_cuda = world.device.type == "cuda"
+    counted, num_computed = seconds[1:], results[-1].num_computed_tokens
+    by_formula = model_cost(model).reference_flops(num_tokens=num_computed, seq_len=config.model.seq_len)
+    gib, is_cuda = peak_memory_gib(world.device), world.device.type == "cuda"
     return BenchReport(
         kind=kind,
         mfu=Spread.of_rate(100 * by_formula / (peak * world.size), counted),
-        model_mfu=Spread.of_rate(100 * measured.flops_per_step / (peak * world.size), counted),
-        throughput=Spread.of_rate(measured.tokens_per_step, counted),
+        model_mfu=Spread.of_rate(100 * results[-1].flops / (peak * world.size), counted),
+        throughput=Spread.of_rate(num_tokens, counted),
         computed_throughput=Spread.of_rate(num_computed, counted),
         step_time=Spread.of(counted),
         peak_memory=PeakMemory(gib=gib, pct=100 * gib / total_memory_gib(world.device)),
-        step_times=measured.seconds,
-        tokens_per_step=measured.tokens_per_step,
+        step_times=seconds,
+        tokens_per_step=num_tokens,
         computed_tokens_per_step=num_computed,
         num_ranks=world.size,
-        num_parameters=measured.num_parameters,
-        num_trained_parameters=measured.num_trained_parameters,
+        num_parameters=model.num_parameters,
+        num_trained_parameters=sum(parameter.numel() for parameter in model.trained_parameters),
         peak_flops=peak,
         peak_flops_source="table" if known else "measured",
         device=torch.cuda.get_device_name(world.device) if is_cuda else f"CPU, {torch.get_num_threads()} threads",
@@ -237,13 +205,12 @@ def _table(config: TrainingConfig, report: BenchReport) -> Table:
     )
     for column in ("", "mean", "std", "min", "max"):
         table.add_column(column, justify="right" if column else "left")
-    lines: list[tuple[str, Spread, str]] = [
+    for name, spread, form in (
         ("step time, s", report.step_time, ".3f"),
         ("throughput, tokens/s", report.throughput, ",.0f"),
         ("computed tokens/s", report.computed_throughput, ",.0f"),
         ("MFU as prime-rl counts, %", report.mfu, ".1f"),
         ("MFU of the model's operations, %", report.model_mfu, ".1f"),
-    ]
-    for name, spread, how in lines:
-        table.add_row(name, *(format(value, how) for value in (spread.mean, spread.std, spread.min, spread.max)))
+    ):
+        table.add_row(name, *(format(value, form) for value in msgspec.structs.astuple(spread)))
     return table

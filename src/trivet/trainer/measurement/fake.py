@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from trivet.algorithms.arithmetic import derive_seed
 from trivet.algorithms.packing import PackItem, pack
-from trivet.algorithms.seeds import derive_seed
 from trivet.config.schema.trainer import FakeBatchesConfig
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.rollouts import Sample
@@ -72,12 +72,7 @@ def fake_rows_of_many_lengths(step: int, *, seed: int, seq_len: int, vocab_size:
 def fake_item(
     index: int, *, seed: int, seq_len: int, vocab_size: int, length: Lengths = "fixed", token_ids: TokenIds = "random"
 ) -> PackItem:
-    """Make sequence `index` of an endless fake data set.
-
-    Args:
-        length: `fixed`: `seq_len` tokens; `variable`: 2 to `seq_len`, drawn evenly.
-        token_ids: `random`: drawn evenly from the vocabulary; `increasing`: 0, 1, 2, …
-    """
+    """Make sequence `index` of an endless fake data set. A `variable` length is 2 to `seq_len`, `increasing` tokens are 0, 1, 2."""
     rng = np.random.default_rng(derive_seed(seed, "fake_item", index))
     size = seq_len if length == "fixed" else int(rng.integers(MIN_LENGTH, seq_len, endpoint=True))
     return _item(size, vocab_size=vocab_size, token_ids=token_ids, rng=rng)

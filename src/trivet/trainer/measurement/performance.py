@@ -34,8 +34,7 @@ class ModelCost:
     def flops(self, lengths: Sequence[int], prefix_lengths: Sequence[int] | None = None) -> float:
         """Count forward and backward of segments of these lengths: attention causally, recomputation not at all.
 
-        Args:
-            prefix_lengths: tokens that each segment continues, which are computed elsewhere; None: the segments are samples.
+        `prefix_lengths` are the tokens that each segment continues, which are computed elsewhere; None: the segments are samples.
         """
         prefix_lengths = prefix_lengths or [0] * len(lengths)
         tokens = sum(lengths)
@@ -128,10 +127,8 @@ def speed_metrics(
 ) -> dict[str, float]:
     """Return the metrics under `perf/` of a step that took `seconds`.
 
-    Args:
-        rows: the whole batch. Its tokens count for the throughput, a shared one in each sample that has it.
-        num_computed_tokens: tokens that the step computed, on all ranks.
-        flops: operations that those tokens need.
+    For the throughput every token of `rows` counts, a shared one in each sample that has it. `num_computed_tokens` and `flops` are
+    those that the step computed, on all ranks.
     """
     throughput = sum(row.num_tokens for row in rows) / seconds
     metrics = {

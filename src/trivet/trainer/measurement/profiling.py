@@ -4,7 +4,6 @@ Owned by a session or a benchmark. Off unless it is asked for: then nothing here
 """
 
 import logging
-from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
@@ -29,7 +28,6 @@ class Profiler:
         """Start what `trace_path` and `memory_profiler_path` ask for."""
         self._rank = world.rank
         self._snapshots = config.memory_profiler_path
-        self._traces = config.trace_path
         self._trace: profile | None = None
         is_cuda = world.device.type == "cuda"
         if self._snapshots is not None:
@@ -40,12 +38,19 @@ class Profiler:
                 )
             self._snapshots.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS)
-        if self._traces is not None:
-            self._traces.mkdir(parents=True, exist_ok=True)
+        if config.trace_path is not None:
+            config.trace_path.mkdir(parents=True, exist_ok=True)
+            path = config.trace_path / f"trace.rank_{world.rank}.json.gz"
+
+            def write(trace: profile) -> None:
+                trace.export_chrome_trace(str(path))
+                self._has_traced = True
+                logger.info("trace written file=%s", path)
+
             self._trace = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
                 schedule=schedule(wait=_SKIPPED_STEPS, warmup=_WARMUP_STEPS, active=_TRACED_STEPS, repeat=1),
-                on_trace_ready=lambda trace: self._write(trace, self.trace_file(self._traces or Path())),
+                on_trace_ready=write,
                 record_shapes=True,
                 profile_memory=True,
                 # Rows may be computed by threads that were there before.
@@ -65,7 +70,7 @@ class Profiler:
         """End the recording; a trace of fewer steps than planned is written too. May be called again."""
         if self._trace is not None:
             if not self._has_traced:
-                self._trace.stop()
+                self._trace.stop()  # it writes what it has
             if not self._has_traced:
                 logger.warning(
                     "trace_path: the run ended before step %s of its start, no trace is written",
@@ -75,12 +80,3 @@ class Profiler:
         if self._snapshots is not None:
             torch.cuda.memory._record_memory_history(enabled=None)
             self._snapshots = None
-
-    def trace_file(self, directory: Path) -> Path:
-        """Return the path of this rank's trace."""
-        return directory / f"trace.rank_{self._rank}.json.gz"
-
-    def _write(self, trace: profile, path: Path) -> None:
-        trace.export_chrome_trace(str(path))
-        self._has_traced = True
-        logger.info("trace written file=%s", path)

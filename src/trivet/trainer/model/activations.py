@@ -97,11 +97,7 @@ class CudaTransfers:
     """Copies on two streams, one for each direction."""
 
     def __init__(self, device: torch.device, *, does_pin: bool) -> None:
-        """Open the streams.
-
-        Args:
-            does_pin: copy to page-locked memory; for other memory, computing waits for the copy.
-        """
+        """Open the streams. With `does_pin` copies go to page-locked memory; for other memory, computing waits for the copy."""
         self._device = device
         self._does_pin = does_pin
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -59,11 +59,7 @@ def blocks_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, attention: str, device: torch.device) -> None:
-    """Apply `config.ac`, `config.compile` and `config.ac_offloading` to the blocks.
-
-    Args:
-        attention: the name under which transformers knows the attention.
-    """
+    """Apply `config.ac`, `config.compile` and `config.ac_offloading` to the blocks. `attention` is the name in transformers."""
     blocks = blocks_of(causal_lm)
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
@@ -182,14 +178,10 @@ def _specialize_full_rows(compiled: Forward, *, seq_len: int) -> Forward:
 def require_compiler(device: torch.device) -> None:
     """Compile something small, to see that a C++ compiler is there, and on a GPU triton."""
     try:
-        torch.compile(_small)(torch.ones(8, device=device))
+        torch.compile(lambda values: values.sin() + 1)(torch.ones(8, device=device))
     except Exception as exc:  # compilers, linkers and triton raise errors of many types
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise ConfigError(
             f"model.compile does not work on this machine ({device.type}): {reason}; install a C++ compiler (g++) and the headers "
             "of this Python, or remove model.compile"
         ) from exc
-
-
-def _small(values: torch.Tensor) -> torch.Tensor:
-    return values.sin() + 1

@@ -122,7 +122,12 @@ class Exporter:
 
             return name_adapter(self.model.causal_lm, self._weights)
         if self._blank_model is None:
-            self._blank_model = self._make_blank_model()
+            # It knows the saved dtype, and its classes are not FSDP's.
+            causal_lm = self.model.causal_lm
+            with torch.device("meta"):
+                own_config = causal_lm.config.__class__(**causal_lm.config.to_dict())
+                self._blank_model = type(causal_lm)._from_config(own_config, dtype=self.dtype)
+            self._blank_model.generation_config = causal_lm.generation_config
         return dict(self._weights)  # a copy, because writing removes entries
 
     def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -147,11 +152,3 @@ class Exporter:
                 self._tokenizer_files = {path.name: path.read_bytes() for path in Path(temporary).iterdir()}
         for name, content in self._tokenizer_files.items():
             (directory / name).write_bytes(content)
-
-    def _make_blank_model(self) -> PreTrainedModel:
-        """Make an unsharded model without storage: it knows the saved dtype, and its classes are not FSDP's."""
-        causal_lm = self.model.causal_lm
-        with torch.device("meta"):
-            blank = type(causal_lm)._from_config(causal_lm.config.__class__(**causal_lm.config.to_dict()), dtype=self.dtype)
-        blank.generation_config = causal_lm.generation_config
-        return blank

@@ -125,6 +125,24 @@ def original_name(name: str) -> str | None:
 
 
 def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_names: set[str], world: World) -> WeightSource:
+
+    def require_tied(untied: Collection[str]) -> None:
+        if untied:
+            raise ConfigError(
+                f"model.name = {config.name!r}: config.json ties {min(untied)} to the embedding (tie_word_embeddings), and the "
+                "files hold other values for it, so programs load different models; set tie_word_embeddings = false in "
+                "config.json, or remove the tensor from the files"
+            )
+
+    def differ(files: SafetensorsWeights, name: str, other: str) -> bool:
+        shape = causal_lm.get_parameter(other).shape
+        return any(
+            not torch.equal(
+                *(files.read(tensor, shape=shape, first_row=row, num_rows=_COMPARED_ROWS) for tensor in (name, other))
+            )
+            for row in range(0, shape[0], _COMPARED_ROWS)
+        )
+
     if config.debug.random_init:
         with torch.device("meta"), no_init_weights():
             return RandomWeights(type(causal_lm)._from_config(causal_lm.config))
@@ -134,14 +152,16 @@ def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_name
             # Tied names count, and so do buffers that are saved; others are computed from config.json.
             taken = {original_name(name) for name in causal_lm.state_dict()}
             _require_no_surplus(set(files.names) - taken, causal_lm, config)
-            _require_no_untied(_find_untied(files, causal_lm), config)
+            tied = causal_lm.get_expanded_tied_weights_keys(all_submodels=True).items()
+            names = set(files.names)
+            require_tied([name for name, other in tied if {name, other} <= names and differ(files, name, other)])
             return files
         logger.warning(
             "names in the files of %s are not those of its parameters: rank 0 loads all of it into main memory", config.name
         )
         loaded = BroadcastWeights(config, world)
         _require_no_surplus(loaded.surplus, causal_lm, config)
-        _require_no_untied(loaded.untied, config)
+        require_tied(loaded.untied)
         return loaded
     except (OSError, ValueError, RuntimeError) as exc:
         if isinstance(exc, ConfigError):
@@ -177,31 +197,6 @@ def _require_no_surplus(names: Collection[str], causal_lm: PreTrainedModel, conf
             f"model.name = {config.name!r}: its files hold {len(surplus)} tensors that {type(causal_lm).__name__} has no place for "
             f"by config.json, e.g. {', '.join(surplus[:2])}: a server may load what the trainer would drop; correct config.json "
             "(number of layers, biases, architecture), or remove them from the files"
-        )
-
-
-def _find_untied(files: SafetensorsWeights, causal_lm: PreTrainedModel) -> list[str]:
-    """Return the tensors that config.json ties to others, and that differ from these in the files."""
-
-    def differ(name: str, other: str) -> bool:
-        shape = causal_lm.get_parameter(other).shape
-        return any(
-            not torch.equal(
-                *(files.read(tensor, shape=shape, first_row=row, num_rows=_COMPARED_ROWS) for tensor in (name, other))
-            )
-            for row in range(0, shape[0], _COMPARED_ROWS)
-        )
-
-    tied = causal_lm.get_expanded_tied_weights_keys(all_submodels=True).items()
-    return [name for name, other in tied if {name, other} <= set(files.names) and differ(name, other)]
-
-
-def _require_no_untied(names: Collection[str], config: TrainerModelConfig) -> None:
-    if names:
-        raise ConfigError(
-            f"model.name = {config.name!r}: config.json ties {min(names)} to the embedding (tie_word_embeddings), and the files "
-            "hold other values for it, so programs load different models; set tie_word_embeddings = false in config.json, or "
-            "remove the tensor from the files"
         )
 
 

@@ -55,7 +55,14 @@ def score_logits(
     """
     logits_RV = _logits(outputs_RV, temperatures_R, form)
     target_logits_R = logits_RV.gather(1, targets_R[:, None])[:, 0]
-    log_totals_R, mean_logits_R = _summarize(logits_RV)
+    # Log(sum(exp(logits))) and the mean of the logits under softmax(logits), in as few passes as possible. The entropy is their
+    # difference: it is exact to the rounding of a logit, as the log-probabilities are.
+    largest_R1 = logits_RV.amax(dim=-1, keepdim=True)
+    shifted_RV = logits_RV.sub_(largest_R1)
+    weights_RV = shifted_RV.exp()
+    totals_R = weights_RV.sum(dim=-1)
+    mean_logits_R = weights_RV.mul_(shifted_RV).sum(dim=-1) / totals_R + largest_R1[:, 0]
+    log_totals_R = totals_R.log() + largest_R1[:, 0]
     return target_logits_R - log_totals_R, log_totals_R - mean_logits_R, log_totals_R
 
 
@@ -73,8 +80,7 @@ def differentiate_scores(
     """Return the gradient with respect to `outputs_RV`, [R, V].
 
     Args:
-        outputs_RV, targets_R, temperatures_R: as in `score_logits`.
-        log_totals_R, entropies_R: what `score_logits` returned.
+        outputs_RV, targets_R, temperatures_R: as in `score_logits`, which returned `log_totals_R` and `entropies_R`.
         grad_logprobs_R, grad_entropies_R: the gradients with respect to the scores; None: the loss uses no entropies.
     """
     scale_R1 = (grad_logprobs_R / temperatures_R)[:, None]
@@ -86,32 +92,24 @@ def differentiate_scores(
     if grad_entropies_R is None:
         grad_RV = logprobs_RV.exp_().mul_(-scale_R1)
     else:
+        # -p * (scale + bonus * (log p + H)): the gradients of -logsumexp and of the entropy with respect to the logits.
         bonus_R1 = (grad_entropies_R / temperatures_R)[:, None]
-        grad_RV = _mix(logprobs_RV, entropies_R, scale_R1=scale_R1, bonus_R1=bonus_R1)
-    grad_RV = _add_to_targets(grad_RV, targets_R, scale_R1)
+        probabilities_RV = logprobs_RV.exp()
+        grad_RV = logprobs_RV.add_(entropies_R[:, None]).mul_(bonus_R1).add_(scale_R1).mul_(probabilities_RV).neg_()
+    if torch.compiler.is_compiling():
+        # A scatter would be a kernel of its own, before and after which all gradients go through memory.
+        is_target_RV = torch.arange(grad_RV.shape[1], device=grad_RV.device) == targets_R[:, None]
+        grad_RV = torch.where(is_target_RV, grad_RV + scale_R1, grad_RV)
+    else:
+        grad_RV = grad_RV.scatter_add_(1, targets_R[:, None], scale_R1)
     if slope_RV is not None:
         grad_RV = grad_RV.mul_(slope_RV)
     return grad_RV if form.grad_dtype is None else grad_RV.to(form.grad_dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitArithmetic:
-    """Computes what lies between the products with the head's weight, eagerly or compiled, for one model."""
-
-    softcap: float | None = None
-    """See `LogitForm`."""
-    is_compiled: bool = False
-    score: Callable[..., Any] = score_logits
-    differentiate: Callable[..., Any] = differentiate_scores
-
-    @classmethod
-    def compiled(cls, *, softcap: float | None = None) -> "LogitArithmetic":
-        """Compile each function to one graph, when it first runs, for chunks of any number of tokens."""
-        score, differentiate = _compile(score_logits), _compile(differentiate_scores)
-        return cls(softcap=softcap, is_compiled=True, score=score, differentiate=differentiate)
-
-
+@cache
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` to one graph, when it first runs, for chunks of any number of tokens."""
     compiled = torch.compile(function, dynamic=True)
 
     def run(outputs_RV: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -122,9 +120,6 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_EAGER = LogitArithmetic()
-
-
 def score_tokens(
     hidden_NH: torch.Tensor,
     weight_VH: torch.Tensor,
@@ -133,29 +128,30 @@ def score_tokens(
     temperatures_N: torch.Tensor,
     chunk_size: int,
     uses_temperatures: bool = True,
-    arithmetic: LogitArithmetic = _EAGER,
+    softcap: float | None = None,
+    is_compiled: bool = False,
 ) -> TokenScores:
-    """Score `targets_N` under softmax(logits / temperature), logits = hidden @ weight.T, capped where `arithmetic` caps them.
+    """Score `targets_N` under softmax(logits / temperature), logits = hidden @ weight.T, capped to +-softcap.
 
     The matrix products multiply in the dtype of `hidden_NH`. Everything after them is float32 (float64 for float64 input), and so
     are the logits and the weight's gradient that they give where `choose_product_dtype` says so.
 
     Args:
         weight_VH: may be wider than `hidden_NH`; its gradient has its own dtype.
-        targets_N: int64.
-        temperatures_N: float32, > 0.
+        targets_N, temperatures_N: int64; float32, > 0.
         chunk_size: tokens whose logits exist at one time.
         uses_temperatures: false when every temperature is 1. The caller knows; asking a tensor would wait for the GPU.
-        arithmetic: computes everything after the products, eagerly or compiled.
+        is_compiled: what lies between the products with the head's weight is compiled when it first runs.
     """
-    uses_tiles = hidden_NH.device.type == "cpu" and not arithmetic.is_compiled
+    uses_tiles = hidden_NH.device.type == "cpu" and not is_compiled
     head = _Head(
         chunk_size=chunk_size,
         uses_tiles=uses_tiles,
         form=LogitForm(
-            softcap=arithmetic.softcap, uses_temperatures=uses_temperatures, grad_dtype=None if uses_tiles else hidden_NH.dtype
+            softcap=softcap, uses_temperatures=uses_temperatures, grad_dtype=None if uses_tiles else hidden_NH.dtype
         ),
-        arithmetic=arithmetic,
+        score=_compile(score_logits) if is_compiled else score_logits,
+        differentiate=_compile(differentiate_scores) if is_compiled else differentiate_scores,
         product_dtype=_product_dtype(hidden_NH.device, hidden_NH.dtype),
     )
     logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, targets_N, temperatures_N, head)
@@ -167,11 +163,8 @@ def choose_product_dtype(
 ) -> torch.dtype:
     """Return the dtype of what a matrix product of `dtype` gives: float32 where that costs no pass of its own, else `dtype`.
 
-    Logits that are rounded to bfloat16 move log-probabilities by about 0.02.
-
-    Args:
-        capability: compute capability of the CUDA device.
-        has_wide_products: torch's product can give another dtype than it multiplies.
+    Logits that are rounded to bfloat16 move log-probabilities by about 0.02. With `has_wide_products` torch's product can give
+    another dtype than it multiplies.
     """
     is_possible = device_type == "cuda" and capability is not None and capability >= _FIRST_WITH_BF16 and has_wide_products
     return torch.float32 if is_possible and dtype == torch.bfloat16 else dtype
@@ -195,7 +188,8 @@ class _Head:
     uses_tiles: bool
     """A chunk is worked on a few tokens at a time. A GPU, and what is compiled, gain nothing by that."""
     form: LogitForm
-    arithmetic: LogitArithmetic
+    score: Callable[..., Any]
+    differentiate: Callable[..., Any]
     product_dtype: torch.dtype
 
 
@@ -215,7 +209,7 @@ class _ChunkedHead(torch.autograd.Function):
         for hidden_CH, *of_tokens_C in _chunks(hidden_NH, targets_N, temperatures_N, size=head.chunk_size):
             outputs_CV = _multiply(hidden_CH, weight_VH.T, dtype=head.product_dtype)
             for tile in _tiles(head, outputs_CV, *of_tokens_C):
-                scores.append(head.arithmetic.score(*tile, form=head.form))
+                scores.append(head.score(*tile, form=head.form))
         logprobs_N, entropies_N, log_totals_N = (torch.cat(parts) for parts in zip(*scores, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, log_totals_N, entropies_N)
         ctx.head = head
@@ -234,12 +228,17 @@ class _ChunkedHead(torch.autograd.Function):
             of_tokens_N.append(grads[1])
         for hidden_CH, *of_tokens_C in _chunks(*of_tokens_N, size=head.chunk_size):
             outputs_CV = _multiply(hidden_CH, weight_VH.T, dtype=head.product_dtype)
-            grad_outputs_CV = _differentiate(head, outputs_CV, of_tokens_C, dtype=hidden_CH.dtype)
+            if not head.uses_tiles:
+                grad_outputs_CV = head.differentiate(outputs_CV, *of_tokens_C, form=head.form)
+            else:
+                is_same = outputs_CV.dtype == hidden_CH.dtype
+                grad_outputs_CV = outputs_CV if is_same else torch.empty_like(outputs_CV, dtype=hidden_CH.dtype)
+                for grad_RV, *tile in _tiles(head, grad_outputs_CV, outputs_CV, *of_tokens_C):
+                    grad_RV.copy_(head.differentiate(*tile, form=head.form))
             grad_hidden.append(grad_outputs_CV @ weight_VH)
             if not ctx.needs_input_grad[1]:
                 continue
-            part_VH = _multiply(grad_outputs_CV.T, hidden_CH, dtype=head.product_dtype)
-            part_VH = part_VH.to(log_totals_N.dtype)
+            part_VH = _multiply(grad_outputs_CV.T, hidden_CH, dtype=head.product_dtype).to(log_totals_N.dtype)
             grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
         grad_master_VH = None if grad_weight_VH is None else grad_weight_VH.to(ctx.master_dtype)
         return torch.cat(grad_hidden), grad_master_VH, None, None, None
@@ -247,18 +246,6 @@ class _ChunkedHead(torch.autograd.Function):
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     return left @ right if dtype == left.dtype else torch.mm(left, right, out_dtype=dtype)
-
-
-def _differentiate(
-    head: _Head, outputs_CV: torch.Tensor, of_tokens_C: list[torch.Tensor], *, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the gradient with respect to `outputs_CV` in `dtype`. Eagerly it may be `outputs_CV` itself, changed."""
-    if not head.uses_tiles:
-        return head.arithmetic.differentiate(outputs_CV, *of_tokens_C, form=head.form)
-    grad_CV = outputs_CV if outputs_CV.dtype == dtype else torch.empty_like(outputs_CV, dtype=dtype)
-    for grad_RV, *tile in _tiles(head, grad_CV, outputs_CV, *of_tokens_C):
-        grad_RV.copy_(head.arithmetic.differentiate(*tile, form=head.form))
-    return grad_CV
 
 
 def _chunks(*tensors: torch.Tensor, size: int) -> Any:
@@ -280,32 +267,3 @@ def _logits(outputs_RV: torch.Tensor, temperatures_R: torch.Tensor, form: LogitF
     if form.softcap is not None:
         wide_RV = wide_RV.div_(form.softcap).tanh_().mul_(form.softcap)
     return wide_RV.div_(temperatures_R[:, None]) if form.uses_temperatures else wide_RV
-
-
-def _summarize(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log(sum(exp(logits))) and the mean of the logits under softmax(logits), in as few passes as possible.
-
-    The entropy is their difference: it is exact to the rounding of a logit, as the log-probabilities are.
-    """
-    largest_R1 = logits_RV.amax(dim=-1, keepdim=True)
-    shifted_RV = logits_RV.sub_(largest_R1)
-    weights_RV = shifted_RV.exp()
-    totals_R = weights_RV.sum(dim=-1)
-    means_R = weights_RV.mul_(shifted_RV).sum(dim=-1) / totals_R
-    return totals_R.log() + largest_R1[:, 0], means_R + largest_R1[:, 0]
-
-
-def _mix(
-    logprobs_RV: torch.Tensor, entropies_R: torch.Tensor, *, scale_R1: torch.Tensor, bonus_R1: torch.Tensor
-) -> torch.Tensor:
-    """Return -p * (scale + bonus * (log p + H)): the gradients of -logsumexp and of the entropy with respect to the logits."""
-    probabilities_RV = logprobs_RV.exp()
-    return logprobs_RV.add_(entropies_R[:, None]).mul_(bonus_R1).add_(scale_R1).mul_(probabilities_RV).neg_()
-
-
-def _add_to_targets(grad_RV: torch.Tensor, targets_R: torch.Tensor, scale_R1: torch.Tensor) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        # A scatter would be a kernel of its own, before and after which all gradients go through memory.
-        is_target_RV = torch.arange(grad_RV.shape[1], device=grad_RV.device) == targets_R[:, None]
-        return torch.where(is_target_RV, grad_RV + scale_R1, grad_RV)
-    return grad_RV.scatter_add_(1, targets_R[:, None], scale_R1)

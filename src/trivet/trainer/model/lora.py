@@ -35,11 +35,7 @@ _PREFIX = "base_model.model."
 
 
 def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: str, dtype: torch.dtype) -> None:
-    """Freeze `causal_lm` and add trainable adapters of `dtype` without memory; `initial_weights.fill` gives them values.
-
-    Args:
-        base_name: the base model's name in the adapter's files.
-    """
+    """Freeze `causal_lm` (`base_name`) and add adapters of `dtype` without memory; `initial_weights.fill` gives them values."""
     # The experts of a mixture are one parameter of three dimensions, of which PEFT makes no adapter.
     has_experts = any(parameter.ndim == 3 for parameter in causal_lm.parameters())
     modules = LinearModules(names=_names(causal_lm, only_linear=True), has_experts=has_experts)
@@ -82,11 +78,7 @@ def name_adapter(causal_lm: PreTrainedModel, trained: Mapping[str, torch.Tensor]
 
 
 def write_adapter(directory: Path, causal_lm: PreTrainedModel, named: Mapping[str, torch.Tensor]) -> None:
-    """Write the files that PEFT and servers load. The same adapter gives the same bytes.
-
-    Args:
-        named: tensors as `name_adapter` returns them.
-    """
+    """Write tensors that `name_adapter` named, as PEFT and servers load them. The same adapter gives the same bytes."""
     tensors = {name: tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     config = causal_lm.peft_config[ADAPTER]  # type: ignore[attr-defined]  PEFT puts it there
@@ -97,11 +89,7 @@ def write_adapter(directory: Path, causal_lm: PreTrainedModel, named: Mapping[st
 
 
 def read_adapter(directory: Path, model: torch.nn.Module) -> None:
-    """Give the adapter in `model`, sharded or not, the weights in `directory`. Collective.
-
-    Args:
-        model: has the model with the adapter as its `causal_lm`.
-    """
+    """Give the adapter in `model.causal_lm`, sharded or not, the weights in `directory`. Collective."""
     saved = load_file(directory / WEIGHTS_FILE)
     trained: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -112,17 +100,13 @@ def read_adapter(directory: Path, model: torch.nn.Module) -> None:
 
 
 def merge(adapter: Path, *, output: Path, base: str | None = None) -> str:
-    """Write the base model with `adapter` merged into it to `output`, in the base model's dtype; sums are made in float32.
+    """Write the base model with `adapter` merged into it to `output`, whole or not at all; return the base model's name.
 
-    `trivet merge` calls it, outside any run. Any program loads the result.
+    `trivet merge` calls it, outside any run. The result has the base model's dtype; sums are made in float32.
 
     Args:
-        adapter: a published step, or any directory that PEFT wrote.
-        output: appears whole, or not at all.
+        adapter: a published step, whose files are verified, or any directory that PEFT wrote.
         base: the base model, if its name differs from the name during training.
-
-    Returns:
-        The base model's name.
     """
     if not is_adapter(adapter):
         raise ConfigError(f"{adapter} is no adapter: it has no adapter_config.json")

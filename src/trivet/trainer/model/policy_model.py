@@ -20,7 +20,7 @@ from trivet.trainer.cpu import Lanes, MasterCasts
 from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.model.blocks import blocks_of, prepare_blocks
 from trivet.trainer.model.initial_weights import build, fill, read_config
-from trivet.trainer.model.logprobs import LogitArithmetic, TokenScores, score_tokens
+from trivet.trainer.model.logprobs import TokenScores, score_tokens
 from trivet.trainer.model.supported import (
     LogitRule,
     decoder_of,
@@ -70,7 +70,8 @@ class PolicyModel(torch.nn.Module):
         """Gradients are reduced over ranks after each row, not once a step."""
         self._logit_rule = logit_rule
         self._casts: MasterCasts | None = None
-        self._arithmetic = LogitArithmetic(softcap=logit_rule.softcap)
+        self.compiles_head = False
+        """What follows the head's products is compiled when it first runs."""
         self.keeps_dropout = False
 
     def train(self, mode: bool = True) -> Self:
@@ -99,12 +100,9 @@ class PolicyModel(torch.nn.Module):
             temperatures_N=row.temperatures_N / self._logit_rule.scale,
             chunk_size=self.chunk_size,
             uses_temperatures=row.uses_temperatures or self._logit_rule.scale != 1.0,
-            arithmetic=self._arithmetic,
+            softcap=self._logit_rule.softcap,
+            is_compiled=self.compiles_head,
         )
-
-    def compile_head(self) -> None:
-        """Have what follows the head's products compiled when it first runs."""
-        self._arithmetic = LogitArithmetic.compiled(softcap=self._logit_rule.softcap)
 
     def cast_masters(self, dtype: torch.dtype) -> None:
         """Compute with casts of the parameters to `dtype`, where FSDP does not make them."""
@@ -207,8 +205,7 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     )
     model.keeps_dropout = keeps_dropout
     model.train()
-    if config.compile is not None:
-        model.compile_head()
+    model.compiles_head = config.compile is not None
     if not is_whole:
         shard(model, config, world)
     fill(model, causal_lm, config, world)
@@ -246,7 +243,7 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
         group_size=2,
     )
     attention, packed_N, reason = hf_config._attn_implementation, None, ""
-    with torch.no_grad(), without_dropout(model), torch.compiler.set_stance("force_eager"):
+    with scoring(model), torch.compiler.set_stance("force_eager"):
         try:
             packed_N = model(to_tensors(row, device=world.device, shares_prefixes=config.share_prefixes)).logprobs_N
         except TypeError as exc:  # a block that does not hand on the arguments of its model
@@ -260,7 +257,6 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
             reason = f"log-probabilities of a packed row differ by {error:.2g} on average from those of its samples alone"
             if error <= _MAX_PACKING_ERROR[torch_dtype(config.compute_dtype)]:
                 hf_config._attn_implementation = attention
-    free_gathered(model)
     if not model.packs:
         model.lanes = Lanes()
         logger.warning(_ONE_SAMPLE, reason)
@@ -338,20 +334,19 @@ def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
 
 
 @contextmanager
-def without_dropout(model: PolicyModel) -> Iterator[None]:
-    """Switch dropout off in the block, for a forward whose numbers are compared with others."""
+def scoring(model: PolicyModel) -> Iterator[None]:
+    """Let the model compute in the block without gradients and dropout, for numbers that are compared with others."""
     model.eval()
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         model.train()
+        free_gathered(model)
 
 
 def free_gathered(model: PolicyModel) -> None:
-    """Turn gathered parameters back into shards, after a forward without a backward.
-
-    Optimizer, export and checkpoint work on shards.
-    """
+    """Turn gathered parameters back into shards after a forward without a backward: optimizer and export work on shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -5,8 +5,7 @@ change back. Published weights are the durable form of the reference: a resume r
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +15,7 @@ from trivet.config.schema.model import TrainerModelConfig
 from trivet.config.schema.trainer import PolicyLossConfig
 from trivet.errors import CheckpointError, WeightsError
 from trivet.trainer.device_copies import copy_to_host, local_part
-from trivet.trainer.model.policy_model import PolicyModel, free_gathered, load_policy, without_dropout
+from trivet.trainer.model.policy_model import PolicyModel, load_policy, scoring
 from trivet.trainer.ranks.world import World
 from trivet.trainer.rows import RowTensors
 from trivet.weights.manifest import verify
@@ -38,30 +37,24 @@ class Reference:
         for shard, parameter in zip(self._shards, model.trained_parameters, strict=True):
             shard.copy_(local_part(parameter.detach()), non_blocking=True)
 
-    @torch.no_grad()
     def score(self, model: PolicyModel, rows: Sequence[RowTensors]) -> list[RowTensors]:
         """Return `rows` with the reference's log-probabilities of their loss tokens. Collective."""
-        with self._lent_to(model), without_dropout(model):
-            return [replace(row, reference_logprobs_N=model(row).logprobs_N) for row in rows]
-
-    @contextmanager
-    def _lent_to(self, model: PolicyModel) -> Iterator[None]:
         trained_shards = _host_copies(model)
         are_off_loaded = any(parameter.device.type == "cpu" for parameter in model.trained_parameters)
-        self._put(self._shards, model)
+        _put(self._shards, model)
         try:
-            yield
+            with scoring(model):  # it frees the gathered parameters, which are the reference's
+                return [replace(row, reference_logprobs_N=model(row).logprobs_N) for row in rows]
         finally:
-            free_gathered(model)  # the gathered parameters are the reference's
             # A GPU may still read a shard in main memory. A copy to a shard on the GPU waits there for earlier reads.
             if are_off_loaded and torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
-            self._put(trained_shards, model)
+            _put(trained_shards, model)
 
-    @staticmethod
-    def _put(shards: Sequence[torch.Tensor], model: PolicyModel) -> None:
-        for shard, parameter in zip(shards, model.trained_parameters, strict=True):
-            local_part(parameter.detach()).copy_(shard, non_blocking=True)
+
+def _put(shards: Sequence[torch.Tensor], model: PolicyModel) -> None:
+    for shard, parameter in zip(shards, model.trained_parameters, strict=True):
+        local_part(parameter.detach()).copy_(shard, non_blocking=True)
 
 
 def open_reference(
@@ -73,11 +66,7 @@ def open_reference(
     from_step: Step,
     world: World,
 ) -> Reference | None:
-    """Return the reference of a run that starts from `from_step`; None when the loss needs none. Collective.
-
-    Args:
-        model: the policy after the resume.
-    """
+    """Return the reference of a run that starts from `from_step` with `model`; None when the loss needs none. Collective."""
     if not loss.beta:
         return None
     version = reference_version_after(from_step, interval=loss.reference_update_interval)

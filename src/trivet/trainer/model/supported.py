@@ -155,11 +155,7 @@ def find_random_rates(hf_config: PreTrainedConfig) -> dict[str, float]:
 
 
 def report_random_rates(rates: Mapping[str, float], lora: LoRAConfig | None, *, keeps_dropout: bool) -> None:
-    """Log which of `rates`, and whether the dropout of the adapter, is drawn.
-
-    Args:
-        keeps_dropout: see `trainer.model.policy_model.load_policy`.
-    """
+    """Log which of `rates`, and whether the dropout of the adapter, is drawn (`load_policy` explains `keeps_dropout`)."""
     if rates:
         drawn = "drawn in training steps" if keeps_dropout else "not drawn, as servers do not draw them"
         logger.info(

@@ -26,11 +26,7 @@ class WeightSource(Protocol):
     """An origin of weights."""
 
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
-        """Return rows of a tensor, on the CPU in any dtype. Every rank asks for the same names in the same order.
-
-        Args:
-            shape: the shape of the whole tensor.
-        """
+        """Return rows of a tensor of `shape`, on the CPU in any dtype. Every rank asks for the same names in the same order."""
         ...
 
 

@@ -48,11 +48,8 @@ def keep_state_on_host(
 ) -> None:
     """Make `optimizer.step()` fetch the state it needs and put it back, and `optimizer.load_state_dict()` leave it on the host.
 
-    While one part is updated, the state of the next is fetched and that of the one before is given back.
-
-    Args:
-        device: the device of the parameters; on the CPU the update is made in parts, and nothing moves.
-        mover: None: one for `device`.
+    While one part is updated, the state of the next is fetched and that of the one before is given back. On the CPU the update is
+    made in parts, and nothing moves.
     """
     if device.type != "cuda":
         logger.info("model.optim_cpu_offload does nothing here: the optimizer's state is in main memory already")
@@ -60,36 +57,36 @@ def keep_state_on_host(
     update, load = optimizer.step, optimizer.load_state_dict
 
     def step(closure: None = None) -> None:
-        """Take one step by calling `update` for some parameters at a time."""
         assert closure is None, "an update in parts cannot compute its loss again"
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        pairs = [(parameter, parameter.grad) for parameter in trained]
-        for parameter in trained:
-            parameter.grad = None
-        _update_parts(optimizer, update, list(_parts(pairs, max_bytes=part_bytes)), own_mover)
-        for parameter, gradient in pairs:
-            parameter.grad = gradient
+        _update_in_parts(optimizer, update, own_mover, part_bytes=part_bytes)
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         """Load `state_dict` without moving moments: `load` would move all of them to the device of the parameters."""
         small = {key: {n: v for n, v in state.items() if not _moves(v)} for key, state in state_dict["state"].items()}
         load({**state_dict, "state": small})
-        _set_moments(optimizer, state_dict)
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if _moves(value):
+                    optimizer.state[parameter][name] = copy_to_host(value) if value.device.type == "cuda" else value
 
     optimizer.step = step  # type: ignore[method-assign]  checkpoints call it too, to make the state
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
-def _update_parts(
-    optimizer: torch.optim.Optimizer, update: Callable[[], object], parts: Sequence[Sequence["Pair"]], mover: StateMover
+def _update_in_parts(
+    optimizer: torch.optim.Optimizer, update: Callable[[], object], mover: StateMover, *, part_bytes: int
 ) -> None:
     """Call `update` for one part after the other, while the state of its neighbours moves."""
+    pairs = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parts = list(_parts(pairs, max_bytes=part_bytes))
     states = [[optimizer.state[parameter] for parameter, _ in part] for part in parts]
+    for parameter, _ in pairs:
+        parameter.grad = None
     for index, part in enumerate(parts):
-        if index == 0:
-            mover.fetch(0, states[0])
-        if index + 1 < len(parts):
-            mover.fetch(index + 1, states[index + 1])
+        for following in range(index + 1 if index else 0, min(index + 2, len(parts))):
+            mover.fetch(following, states[following])
         mover.await_fetched(index)
         for parameter, gradient in part:
             parameter.grad = gradient
@@ -101,23 +98,14 @@ def _update_parts(
             mover.await_given_back(index - 1)  # else the CPU would run ahead and fetch all parts
     if parts:
         mover.await_given_back(len(parts) - 1)
-
-
-def _set_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give `optimizer` the moments of `state_dict`, in main memory."""
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for key, parameter in zip(keys, parameters, strict=True):
-        for name, value in state_dict["state"].get(key, {}).items():
-            if _moves(value):
-                optimizer.state[parameter][name] = copy_to_host(value) if value.device.type == "cuda" else value
+    for parameter, gradient in pairs:
+        parameter.grad = gradient
 
 
 class CudaStateMover(StateMover):
     """Moves state on a stream of its own, beside the update."""
 
     def __init__(self, device: torch.device) -> None:
-        """Open the stream."""
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._fetched: dict[int, torch.cuda.Event] = {}
@@ -157,11 +145,9 @@ class CudaStateMover(StateMover):
         self._given_back.pop(part).synchronize()
 
 
-Pair = tuple[torch.nn.Parameter, Any]
-
-
-def _parts(pairs: list[Pair], *, max_bytes: int) -> Iterator[list[Pair]]:
-    part: list[Pair] = []
+def _parts(pairs: list[tuple[torch.nn.Parameter, Any]], *, max_bytes: int) -> Iterator[list[tuple[torch.nn.Parameter, Any]]]:
+    """Divide parameters and their gradients into parts of at most `max_bytes`, or of one parameter."""
+    part: list[tuple[torch.nn.Parameter, Any]] = []
     num_bytes = 0
     for parameter, gradient in pairs:
         # An even share, not this rank's: parts must be the same on every rank, because an update may be collective.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trivet.algorithms.schedules import cosine_factor, linear_factor
+from trivet.algorithms.arithmetic import cosine_factor, linear_factor
 from trivet.config.schema.trainer import (
     AdamWConfig,
     ConstantSchedule,
@@ -30,11 +30,7 @@ from trivet.trainer.ranks.world import World, gather_tensor, sum_over_ranks
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[torch.nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """Make the optimizer that `config` names.
-
-    Args:
-        matrices: those of `parameters` that Muon optimizes.
-    """
+    """Make the optimizer that `config` names. Muon optimizes those of `parameters` that are `matrices`."""
     if isinstance(config, SGDConfig):
         return torch.optim.SGD(
             parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from trivet.process.imports import importing
@@ -40,24 +40,21 @@ def main(argv: Sequence[str]) -> int:
         return _become_rank(module, arguments)
     place = read_place()
     if num_ranks == "1":
-        return run_rank(module, arguments, variables=_rank_variables(0, place) if place is not None else {})
-    if place is not None:
-        return _run_ranks(int(num_ranks), module, arguments, common={}, place=place)
+        for name in _RANK_VARIABLES:
+            os.environ.pop(name, None)
+        if place is not None:
+            os.environ.update(_rank_variables(0, place))
+        ignore_stacks_signal()
+        return _become_rank(module, arguments)
     with tempfile.TemporaryDirectory(prefix="trivet-ranks-", ignore_cleanup_errors=True) as scratch:
-        place = RankPlace(first_rank=0, num_ranks=int(num_ranks), host="", port=0, attempt=1)
-        common = {RENDEZVOUS_FILE: str(Path(scratch) / "rendezvous")}
-        return _run_ranks(int(num_ranks), module, arguments, common=common, place=place)
-
-
-def _run_ranks(num_ranks: int, module: str, arguments: Sequence[str], *, common: Mapping[str, str], place: RankPlace) -> int:
-    command = tied_command(module_command("trivet.trainer.ranks.starter", _ONE_OF_SEVERAL, module, *arguments))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit it: `_become_rank` lets Ctrl-C end them
-    return await_ranks(
-        [
-            subprocess.Popen(command, env={**os.environ, **common, **_rank_variables(local_rank, place)})
-            for local_rank in range(num_ranks)
-        ]
-    )
+        common: dict[str, str] = {}
+        if place is None:
+            place = RankPlace(first_rank=0, num_ranks=int(num_ranks), host="", port=0, attempt=1)
+            common[RENDEZVOUS_FILE] = str(Path(scratch) / "rendezvous")
+        command = tied_command(module_command("trivet.trainer.ranks.starter", _ONE_OF_SEVERAL, module, *arguments))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit it: `_become_rank` lets Ctrl-C end them
+        environments = [{**os.environ, **common, **_rank_variables(rank, place)} for rank in range(int(num_ranks))]
+        return await_ranks([subprocess.Popen(command, env=environment) for environment in environments])
 
 
 def _rank_variables(local_rank: int, place: RankPlace) -> dict[str, str]:
@@ -65,20 +62,8 @@ def _rank_variables(local_rank: int, place: RankPlace) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(place.num_ranks)}
 
 
-def run_rank(module: str, arguments: Sequence[str], *, variables: Mapping[str, str]) -> int:
-    """Run `main` of `module` here, as the only rank of this machine; return its exit code.
-
-    Args:
-        variables: those by which it joins ranks on other nodes; none for a rank that joins nobody.
-    """
-    for name in _RANK_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(variables)
-    ignore_stacks_signal()
-    return _become_rank(module, arguments)
-
-
 def _become_rank(module: str, arguments: Sequence[str]) -> int:
+    """Run `main` of `module` in this process; return its exit code."""
     sys.argv = [module, *arguments]
     with importing():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -11,7 +11,7 @@ Legend: rank 0 is the main rank: it alone talks to the orchestrator and writes f
 import hmac
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,14 +21,14 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore  # torch.distributed declares none
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore  # torch.distributed declares none
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trivet.config.check_roles import replicas_problem
 from trivet.config.layout import SECRET_FILE
 from trivet.errors import ConfigError, UnknownRank
-from trivet.process.sockets import RankPlace, listen, read_place
+from trivet.process.sockets import listen, read_place
 from trivet.secret import RunSecret, read_secret
 from trivet.trainer.ranks.starter import RENDEZVOUS_FILE
 from trivet.wire.codec import decode, encode
@@ -94,7 +94,20 @@ def open_world(
         dist.init_process_group(backend, timeout=timeout)
     else:
         if place is not None:
-            store = _meet(place, is_main=rank == 0, timeout=timeout)
+            # Ranks of several nodes find each other's addresses at rank 0, which listens at one address alone.
+            listener = listen(place.host, place.port).detach() if rank == 0 else None
+            store = PrefixStore(
+                f"attempt_{place.attempt}",
+                TCPStore(
+                    place.host,
+                    place.port,
+                    place.num_ranks,
+                    is_master=rank == 0,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    master_listen_fd=listener,
+                ),
+            )
         else:  # ranks of one machine find each other's addresses without a port
             store = HashStore() if size == 1 else FileStore(os.environ[RENDEZVOUS_FILE], size)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
@@ -164,21 +177,6 @@ def _gather_fixed(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     return [part.numpy().tobytes() for part in parts]
 
 
-def _meet(place: RankPlace, *, is_main: bool, timeout: timedelta) -> Store:
-    """Return the store in which ranks of several nodes find each other's addresses. Rank 0 listens, at one address alone."""
-    listener = listen(place.host, place.port).detach() if is_main else None
-    store = TCPStore(
-        place.host,
-        place.port,
-        place.num_ranks,
-        is_master=is_main,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
-    return PrefixStore(f"attempt_{place.attempt}", store)
-
-
 def broadcast_bytes(world: World, data: bytes | None) -> bytes:
     """Return on every rank what rank 0 passes as `data`. Collective."""
     if world.size == 1:
@@ -222,12 +220,7 @@ def gather_values(world: World, values: dict[str, np.ndarray]) -> dict[str, np.n
     """Return each metric's values of all ranks, one rank after the other. Collective."""
     if world.size == 1:
         return values
-    parts = gather_bytes(world, encode(_Values(values)))
-    return join_values([decode(part, _Values).by_name for part in parts])
-
-
-def join_values(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Concatenate each metric's values."""
+    parts = [decode(part, _Values).by_name for part in gather_bytes(world, encode(_Values(values)))]
     names = {name: None for part in parts for name in part}
     return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
 
@@ -239,22 +232,19 @@ def barrier(world: World) -> None:
 
 
 def _choose_device(device: str, *, local_rank: int) -> torch.device:
-    has_cuda = device != "cpu" and torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise ConfigError(f'device = "cuda", but torch sees no CUDA device: {_why_no_cuda()}; or set device = "cpu"')
-    return torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
-
-
-def _why_no_cuda() -> str:
-    """Return what torch says about its lack of a CUDA device, and what to do."""
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", local_rank)
+    if device != "cuda":
+        return torch.device("cpu")
     try:
         torch.cuda.init()
+        reason = "it gives no reason"
     except (RuntimeError, AssertionError) as exc:  # its CPU build asserts that it is a CUDA build
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
-    else:
-        reason = "it gives no reason"
     if torch.version.cuda is None:
-        return f"{reason}; install the CUDA build"
-    if "driver" in reason:
-        return f"{reason}; this build needs a driver for CUDA {torch.version.cuda}: update the driver"
-    return f"{reason}; see what nvidia-smi -L shows, and what CUDA_VISIBLE_DEVICES hides"
+        remedy = "install the CUDA build"
+    elif "driver" in reason:
+        remedy = f"this build needs a driver for CUDA {torch.version.cuda}: update the driver"
+    else:
+        remedy = "see what nvidia-smi -L shows, and what CUDA_VISIBLE_DEVICES hides"
+    raise ConfigError(f'device = "cuda", but torch sees no CUDA device: {reason}; {remedy}; or set device = "cpu"')

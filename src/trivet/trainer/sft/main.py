@@ -26,16 +26,16 @@ from trivet.faults import arm, reach
 from trivet.process.signals import Interrupts
 from trivet.telemetry import process_report
 from trivet.trainer.failures import naming_last_weights
-from trivet.trainer.losses.select import cross_entropy
+from trivet.trainer.losses.formulas import cross_entropy
 from trivet.trainer.main import set_up_rank
 from trivet.trainer.measurement.bench import run_bench
 from trivet.trainer.model.export import load_tokenizer
-from trivet.trainer.model.policy_model import PolicyModel, free_gathered, without_dropout
+from trivet.trainer.model.policy_model import PolicyModel, scoring
 from trivet.trainer.open_session import open_session
 from trivet.trainer.ranks.world import World, gather_bytes, open_world, sum_over_ranks
 from trivet.trainer.rows import plan_rows
 from trivet.trainer.session import Session
-from trivet.trainer.sft.batches import Batches, make_batch, open_batches, to_items
+from trivet.trainer.sft.batches import Batches, to_items
 from trivet.trainer.step import train_step
 from trivet.wire.batches import MicroBatch
 from trivet.wire.codec import encode
@@ -50,11 +50,9 @@ ROWS_PER_RANK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The held-out rows and when they are measured."""
+    """The held-out rows."""
 
     rows: Sequence[MicroBatch]
-    interval: int
-    does_start: bool
 
     def record(self) -> DataRecord:
         """Return what is measured, to find on a resume that it is something else."""
@@ -63,15 +61,11 @@ class Validation:
             digest.update(encode(row))
         return DataRecord(num_records=len(self.rows), digest=digest.hexdigest())
 
-    def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Tell whether to measure after `step`; 0 means the start model."""
-        return self.does_start if step == 0 else is_last or step % self.interval == 0
-
     def measure(self, model: PolicyModel, world: World, *, step: Step) -> dict[str, float]:
         """Return the mean loss over all loss tokens (`val/loss`, nats) and its exponential as metrics. Collective."""
         totals = torch.zeros(2, dtype=torch.float64, device=world.device)
         size = ROWS_PER_RANK * world.size
-        with torch.no_grad(), without_dropout(model):
+        with scoring(model):
             for start in range(0, len(self.rows), size):
                 part = self.rows[start : start + size]
                 plan = plan_rows(part, num_ranks=world.size, shares_prefixes=model.shares_prefixes, packs=model.packs)
@@ -80,7 +74,6 @@ class Validation:
                     if not row.is_dummy:
                         totals[0] -= logprobs_N.double().sum()
                         totals[1] += len(logprobs_N)
-        free_gathered(model)
         total, count = sum_over_ranks(world, totals).tolist()
         loss = total / count
         if not math.isfinite(loss):
@@ -104,7 +97,7 @@ def open_validation(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Va
         )
     num_cut = sum(item.sample.num_tokens > seq_len for item in items)
     logger.info("held-out data loaded conversations=%s truncated=%s", len(items), num_cut)
-    return Validation(rows=rows, interval=config.val.interval, does_start=config.val.eval_on_start)
+    return Validation(rows=rows)
 
 
 def main() -> int:
@@ -136,7 +129,7 @@ def run(config: SftConfig, world: World) -> int:
     """
     process_report.begin("reading the data")
     tokenizer = load_tokenizer(config)
-    batches = open_batches(config, tokenizer, vocab_size=len(tokenizer))
+    batches = Batches.open(config, tokenizer)
     validation = open_validation(config, tokenizer)
     if config.max_steps is None:
         config = config.model_copy(update={"max_steps": batches.num_steps})
@@ -148,7 +141,7 @@ def run(config: SftConfig, world: World) -> int:
         )
         if validation is not None:
             _require_known_tokens(validation.rows, session, "val.data")
-        if session.from_step == 0 and validation is not None and validation.is_due(0, is_last=False):
+        if session.from_step == 0 and config.val is not None and validation is not None and config.val.eval_on_start:
             process_report.begin("measuring the held-out loss")
             values = validation.measure(session.learner.model, world, step=Step(0))
             if session.telemetry is not None:
@@ -174,7 +167,7 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
     data_step = step - session.progress.data_start
     with session.timed("step"):
         with session.timed("load_data"):
-            batch = make_batch(batches.items(data_step), config)
+            batch = batches.make(data_step)
             _require_known_tokens(batch.rows, session, f"data, at step {step},")
         process_report.begin(f"training step {step}")
         reach("optimizer_step.before", step=step)
@@ -198,7 +191,7 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
         "data/num_truncated": batch.num_truncated,
         "data/num_empty": batch.num_empty,
     }
-    if validation is not None and validation.is_due(step, is_last=step == config.max_steps):
+    if config.val is not None and validation is not None and (step % config.val.interval == 0 or step == config.max_steps):
         process_report.begin(f"measuring the held-out loss after step {step}")
         with session.timed("val"):
             extra |= validation.measure(session.learner.model, session.world, step=step)

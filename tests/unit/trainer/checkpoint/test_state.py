@@ -11,7 +11,6 @@ from trivet.config.schema.shared import CkptConfig
 from trivet.config.schema.trainer import DefaultLossConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume, state_of
-from trivet.trainer.optim.host_state import keep_state_on_host
 from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.step import Learner, train_step
 
@@ -37,26 +36,6 @@ def test_three_steps_a_reload_and_three_more_equal_six(any_model: Path, make_lea
     assert losses == expected
     for ours, theirs in zip(second.model.parameters(), unbroken.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_a_run_with_its_moments_in_main_memory_is_reloaded_exactly(
-    tiny_model: Path, make_learner, oracle, tmp_path: Path
-) -> None:
-    unbroken, first, second = (make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2) for _ in range(3))
-    for learner in (first, second):
-        keep_state_on_host(learner.optimizer, torch.device("cpu"), part_bytes=10_000)
-    expected = train(unbroken, oracle, range(1, 5))
-    losses = train(first, oracle, range(1, 3))
-    save_part(tmp_path, first, TrainerProgress(step=2))
-    load_part(tmp_path, second)
-    assert losses + train(second, oracle, range(3, 5)) == expected
-
-
-def test_saving_changes_nothing(tiny_model: Path, make_learner, oracle, tmp_path: Path) -> None:
-    disturbed, undisturbed = (make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2) for _ in range(2))
-    losses = train(disturbed, oracle, range(1, 2))
-    save_part(tmp_path, disturbed, TrainerProgress(step=1))
-    assert losses + train(disturbed, oracle, range(2, 4)) == train(undisturbed, oracle, range(1, 4))
 
 
 def test_random_state_is_restored(tiny_model: Path, make_learner, tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ from trivet.config.schema.model import LoRAConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import BenchConfig, DefaultLossConfig, TrainerConfig, TrainerModelConfig
 from trivet.errors import ConfigError
-from trivet.trainer.losses.select import cross_entropy, make_policy_loss
-from trivet.trainer.measurement.bench import Measured, Spread, make_report, measure, require_folder, run_bench
+from trivet.trainer.losses.formulas import cross_entropy, make_policy_loss
+from trivet.trainer.measurement.bench import Spread, require_folder, run_bench
 from trivet.trainer.measurement.performance import ModelCost
 from trivet.trainer.model.policy_model import load_policy
+from trivet.trainer.open_session import make_learner
+
+COST = ModelCost(matmul_parameters=1000, num_layers=1, attention_width=8, hidden_size=4)
 
 
 @pytest.fixture
@@ -63,27 +66,31 @@ def test_an_adapter_a_reference_and_supervised_fine_tuning_are_measured_too(shap
     assert not (tmp_path / "outputs").exists()
 
 
-def test_the_first_step_does_not_count(world, monkeypatch):
+def test_the_first_step_does_not_count_and_rates_are_amounts_over_time(shape, world, tmp_path, monkeypatch):
+    seconds = [60.0, 1.0, 3.0]
+
+    def time_work(work, device):
+        work()
+        return seconds.pop(0)
+
     monkeypatch.setattr("trivet.trainer.measurement.bench.measured_flops", lambda device, dtype: 1e9)
-    cost = ModelCost(matmul_parameters=1000, num_layers=1, attention_width=8, hidden_size=4)
-    measured = Measured(
-        seconds=[60.0, 1.0, 3.0],
-        tokens_per_step=200,
-        computed_tokens_per_step=150,
-        flops_per_step=cost.flops([100, 50]),
-        cost=cost,
-        num_parameters=9,
-        num_trained_parameters=9,
+    monkeypatch.setattr("trivet.trainer.measurement.bench.seconds_of", time_work)
+    monkeypatch.setattr("trivet.trainer.measurement.bench.model_cost", lambda model: COST)
+    model = TrainerModelConfig(name=str(shape), seq_len=32, compute_dtype="float32")
+    config = TrainerConfig(output_dir=tmp_path, model=model, bench=BenchConfig(num_steps=3))
+    before = load_policy(config.model, world)
+    learners = []
+    monkeypatch.setattr(
+        "trivet.trainer.measurement.bench.make_learner", lambda *a, **k: learners.append(make_learner(*a, **k)) or learners[0]
     )
-    config = TrainerConfig(model=TrainerModelConfig(seq_len=100, compute_dtype="float32"))
-    report = make_report(config, world, measured, kind="rl")
+    report = run_bench(config, world, loss=cross_entropy, kind="rl")
     assert report.step_time == Spread(mean=2.0, std=1.0, min=1.0, max=3.0)
-    assert report.throughput.max == 200
-    assert report.throughput.mean == 400 / 4, "tokens over time, not a mean of rates"
-    assert report.computed_throughput.max == 150
+    assert report.throughput.max == 2 * 32
+    assert report.throughput.mean == 2 * 2 * 32 / 4, "tokens over time, not a mean of rates"
     assert report.mfu.mean == pytest.approx(report.mfu.max / 2)
-    assert report.mfu.max == pytest.approx(100 * 150 * (6 * 1000 + 12 * 4 * 100) / 1e9)
-    assert report.model_mfu.max == pytest.approx(100 * (150 * 6 * 1000 + 6 * 8 * (100**2 + 50**2)) / 1e9)
+    assert report.mfu.max == pytest.approx(100 * 64 * (6 * 1000 + 12 * 4 * 32) / 1e9)
+    pairs = zip(before.parameters(), learners[0].model.parameters(), strict=True)
+    assert any(not torch.equal(old, new) for old, new in pairs), "a benchmark takes the steps that training takes"
 
 
 @pytest.mark.parametrize(("shares", "computed"), [(True, 2 * (20 + 4 * 4)), (False, 2 * 4 * 24)])
@@ -100,19 +107,6 @@ def test_tokens_that_a_group_shares_are_learnt_from_in_each_sample_and_computed_
     assert report.computed_tokens_per_step == computed
     assert report.computed_throughput.max == pytest.approx(computed / report.step_time.min)
     assert "computed tokens/s" in capsys.readouterr().out
-
-
-def test_a_benchmark_is_of_the_steps_that_training_takes(shape, world, monkeypatch):
-    """The weights move as those of a run with the same rows would."""
-    seen = []
-    monkeypatch.setattr("trivet.trainer.measurement.bench.model_cost", lambda model: seen.append(model) or None)
-    config = TrainerConfig(
-        model=TrainerModelConfig(name=str(shape), seq_len=16, compute_dtype="float32"), bench=BenchConfig(num_steps=2)
-    )
-    measure(config, world, loss=cross_entropy)
-    before = load_policy(config.model, world)
-    pairs = zip(before.parameters(), seen[0].parameters(), strict=True)
-    assert any(not torch.equal(old, new) for old, new in pairs)
 
 
 def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

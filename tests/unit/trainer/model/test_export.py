@@ -110,20 +110,19 @@ def test_the_same_weights_give_the_same_names_as_the_model_they_came_from(any_mo
 
 
 def test_export_is_flat_and_carries_tokenizer_and_generation_config(tiny_model: Path, make_learner, tmp_path: Path) -> None:
-    export(make_exporter(make_learner(tiny_model), tiny_model, torch.float32), tmp_path)
+    exporter = make_exporter(make_learner(tiny_model), tiny_model, torch.float32)
+    assert exporter.gather(keep=False) == {}, "other ranks take part and keep nothing"
+    export(exporter, tmp_path)
     assert all(path.is_file() for path in tmp_path.iterdir())
     assert (tmp_path / "generation_config.json").exists()
     message = [{"role": "user", "content": "abc"}]
     theirs, ours = (AutoTokenizer.from_pretrained(path) for path in (tiny_model, tmp_path))
     assert ours.apply_chat_template(message, tokenize=False) == theirs.apply_chat_template(message, tokenize=False)
-
-
-def test_a_tokenizer_of_several_templates_is_flat_too(tiny_model: Path, make_learner, tmp_path: Path) -> None:
-    exporter = make_exporter(make_learner(tiny_model), tiny_model, torch.float32)
-    exporter.tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    export(exporter, tmp_path)
-    assert all(path.is_file() for path in tmp_path.iterdir())
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == exporter.tokenizer.chat_template
+    several = make_exporter(make_learner(tiny_model), tiny_model, torch.float32)
+    several.tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    directory = export(several, tmp_path / "several")
+    assert all(path.is_file() for path in directory.iterdir())
+    assert AutoTokenizer.from_pretrained(directory).chat_template == several.tokenizer.chat_template
 
 
 def test_the_copies_of_a_step_are_made_in_the_memory_of_the_last(any_model: Path, make_learner, tmp_path: Path) -> None:
@@ -139,10 +138,6 @@ def test_the_copies_of_a_step_are_made_in_the_memory_of_the_last(any_model: Path
     second = exporter.gather(keep=True)
     assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
     assert torch.equal(second["model.norm.weight"], learner.model.get_parameter("causal_lm.model.norm.weight"))
-
-
-def test_other_ranks_take_part_and_keep_nothing(tiny_model: Path, make_learner) -> None:
-    assert make_exporter(make_learner(tiny_model), tiny_model, torch.float32).gather(keep=False) == {}
 
 
 def test_a_model_directory_that_does_not_exist_is_named(world, tmp_path: Path) -> None:

@@ -13,47 +13,36 @@ from trivet.trainer.ranks.world import World
 
 
 class RecordingModel(PolicyModel, FSDPModule):
-    """A model that is sharded by name only, and records what FSDP is told."""
+    """A model that is sharded by name only, and records the calls of FSDP."""
 
-    told: list[tuple[str, bool]]
+    calls: list[tuple[str, bool]]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, **_: Any) -> None:
-        self.told.append(("sync", requires_gradient_sync))
+        self.calls.append(("sync", requires_gradient_sync))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, **_: Any) -> None:
-        self.told.append(("reshard", reshard_after_backward))
+        self.calls.append(("reshard", reshard_after_backward))
 
 
-@pytest.fixture
-def recording(tiny_model: Path, world: World) -> RecordingModel:
+@pytest.mark.parametrize(
+    ("reduces_each_row", "num_ranks", "expected"),
+    [
+        pytest.param(False, 2, [("sync", False), ("sync", False), ("sync", True)], id="after the last row alone"),
+        pytest.param(
+            *(False, 1, [(what, last) for last in (False, False, True) for what in ("sync", "reshard")]),
+            id="a single rank keeps gathered parameters until then too",
+        ),
+        pytest.param(True, 2, [], id="FSDP reduces after each row by itself"),
+    ],
+)
+def test_gradients_are_reduced_when_the_configuration_says_so(
+    tiny_model: Path, world: World, reduces_each_row: bool, num_ranks: int, expected: list[tuple[str, bool]]
+) -> None:
     model = load_policy(TrainerModelConfig(name=str(tiny_model), compute_dtype="float32"), world)
     model.__class__ = RecordingModel
     assert isinstance(model, RecordingModel)
-    model.told = []
-    return model
-
-
-def tell_rows(model: RecordingModel, world: World, *, num_ranks: int) -> list[tuple[str, bool]]:
-    """Return what FSDP is told over a step of three rows."""
+    model.calls = []
+    model.reduces_each_row = reduces_each_row
     for index in range(3):
         set_last_row(model, is_last=index == 2, world=replace(world, size=num_ranks))
-    return model.told
-
-
-def test_gradients_are_reduced_after_the_last_row_alone_by_reduce_each_row_false(
-    recording: RecordingModel, world: World
-) -> None:
-    recording.reduces_each_row = False
-    assert tell_rows(recording, world, num_ranks=2) == [("sync", False), ("sync", False), ("sync", True)]
-
-
-def test_a_single_rank_keeps_gathered_parameters_until_the_last_row_too(recording: RecordingModel, world: World) -> None:
-    recording.reduces_each_row = False
-    assert tell_rows(recording, world, num_ranks=1) == [
-        (what, last) for last in (False, False, True) for what in ("sync", "reshard")
-    ]
-
-
-def test_fsdp_reduces_after_each_row_by_itself(recording: RecordingModel, world: World) -> None:
-    recording.reduces_each_row = True
-    assert tell_rows(recording, world, num_ranks=2) == []
+    assert model.calls == expected

@@ -8,35 +8,38 @@ from trivet.config.schema.trainer import (
     LinearSchedule,
     MuonConfig,
     OptimizerConfig,
+    ScheduleConfig,
     SGDConfig,
 )
 from trivet.errors import ConfigError
 from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, make_optimizer, state_bytes
 
 
-def test_linear_schedule_warms_up_stays_and_falls_to_the_minimum() -> None:
-    schedule = LinearSchedule(warmup_steps=2, decay_steps=4, min_lr=1e-4)
-    rate = LearningRate(peak=1e-3, schedule=schedule, max_steps=10)
-    assert [rate.at(step) for step in (1, 2, 6, 8, 10)] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4, 1e-4])
-
-
-def test_cosine_schedule_ends_at_the_minimum() -> None:
-    rate = LearningRate(peak=1e-3, schedule=CosineSchedule(warmup_steps=0, min_lr=1e-4), max_steps=8)
-    assert [rate.at(step) for step in (4, 8)] == pytest.approx([5.5e-4, 1e-4])
-
-
-def test_constant_schedule_needs_no_end() -> None:
-    constant = LearningRate(peak=2e-6, schedule=ConstantSchedule(), max_steps=None)
-    assert constant.at(1) == constant.at(10**6) == 2e-6
+@pytest.mark.parametrize(
+    ("peak", "schedule", "max_steps", "expected"),
+    [
+        (
+            1e-3,
+            LinearSchedule(warmup_steps=2, decay_steps=4, min_lr=1e-4),
+            10,
+            {1: 5e-4, 2: 1e-3, 6: 1e-3, 8: 5.5e-4, 10: 1e-4},
+        ),
+        (1e-3, CosineSchedule(warmup_steps=0, min_lr=1e-4), 8, {4: 5.5e-4, 8: 1e-4}),
+        (2e-6, ConstantSchedule(), None, {1: 2e-6, 10**6: 2e-6}),
+        (0.0, LinearSchedule(min_lr=1e-4), 20, {20: 0.0}),
+    ],
+    ids=["linear", "cosine", "constant needs no end", "a peak of zero stays zero"],
+)
+def test_a_schedule_goes_from_its_peak_to_the_minimum(
+    peak: float, schedule: ScheduleConfig, max_steps: int | None, expected: dict[int, float]
+) -> None:
+    rate = LearningRate(peak=peak, schedule=schedule, max_steps=max_steps)
+    assert [rate.at(step) for step in expected] == pytest.approx(list(expected.values()))
 
 
 def test_a_schedule_with_an_end_needs_max_steps() -> None:
     with pytest.raises(ConfigError, match=r'scheduler\.type = "linear" ends at max_steps'):
         LearningRate(peak=1e-3, schedule=LinearSchedule(), max_steps=None)
-
-
-def test_a_peak_of_zero_stays_zero() -> None:
-    assert LearningRate(peak=0.0, schedule=LinearSchedule(min_lr=1e-4), max_steps=20).at(20) == 0.0
 
 
 def test_norm_is_over_all_gradients_and_clipping_scales_them_alike(world) -> None:

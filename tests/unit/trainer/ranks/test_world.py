@@ -1,12 +1,15 @@
 """Test a world of one rank, and metrics of several. Real ranks are in tests/integration/test_trainer_ranks.py."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from trivet.errors import ConfigError
 from trivet.trainer.ranks import world as world_module
-from trivet.trainer.ranks.world import World, barrier, broadcast_bytes, gather_values, join_values, open_world, sum_over_ranks
+from trivet.trainer.ranks.world import World, barrier, broadcast_bytes, gather_values, open_world, sum_over_ranks
+from trivet.wire.codec import encode
 
 
 def test_a_rank_alone_needs_no_others_and_agrees_with_itself(world: World) -> None:
@@ -63,6 +66,9 @@ def test_a_driver_that_is_too_old_is_named_instead_of_computing_on_the_cpu(monke
         pass
 
 
-def test_values_of_ranks_that_measured_nothing_are_left_out() -> None:
-    joined = join_values([{"loss": np.array([1.0, 2.0])}, {}, {"loss": np.array([3.0]), "entropy": np.array([0.5])}])
+def test_values_of_ranks_that_measured_nothing_are_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = {"loss": np.array([1.0, 2.0])}, {"loss": np.array([3.0]), "entropy": np.array([0.5])}
+    others = [encode(world_module._Values(values)) for values in ({}, other)]
+    monkeypatch.setattr(world_module, "gather_bytes", lambda world, data: [data, *others])
+    joined = gather_values(replace(world, size=3), own)
     assert {name: values.tolist() for name, values in joined.items()} == {"loss": [1.0, 2.0, 3.0], "entropy": [0.5]}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trivet.algorithms.seeds import derive_seed
+from trivet.algorithms.arithmetic import derive_seed
 from trivet.environments.apis.load import FIRST_OF_V1, EnvironmentHost, load_host, require_release
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.wire.groups import GroupRequest, SamplingArguments, ServerAccess, Split

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from support.shards import write_state
 from trivet.errors import CheckpointError
-from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, read_metadata
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
+from trivet.trainer.checkpoint.state import METADATA_FILE, TrainerProgress, load_part, read_metadata, state_of
 from trivet.trainer.step import Learner
 
 

@@ -1,6 +1,38 @@
-"""Computes schedules as pure functions of the step: factors on the learning rate, and values from a start to an end."""
+"""Computes with single numbers: comparisons that rounding does not decide, schedules, and seeds. Pure.
 
+0.7 + 0.2 + 0.1 is 0.9999999999999999, and the mean of six times 0.7 is 0.7000000000000001: to `==` and `>=` they are not 1 and 0.7.
+A schedule is a function of the step: a factor on the learning rate, or a value from a start to an end.
+"""
+
+import hashlib
 import math
+
+import numpy as np
+
+_RELATIVE = 1e-12
+"""Sums of hundreds of float64 terms are wrong by less than this share of their largest; no reward means a difference as small."""
+_ABSOLUTE = 1e-15
+"""What terms of about 1 leave over when they cancel: 0.3 - 0.1 - 0.2 is -3e-17. Rewards below it count as 0."""
+
+
+def rounding_error(values: np.ndarray | float) -> float:
+    """Return the greatest difference that rounding alone may make between numbers of the size of `values`."""
+    return max(_RELATIVE * float(np.max(np.abs(values))), _ABSOLUTE)
+
+
+def are_equal(values: np.ndarray) -> bool:
+    """Return whether `values`, at least one, differ by no more than rounding."""
+    return bool(np.ptp(values) <= rounding_error(values))
+
+
+def is_at_least(value: float, limit: float) -> bool:
+    """Return whether `value` is `limit` or more; a little less counts where rounding can have made it so."""
+    return value >= limit - rounding_error(limit)
+
+
+def round_down(value: float) -> int:
+    """Return the whole part of a product such as 100 * 1.15, which is 114.99999999999999 as a float and 115 here."""
+    return int(value + rounding_error(value))
 
 
 def warmup_factor(step: int, *, warmup_steps: int) -> float:
@@ -43,3 +75,9 @@ def cosine_value(step: int, *, start: float, end: float, num_steps: int) -> floa
 def _done(step: int, num_steps: int) -> float:
     """Return the share of the way done at `step`, from 0 at step 1 to 1 at `num_steps`; 1 if there is one step only."""
     return 1.0 if num_steps <= 1 else min(max((step - 1) / (num_steps - 1), 0.0), 1.0)
+
+
+def derive_seed(seed: int, *parts: int | str) -> int:
+    """Return a 63-bit seed that is a function of the run's seed and a path such as ("rollout", group_id, index)."""
+    text = "/".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
