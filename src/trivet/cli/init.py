@@ -20,11 +20,11 @@ from urllib.parse import unquote, urlparse
 
 from trivet.config.user_input import read_toml_file
 from trivet.errors import ConfigError
-from trivet.examples.files import example_configs, example_environments
 
 ENVIRONMENTS = ("alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle")
 PROJECT_FILE = "pyproject.toml"
 
+_PACKAGE = Path(__file__).parents[1]
 _TEMPLATES = Path(__file__).with_name("templates")
 _PIP_TIMEOUT_S = 20.0
 _OWN_ENTRIES = {("project", "name"), ("project", "version"), ("tool", "uv", "package")}
@@ -134,11 +134,17 @@ def workspace_files(*, project: str) -> Mapping[str, bytes]:
         "README.md": (_TEMPLATES / "workspace_readme.md").read_bytes(),
         "environments/AGENTS.md": (_TEMPLATES / "environments_guide.md").read_bytes(),
     }
-    files |= _read_tree(example_configs(), "configs")
+    files |= _read_tree(find_packaged("configs"), "configs")
     for name in ENVIRONMENTS:
         module = name.replace("-", "_")
-        files |= _read_tree(example_environments() / module, f"environments/{module}")
+        files |= _read_tree(find_packaged("environments") / module, f"environments/{module}")
     return files
+
+
+def find_packaged(name: str) -> Path:
+    """Return the directory of the example `configs` or `environments`: that of the wheel, or that beside `src/` in a checkout."""
+    packaged = _PACKAGE / f"example_{name}"  # pyproject.toml, force-include
+    return packaged if packaged.is_dir() else _PACKAGE.parents[1] / name
 
 
 def _read_tree(directory: Path, target: str) -> Mapping[str, bytes]:

@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import mean
 
 from trivet.cli.doctor import require_matching_companions
+from trivet.cli.init import find_packaged
 from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ServerConfig
 from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError, RoleFailed
-from trivet.examples.files import example_configs
 from trivet.process.lifetime import module_command, tied_command
 from trivet.process.signals import Interrupts
 from trivet.process.sockets import ReservedPorts
@@ -81,7 +81,7 @@ def run_quickstart(arguments: argparse.Namespace) -> int:
     require_matching_companions()
     layout, started = choose_layout(arguments.output_dir), time.monotonic()
     print(f"== output in {layout.root}")
-    configs = CONFIGS if CONFIGS.is_dir() else example_configs() / "quickstart"
+    configs = CONFIGS if CONFIGS.is_dir() else find_packaged("configs") / "quickstart"
     with Interrupts(clock=time.monotonic) as interrupts:
         children = Children(environ=child_environment(os.environ), interrupts=interrupts)
         seed = arguments.seed

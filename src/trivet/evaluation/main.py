@@ -42,9 +42,6 @@ _LOG_WIDTH = 120
 _REPORT_INTERVAL_S = 10.0
 """How often the progress is logged where there are no bars."""
 
-WriteScores = Callable[[int, Mapping[str, float]], None]
-"""Takes a policy version and its metrics."""
-
 
 def main() -> int:
     """Run the command; return its exit code."""
@@ -104,7 +101,11 @@ async def _run(plan: EvalPlan, console: Console) -> int:
 
 
 async def evaluate_targets(
-    plan: EvalPlan, servers: EvalServers, pool: EnvironmentPool, console: Console, write_scores: WriteScores
+    plan: EvalPlan,
+    servers: EvalServers,
+    pool: EnvironmentPool,
+    console: Console,
+    write_scores: Callable[[int, Mapping[str, float]], None],
 ) -> int:
     """Evaluate every policy, watch the servers and workers meanwhile, and print the scores; return the exit code.
 
