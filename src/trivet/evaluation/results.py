@@ -91,7 +91,11 @@ class ResultsFile:
         directory.mkdir(parents=True, exist_ok=True)
         if difference == "" and earlier is not EarlierResults.REPLACE:
             drop_torn_line(self._path)
-            self.finished = _read_finished(self._path, rollouts_per_example=task.rollouts_per_example)
+            by_example: dict[int, list[ResultRecord]] = {}
+            for line in self._path.read_bytes().splitlines() if self._path.exists() else ():
+                record = msgspec.json.decode(line, type=ResultRecord)
+                by_example.setdefault(record.example_id, []).append(record)
+            self.finished = {key: found for key, found in by_example.items() if len(found) == task.rollouts_per_example}
         else:
             if difference:
                 logger.warning("results of another evaluation in %s are replaced", directory)
@@ -175,12 +179,3 @@ def read_summary(directory: Path) -> Summary | None:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 120 else f"{text[:120]}…"
-
-
-def _read_finished(path: Path, *, rollouts_per_example: int) -> dict[int, list[ResultRecord]]:
-    by_example: dict[int, list[ResultRecord]] = {}
-    if path.exists():
-        decoder = msgspec.json.Decoder(ResultRecord)
-        for record in map(decoder.decode, path.read_bytes().splitlines()):
-            by_example.setdefault(record.example_id, []).append(record)
-    return {example_id: records for example_id, records in by_example.items() if len(records) == rollouts_per_example}

@@ -65,7 +65,11 @@ def find_environments(installed: InstalledPackages | None = None) -> list[Enviro
     for name, package in sorted(installed.find_all().items()):
         if name in project or name == LIBRARY:
             continue
-        if (module := _environment_module(package, search_path=installed.search_path)) is not None:
+        modules = list(_module_names(package))
+        files = ((module, _source_file(module, search_path=installed.search_path)) for module in modules)
+        named = (module for module, file in files if file is not None and names_loader(file.read_text(errors="replace")))
+        requires_library = any(canonicalize_name(required.name) == LIBRARY for required in package.active_requirements())
+        if (module := next(named, modules[0] if requires_library else None)) is not None:
             origin = read_origin(package.distribution.read_text("direct_url.json"))
             environments.append(EnvironmentPackage(name=package.name, version=package.version, module=module, origin=origin))
     return environments
@@ -99,16 +103,6 @@ def names_loader(source: str) -> bool:
     except (SyntaxError, ValueError):
         return True
     return symbol.is_assigned() or symbol.is_imported()
-
-
-def _environment_module(package: InstalledPackage, *, search_path: Sequence[str] | None) -> str | None:
-    modules = list(_module_names(package))
-    for module in modules:
-        file = _source_file(module, search_path=search_path)
-        if file is not None and names_loader(file.read_text(errors="replace")):
-            return module
-    requires_library = any(canonicalize_name(required.name) == LIBRARY for required in package.active_requirements())
-    return modules[0] if requires_library else None
 
 
 def _module_names(package: InstalledPackage) -> Iterator[str]:

@@ -207,14 +207,11 @@ def confine() -> None:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
-def run(sock: socket.socket) -> int:
-    """Say which release this is, load the environment that the first order names, and serve it; return the exit code."""
-    selector = selectors.DefaultSelector()
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-        return _run(sock, selector, runner)
+def run(sock: socket.socket, selector: selectors.BaseSelector, runner: asyncio.Runner) -> int:
+    """Say which release this is, load the environment that the first order names, and serve it; return the exit code.
 
-
-def _run(sock: socket.socket, selector: selectors.BaseSelector, runner: asyncio.Runner) -> int:
+    The event loop of `runner`, which listens with `selector`, stands still while the environment is loaded.
+    """
     channel = runner.run(Channel.open(sock))
     channel.post(make_hello())
     order = runner.run(channel.receive(WorkerOrder))
@@ -290,7 +287,9 @@ def main() -> int:
     show_stacks_on_signal()
     confine()
     tie_forks()  # a scoring pool that the environment forks must not outlive a worker that is killed
-    return run(sock)
+    selector = selectors.DefaultSelector()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        return run(sock, selector, runner)
 
 
 if __name__ == "__main__":
