@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.groups import make_request
@@ -82,6 +83,33 @@ def test_a_worker_with_other_data_is_said_or_refused(
     caplog.clear()
     with pytest.raises(EnvironmentLoadError, match=f"has {said}.*strict_data = true refuses that"):
         asyncio.run(scenario(is_strict=True))
+
+
+def test_every_environment_that_cannot_be_loaded_is_named_without_secrets_and_with_the_variable_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Failing(LoadedWorker):
+        def __init__(self, settings: HostSettings) -> None:
+            super().__init__(info_of())
+            self.settings = settings
+
+        async def wait_loaded(self, *, timeout_s: float) -> EnvironmentInfo:
+            raise EnvironmentLoadError(f"{self.settings.name} wants JUDGE_TOKEN, not {self.settings.args['api_key']}")
+
+    async def start(settings: HostSettings, **_: object) -> Failing:
+        return Failing(settings)
+
+    monkeypatch.setattr("trivet.environments.workers.pool.WorkerClient.start", start)
+    monkeypatch.setenv("JUDGE_TOKEN", "x")
+    envs = [msgspec.structs.replace(SETTINGS, name=name, args={"api_key": "planted"}) for name in ("first", "second")]
+    pool = WorkerPool(envs, log_of=lambda name: tmp_path / name, limits=EnvWorkersConfig(workers_per_env=2))
+    with pytest.raises(EnvironmentLoadError) as refused:
+        asyncio.run(pool.start())
+    first, second = str(refused.value).split("\n- ")
+    assert first.startswith("first wants JUDGE_TOKEN")
+    assert second.startswith("second wants JUDGE_TOKEN")
+    assert 'add env_vars = ["JUDGE_TOKEN"] to the environment' in first
+    assert "planted" not in str(refused.value)
 
 
 def test_a_group_that_its_worker_does_not_end_in_time_fails(monkeypatch: pytest.MonkeyPatch):
