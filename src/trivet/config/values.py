@@ -159,9 +159,12 @@ class Values:
                 del self._entries[inner]
             self._lengths.pop(path, None)
         key, items = find_key(self._kind, path), as_list(value)
-        if items and key and key.shape is Shape.SECTION_LIST and all(isinstance(item, dict) for item in items):
-            self._entries.pop(path, None)
+        if items is None or key is None or key.shape is not Shape.SECTION_LIST or any(as_table(item) is None for item in items):
+            items = []
+        else:
             self._lengths[path] = len(items)
+        if items:
+            self._entries.pop(path, None)
             for index, item in enumerate(items):
                 for part in flatten(replace(entry, path=(*path, index), value=item)):
                     self._set(part)

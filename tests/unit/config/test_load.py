@@ -6,6 +6,7 @@ from trivet.config.keys import nearest_key
 from trivet.config.load import LoadedConfig, load_config
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.trainer import LinearSchedule, TrainerConfig
@@ -155,6 +156,7 @@ def test_a_key_of_one_of_several_environments_needs_an_index(tmp_path: Path) -> 
     assert loaded.origins["env.0.id"] == file
     assert loaded.origins["env.1.id"] == "flag --env.1.id"
     assert "the next index is 2" in refusal(EvalConfig, "@", file, "--env.3.id", "x")
+    assert "the next index is 0" in refusal(OrchestratorConfig, "--env", "[]", "--env.1.id", "x")
 
 
 def test_the_first_flag_of_a_list_when_it_comes_again_begins_the_next_entry(tmp_path: Path) -> None:
