@@ -45,22 +45,17 @@ class _Below:
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """The paths below one output directory. Nothing is created or read."""
+    """The paths below one output directory. Nothing is created or read. Those whose name says what they hold have no string."""
 
     root: Path
 
     weights = _Below("weights")
-    """The directory of published policies."""
     readers = _Below("weights", "readers")
     """The directory with a file per reader of weights, which holds the version that it has loaded."""
     checkpoints = _Below("checkpoints")
-    """The directory of checkpoints."""
     logs = _Below("logs")
-    """The directory of logs."""
     metrics = _Below("metrics")
-    """The directory of metrics, a file per role."""
     events = _Below("events.jsonl")
-    """The file of the run's events."""
     configs = _Below("configs")
     """The directory of resolved configurations, a file per role."""
     slurm = _Below("slurm")
@@ -70,7 +65,6 @@ class RunLayout:
     skypilot = _Below("skypilot")
     """The directory of a task of SkyPilot and its configuration, and, on its nodes, of what each start notes for later ones."""
     secret = _Below(".secret")
-    """The file of the run's secret."""
     yielded_step = _Below(".yielded_step")
     """The file with the last step that a loop of a Python program over the run's steps had."""
     lock = _Below(".lock")
@@ -92,11 +86,8 @@ class RunLayout:
     reports = _Below(".reports")
     """The directory of reports, one by each process of the run about itself: `wire.status.ProcessReport`."""
     batches = _Below("batches")
-    """The directory of recorded batches."""
     rollouts = _Below("rollouts")
-    """Return the directory of all rollouts that were trained."""
     evals = _Below("evals")
-    """The directory of results of evaluations."""
 
     def role_lock(self, role: str) -> Path:
         """Return the file that the only process of a role locks, whoever started it."""

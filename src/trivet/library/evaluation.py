@@ -56,12 +56,8 @@ def evaluate(
         inference: keys of [inference] for the server that is started.
         progress: show in a terminal or a notebook that it goes on.
 
-    Returns:
-        The scores of each policy and environment, as `summary.json` has them.
-
-    Raises:
-        ConfigError: something that is asked for does not exist.
-        RoleFailed: the evaluation or its server failed; the text has its last lines.
+    Returns the scores of each policy and environment, as `summary.json` has them. A RoleFailed has the last lines of the
+    evaluation or server that failed.
     """
     args = args or EvalArguments()
     layout = results_layout(args.model_copy(update={"weights_dir": None if weights_dir is None else Path(weights_dir)}))
