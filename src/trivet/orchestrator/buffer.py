@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from trivet.algorithms.arithmetic import are_equal, rounding_error
-from trivet.algorithms.difficulty import has_passed
 from trivet.algorithms.dispatching import is_stale
 from trivet.algorithms.filters import (
     FilterReason,
@@ -63,32 +63,27 @@ class FinishedGroup:
 
     env: str
     example_id: int
-    num_rollouts: int
-    num_passed: int
-    """Rollouts that succeeded: see `has_passed`."""
-    is_flat: bool
-    """All rewards are equal."""
-    is_solved: bool
-    """All rewards are above 0."""
+    rewards: np.ndarray
+    """float64 [G]."""
     found: Sequence[RolloutFilter]
     """Findings of the filters in its rollouts."""
     filtered: FilterReason | None
-    """Why it is not trained on."""
+    """The reason why it is not trained on."""
 
     @classmethod
     def of(cls, group: Group, *, found: Sequence[RolloutFilter] = (), filtered: FilterReason | None = None) -> "FinishedGroup":
         """Summarize `group`, with the findings of the filters."""
-        rewards = group.rewards
-        return cls(
-            env=group.env,
-            example_id=group.example_id,
-            num_rollouts=len(rewards),
-            num_passed=sum(has_passed(reward) for reward in rewards.tolist()),
-            is_flat=are_equal(rewards),
-            is_solved=bool(rewards.min() > rounding_error(rewards)),
-            found=tuple(found),
-            filtered=filtered,
-        )
+        return cls(env=group.env, example_id=group.example_id, rewards=group.rewards, found=tuple(found), filtered=filtered)
+
+    @property
+    def is_flat(self) -> bool:
+        """All rewards are equal."""
+        return are_equal(self.rewards)
+
+    @property
+    def is_solved(self) -> bool:
+        """All rewards are above 0."""
+        return bool(self.rewards.min() > rounding_error(self.rewards))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from trivet.algorithms.difficulty import has_passed
 from trivet.algorithms.dispatching import staleness
 from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.orchestrator.buffer import FinishedGroup, GroupCounters
@@ -141,30 +142,30 @@ def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
     """
     if not judged:
         return {}
-    solve_all = sum(group.is_flat and group.is_solved for group in judged) / len(judged)
-    solve_none = sum(group.is_flat and not group.is_solved for group in judged) / len(judged)
+    flat = [group for group in judged if group.is_flat]
+    passed = [[has_passed(reward) for reward in group.rewards.tolist()] for group in judged]
     values = {
-        "batch/solve_none": solve_none,
-        "batch/solve_all": solve_all,
+        "batch/solve_none": sum(not group.is_solved for group in flat) / len(judged),
+        "batch/solve_all": sum(group.is_solved for group in flat) / len(judged),
         # A share, not a number of rollouts: the groups whose rewards differ.
-        "batch/effective_batch_size": sum(not group.is_flat for group in judged) / len(judged),
-        "pass@1": _mean(group.num_passed / group.num_rollouts for group in judged),
+        "batch/effective_batch_size": (len(judged) - len(flat)) / len(judged),
+        "pass@1": _mean(sum(rollouts) / len(rollouts) for rollouts in passed),
     }
-    size = judged[0].num_rollouts
-    return values | ({f"pass@{size}": _mean(group.num_passed > 0 for group in judged)} if size > 1 else {})
+    size = len(passed[0])
+    return values | ({f"pass@{size}": _mean(any(rollouts) for rollouts in passed)} if size > 1 else {})
 
 
 def _finished_metrics(finished: Sequence[FinishedGroup]) -> dict[str, float]:
     """Return `filtered_rollouts/*`: shares of the rollouts that ended since the last batch, by filter reason."""
     filtered = [group for group in finished if group.filtered is not None]
     values = {"batch/filtered_groups": float(len(filtered))}
-    num_rollouts = sum(group.num_rollouts for group in finished)
+    num_rollouts = sum(len(group.rewards) for group in finished)
     if not num_rollouts:
         return values
     flat = [group for group in filtered if group.filtered is FilterReason.ZERO_SIGNAL]
     counts = {
-        "easy": sum(group.num_rollouts for group in flat if group.is_solved),
-        "hard": sum(group.num_rollouts for group in flat if not group.is_solved),
+        "easy": sum(len(group.rewards) for group in flat if group.is_solved),
+        "hard": sum(len(group.rewards) for group in flat if not group.is_solved),
         **{name.value: sum(group.found.count(name) for group in finished) for name in RolloutFilter},
     }
     return values | {f"filtered_rollouts/{name}": count / num_rollouts for name, count in counts.items()}

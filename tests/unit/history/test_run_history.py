@@ -30,7 +30,7 @@ ONCE, VERSIONS, COMMIT, READERS, RECORD = Invariant
 
 
 @given(seed=st.integers(0, 10**9), max_steps=st.integers(1, 25))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_run_that_keeps_its_promises_passes_whatever_happens_to_it(seed, max_steps):
     events = RunMaker(Random(seed), max_steps=max_steps).run()
     history = replay_events(events)
@@ -42,7 +42,7 @@ def test_a_run_that_keeps_its_promises_passes_whatever_happens_to_it(seed, max_s
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_fork_whose_first_checkpoint_is_gone_passes(seed):
     """The events after a resume are those that a fork of the run would have written."""
     events = RunMaker(Random(seed), max_steps=15).run()

@@ -111,7 +111,7 @@ async def test_a_pin_longer_than_the_deadline_is_not_taken_for_a_trainer_that_ha
         async with watcher.pinned():
             publish_policy(layout, 1)
             watcher.step = Step(3)  # needs policy 1, which is there and may not be loaded
-            await asyncio.sleep(1000)
+            await asyncio.sleep(100)
         await asyncio.sleep(1)
         assert not task.done()
         assert versions(servers) == [1]

@@ -181,7 +181,7 @@ class Scripted:
                 finish(self.sampler, self.in_flight.pop(index % len(self.in_flight)), reward, step=self.step)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(rules=RULES, actions=ACTIONS, cuts=st.lists(st.integers(0, 60), max_size=3), seed=st.integers(0, 5))
 def test_a_sampler_resumed_at_any_moments_draws_what_an_unbroken_one_draws(rules, actions, cuts, seed):
     unbroken = Scripted(ExampleSampler(EXAMPLES, seed=seed, rules=rules))
@@ -198,7 +198,7 @@ def test_a_sampler_resumed_at_any_moments_draws_what_an_unbroken_one_draws(rules
     assert resumed.sampler.snapshot() == unbroken.sampler.snapshot()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rules=RULES, actions=ACTIONS)
 def test_pools_conserve_examples_and_only_normal_ones_are_drawn(rules, actions):
     script = Scripted(ExampleSampler(EXAMPLES, seed=0, rules=rules))
