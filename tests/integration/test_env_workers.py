@@ -229,15 +229,32 @@ def test_workers_end_with_the_process_that_owns_them(tmp_path: Path, url: str) -
     assert_all_gone(workers)
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [({"fails": "no such file"}, "ValueError: no such file"), ({"fails": "exit"}, "SystemExit: 9"), ({"colour": 1}, "colour")],
-)
-def test_what_cannot_be_loaded_is_said_before_anything_is_started(args: dict[str, object], said: str) -> None:
-    with pytest.raises(EnvironmentLoadError, match="'unruly'") as refused:
-        require_loadable([settings(**args)], trained=["unruly"], timeout_s=120)
-    assert said in str(refused.value)
-    assert "load_environment" in str(refused.value)
+_GARBLED = "def load_environment():\n    raise ValueError('\\x1b[2J \\udcff')\n"
+
+
+def test_every_environment_that_cannot_be_loaded_is_named_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "garbled.py").write_text(_GARBLED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ENVIRONMENTS), str(tmp_path)]))
+    expected = {"raises": "ValueError: no such file", "exits": "SystemExit: 9", "refuses": "colour", "garbled": "ValueError: "}
+    args: dict[str, dict[str, object]] = {
+        "raises": {"fails": "no such file"},
+        "exits": {"fails": "exit"},
+        "refuses": {"colour": 1},
+    }
+    wanted = [
+        msgspec.structs.replace(settings(**args.get(name, {})), name=name, env_id="unruly" if name in args else name)
+        for name in expected
+    ]
+    with pytest.raises(EnvironmentLoadError) as refused:
+        require_loadable([*wanted, settings()], trained=["unruly"], timeout_s=120)
+    problems = str(refused.value).split("\n- ")
+    assert len(problems) == len(expected)
+    for problem, (name, error) in zip(problems, expected.items(), strict=True):
+        assert f"environment {name!r}: load_environment of " in problem
+        assert error in problem
+        assert problem.replace("\n", "").isprintable()
     assert refused.value.exit_code == 2
 
 
@@ -268,17 +285,3 @@ def test_environments_do_not_get_the_credentials_of_the_run(
     for names in line:
         assert {name for name in names if name in SECRETS} == set(kept)
         assert {"OPENAI_API_KEY", "PATH"} <= set(names)
-
-
-_GARBLED = "def load_environment():\n    raise ValueError('\\x1b[2J \\udcff')\n"
-
-
-def test_an_error_that_no_encoding_has_is_shown_without_a_traceback_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "garbled.py").write_text(_GARBLED)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    garbled = msgspec.structs.replace(settings(), env_id="garbled", name="garbled")
-    with pytest.raises(EnvironmentLoadError, match=r"load_environment of 'garbled' with args {} raised ValueError") as refused:
-        require_loadable([garbled], trained=["garbled"], timeout_s=120)
-    assert str(refused.value).replace("\n", "").isprintable()
