@@ -1,9 +1,10 @@
 """Servers of a run are asked directly and services of others through the proxies of a company network, by real requests."""
 
 import asyncio
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 
 import httpx
@@ -76,18 +77,13 @@ def worker_client(url: str, environ: dict[str, str]) -> AsyncOpenAI:
     return v0.make_client(settings, environ, url).client
 
 
-def test_the_roles_ask_the_servers_of_the_run_directly(proxied: list[str]) -> None:
-    with serve_fake(FakeInference()) as url:
-        ask(url)
-    assert proxied == []
-
-
-def test_a_worker_asks_the_servers_of_the_run_directly_and_others_through_the_proxy(proxied: list[str]) -> None:
+def test_roles_and_workers_ask_the_servers_of_the_run_directly_and_others_through_the_proxy(proxied: list[str]) -> None:
     async def list_models(url: str) -> None:
         async with worker_client(url, {}) as client:
             await client.get("/models", cast_to=httpx.Response)
 
     with serve_fake(FakeInference()) as url:
+        ask(url)
         asyncio.run(list_models(url))
     assert proxied == []
     asyncio.run(list_models(FOREIGN))
@@ -98,8 +94,6 @@ def test_a_worker_asks_the_servers_of_the_run_directly_and_others_through_the_pr
 def test_clients_of_environments_reach_the_teacher_directly_and_a_foreign_judge_through_the_proxy(
     proxied: list[str], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     def get(url: str) -> None:
         subprocess.run([sys.executable, "-c", f"url = {url!r}\n{CLIENTS[library]}"], check=True, timeout=30)
 
@@ -128,13 +122,10 @@ def test_a_proxy_that_cannot_be_used_matters_to_services_of_others_alone(
     assert "heartbeat.url was not reached" in caplog.text
 
 
-def test_the_proxies_that_cannot_be_used_are_named_with_the_remedy() -> None:
+def test_the_proxies_that_cannot_be_used_are_named_with_the_remedy_and_none_with_its_password() -> None:
     assert find_unusable({"HTTPS_PROXY": "http://proxy:3128"}) is None
     assert "uv pip install socksio" in str(find_unusable({"ALL_PROXY": SOCKS}))
     assert "socks5://" in str(find_unusable({"all_proxy": "socks://proxy:1"}))
-
-
-def test_a_proxys_password_is_not_shown() -> None:
     assert find_proxies({"http_proxy": "http://me:planted@proxy:3128"}) == {"http_proxy": "http://proxy:3128"}
 
 
@@ -154,7 +145,6 @@ def test_a_server_is_asked_directly_by_its_address(url: str, environ: dict[str, 
 
 
 def test_the_hosts_of_the_run_are_added_to_those_that_the_user_named() -> None:
-    made: Callable[..., dict[str, str]] = direct_variables
-    found = made({"HTTP_PROXY": "http://proxy:1", "NO_PROXY": "corp"}, ["http://gpu.corp.example.com:8000/v1"])
+    found = direct_variables({"HTTP_PROXY": "http://proxy:1", "NO_PROXY": "corp"}, ["http://gpu.corp.example.com:8000/v1"])
     assert found == dict.fromkeys(("no_proxy", "NO_PROXY"), "corp,localhost,127.0.0.1,::1,gpu.corp.example.com")
-    assert made({"NO_PROXY": "corp"}, ["http://gpu"]) == {}
+    assert direct_variables({"NO_PROXY": "corp"}, ["http://gpu"]) == {}

@@ -84,8 +84,10 @@ def read_configs(layout: RunLayout) -> tuple[OrchestratorConfig, TrainerConfig]:
 def test_the_next_attempt_goes_back_to_the_newest_checkpoint(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
     write_commit(layout, 3)
     write_commit(layout, 6)
+    server = (layout.configs / "inference.toml").read_text()
     attempts.begin_next(log)
     assert attempts.from_step == 6
+    assert (layout.configs / "inference.toml").read_text() == server, "it keeps the configuration that it runs with"
     record = read_run(layout)
     assert record is not None
     assert (record.id, record.attempt) == ("r", 2)
@@ -115,28 +117,19 @@ def test_what_the_failed_attempt_did_not_finish_is_cleared_away(attempts: Attemp
     assert (event.role, event.attempt) == ("launcher", 2)
 
 
-def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts, layout: RunLayout, log: RunLog, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_nothing_removed_when_none_is_whole(
+    attempts: Attempts, layout: RunLayout, log: RunLog, tmp_path: Path
+) -> None:
     write_commit(layout, 3)
     write_commit(layout, 6)
     (layout.checkpoint_step(6) / "trainer" / "state").write_text("altered")
     attempts.begin_next(log)
     assert attempts.from_step == 3
     assert "checkpoint of step 6 is passed over" in (tmp_path / "rl.log").read_text()
-
-
-def test_without_a_whole_checkpoint_nothing_is_removed(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
-    write_commit(layout, 3)
     (layout.checkpoint_step(3) / "trainer" / "state").write_text("altered")
-    with pytest.raises(CheckpointError, match="none of the checkpoints of steps 3 is whole"):
+    with pytest.raises(CheckpointError, match="none of the checkpoints of steps 3, 6 is whole"):
         attempts.begin_next(log)
     assert layout.checkpoint_step(3).exists()
-
-
-def test_inference_keeps_the_configuration_that_it_runs_with(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
-    before = (layout.configs / "inference.toml").read_text()
-    write_commit(layout, 3)
-    attempts.begin_next(log)
-    assert (layout.configs / "inference.toml").read_text() == before
 
 
 def test_a_resume_says_by_which_settings_a_server_answers_otherwise(attempts: Attempts, layout: RunLayout) -> None:
