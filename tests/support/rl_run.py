@@ -12,7 +12,7 @@ import psutil
 
 from support.processes import descendants_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
-from trivet.launcher.supervision.observer import describe, pids_of
+from trivet.launcher.supervision.observer import describe
 from trivet.process.lifetime import descendants
 from trivet.process.signals import STACKS_SIGNAL
 from trivet.telemetry.process_report import read_report
@@ -110,7 +110,8 @@ class Run:
 
     def _where_it_is(self) -> str:
         reports = [report for path in self.layout.reports.glob("*.json") if (report := read_report(path)) is not None]
-        for pid in set(pids_of(reports)).intersection(descendants(os.getpid())):
+        pids = {pid for report in reports for pid in (report.pid, *(worker.pid for worker in report.workers))}
+        for pid in pids.intersection(descendants(os.getpid())):
             os.kill(pid, STACKS_SIGNAL)
         time.sleep(_STACKS_WITHIN_S)
         logs = [*self.layout.logs.rglob("*.stdout"), *self.layout.logs.rglob("*.log")]

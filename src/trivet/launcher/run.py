@@ -29,7 +29,7 @@ from trivet.launcher.processes import LocalHost, ProcessHost, role_environment
 from trivet.launcher.run_directory import RunDirectory, Scratch, wait_of_job
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.supervisor import Supervisor
-from trivet.machine import Machine, inspect_machine
+from trivet.machine import inspect_machine
 from trivet.process.lifetime import adopt_orphans, module_command, tied_command
 from trivet.process.lock import DEAD_MACHINE_S, LockWait
 from trivet.process.signals import show_stacks_on_signal
@@ -131,24 +131,19 @@ def check_environments(config: RLConfig) -> None:
 
 def start(config: RLConfig) -> int:
     """Run `config`, resolved and checked, to its end, or take part in it as another node; returns the exit code."""
-    if config.trainer.bench is not None:
-        return _measure_trainer(config)
+    if config.trainer.bench is not None:  # the trainer's ranks by themselves, on the devices that the run gives them
+        machine = inspect_machine()
+        with tempfile.TemporaryDirectory(prefix="trivet-bench-") as scratch:
+            file = Path(scratch) / "trainer.toml"
+            write_private(file, to_toml(config.trainer))
+            spec = trainer_process(config, sys.executable, file, share_gpus(config, machine.gpus), machine)
+            return subprocess.run(spec.argv, env={**spec.env_defaults, **os.environ, **spec.env}, check=False).returncode
     if not config.deployment.is_multi_node:
         return _run(config, identity=None)
     from trivet.launcher.nodes import identity, join  # here: a run of one node needs no sockets
 
     node = identity.identify_node(config.deployment, os.environ)
     return _run(config, identity=node) if node.index == HEAD else join.join(config, node)
-
-
-def _measure_trainer(config: RLConfig) -> int:
-    """Run the trainer's ranks by themselves under `trainer.bench`, on the devices that the run gives them."""
-    machine = inspect_machine()
-    with tempfile.TemporaryDirectory(prefix="trivet-bench-") as scratch:
-        file = Path(scratch) / "trainer.toml"
-        write_private(file, to_toml(config.trainer))
-        spec = trainer_process(config, sys.executable, file, share_gpus(config, machine.gpus), machine)
-        return subprocess.run(spec.argv, env={**spec.env_defaults, **os.environ, **spec.env}, check=False).returncode
 
 
 def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
@@ -194,7 +189,12 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         layout.logs.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(layout.log_file("rl.log").open("a"))
         log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
-        _introduce(attempts, log, machine=machine)
+        origin = "from the start model" if step is None else f"from the checkpoint of step {step}"
+        log.say(f"run {run.id} attempt {run.attempt} {origin}, output in {layout.root}, logs in {layout.logs}")
+        is_on_gpu = bool(machine.gpus) and config.trainer.device != "cpu"
+        log.say(f"computes in {describe_dtype(config.trainer.model.compute_dtype, machine, is_on_gpu=is_on_gpu)}")
+        for notice in (*attempts.planned.notices, *attempts.notices):
+            log.say(f"notice: {notice}")
         adopt_orphans()
         host: ProcessHost = leader.host if leader is not None else local
         exit_code = Supervisor(attempts, host=host, log=log).run()
@@ -246,13 +246,3 @@ def _reserve_ports(config: RLConfig, held: ReservedPorts) -> Ports:
         transport=held.reserve(transport.host, preferred=transport.port),
         teacher=held.reserve(teacher.server.host, preferred=teacher.server.port) if teacher is not None else 0,
     )
-
-
-def _introduce(attempts: Attempts, log: RunLog, *, machine: Machine) -> None:
-    run, step, layout, trainer = attempts.run, attempts.from_step, attempts.layout, attempts.config.trainer
-    origin = "from the start model" if step is None else f"from the checkpoint of step {step}"
-    log.say(f"run {run.id} attempt {run.attempt} {origin}, output in {layout.root}, logs in {layout.logs}")
-    is_on_gpu = bool(machine.gpus) and trainer.device != "cpu"
-    log.say(f"computes in {describe_dtype(trainer.model.compute_dtype, machine, is_on_gpu=is_on_gpu)}")
-    for notice in (*attempts.planned.notices, *attempts.notices):
-        log.say(f"notice: {notice}")

@@ -6,9 +6,10 @@ none of them sees: that is a stall, of which the log warns. Reports are compared
 """
 
 import http.client
+import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -299,7 +300,8 @@ class Observer:
             return
         if self._stall_due_s == self._config.stall_warn_s:  # what is written often would pass for a sign of life
             for role in running:
-                self._host.show_stacks(role.child, pids_of(role.reports.readable))
+                pids = [(report.pid, *(worker.pid for worker in report.workers)) for report in role.reports.readable]
+                self._host.show_stacks(role.child, itertools.chain(*pids))
         self._stall_due_s *= 2
         self._log.say(
             f"WARNING nothing has moved for {still_s:.0f} s: {describe(reports)}\n"
@@ -363,13 +365,6 @@ def answers(base_url: str) -> bool:
         return False
     finally:
         connection.close()
-
-
-def pids_of(reports: Iterable[ProcessReport]) -> Iterator[int]:
-    """Yield the pids of the processes that report, and of their environment workers."""
-    for report in reports:
-        yield report.pid
-        yield from (worker.pid for worker in report.workers)
 
 
 def describe(reports: Iterable[ProcessReport]) -> str:

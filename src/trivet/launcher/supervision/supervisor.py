@@ -103,8 +103,8 @@ class Supervisor:
             return FinishRun(outcome=RunState.FAILED, exit_code=exc.exit_code, reason=reason)
 
     def _start_all(self, interrupts: Interrupts) -> None:
-        """Start the roles at once, except those that `_may_start` keeps waiting. When a role ends or a signal comes, start these
-        too: what follows is for `_watch`, which handles whole runs alone.
+        """Start the roles at once, except those whose memory a server must take first. When a role ends or a signal comes, start
+        these too: what follows is for `_watch`, which handles whole runs alone.
         """
         waiting = list(self._attempts.planned.processes)
         while True:
@@ -112,19 +112,15 @@ class Supervisor:
             self._look()
             has_ended = not all(role.is_running for role in self._observer.roles.values())
             has_trouble = interrupts.first is not None or has_ended
-            while ready := next((spec for spec in waiting if has_trouble or self._may_start(spec)), None):
-                waiting.remove(ready)
-                self._start(ready)
+            roles = self._observer.roles.items()
+            answering = {name for name, role in roles if self._observer.is_answering(role.seen.unit)}
+            for spec in [spec for spec in waiting if has_trouble or answering.issuperset(spec.starts_after)]:
+                waiting.remove(spec)
+                self._start(spec)
             if not waiting:
                 return
             self._status.write_when_due()
             self._clock.sleep(_POLL_INTERVAL_S)
-
-    def _may_start(self, spec: ProcessSpec) -> bool:
-        """Return whether the servers answer that must have their memory first."""
-        roles = self._observer.roles
-        answering = {name for name, role in roles.items() if self._observer.is_answering(role.seen.unit)}
-        return answering.issuperset(spec.starts_after)
 
     def _start(self, spec: ProcessSpec) -> None:
         child = self._host.start(spec)
