@@ -13,9 +13,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from trivet.errors import WeightsError
 from trivet.inference.continuation import continue_tokens
@@ -42,82 +42,35 @@ from trivet.inference.vllm_names import (
 
 KNOWN_TOKEN_IDS = "known_token_ids"
 
-Runs = list[tuple[int, int]]
 ServeRequest = Callable[..., Awaitable[Any]]
-ResponseT = TypeVar("ResponseT", bound=BaseModel)
 
 _token_ids = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)])
 
 
-class VersionedTokensChoice(GenerateTokensChoice):
-    """A completion of token ids with the policy versions of its tokens."""
+def add_versions(serving: OpenAIServingChat | ServingTokens, method: str) -> None:
+    """Wrap the method of `serving` that answers requests: choices of complete answers carry policy versions.
 
-    policy_versions: Runs | None = None
+    Those of chat completions may have further fields. So may those of token-in, token-out from here on.
+    """
+    for choice, response in ((GenerateTokensChoice, GenerateTokensResponse), (GenerateTextChoice, GenerateTextResponse)):
+        choice.model_config["extra"] = "allow"
+        choice.model_rebuild(force=True)
+        response.model_rebuild(force=True)
+    serve: ServeRequest = getattr(serving, method)
 
-
-class VersionedTextChoice(GenerateTextChoice):
-    """A completion of token ids and text with the policy versions of its tokens."""
-
-    policy_versions: Runs | None = None
-
-
-class VersionedTokensResponse(GenerateTokensResponse):
-    """A token-in, token-out answer whose choices have policy versions."""
-
-    choices: list[VersionedTokensChoice]  # type: ignore[assignment]  adds a field to each choice
-
-
-class VersionedTextResponse(GenerateTextResponse):
-    """A token-in, token-out answer with text (`output_mode = "text"`) whose choices have policy versions."""
-
-    choices: list[VersionedTextChoice]  # type: ignore[assignment]  adds a field to each choice
-
-
-def add_versions_to_chat(serving: OpenAIServingChat) -> None:
-    """Wrap `serving` so that its chat completions carry policy versions."""
-    serve: ServeRequest = serving.create_chat_completion
-
-    async def create_chat_completion(*args: Any, **kwargs: Any) -> Any:
+    async def serve_with_versions(*args: Any, **kwargs: Any) -> Any:
         with collect_versions() as collected:
-            answer = await serve(*args, **kwargs)
-        if isinstance(answer, ChatCompletionResponse) and len(collected) == 1:
+            answer: Any = await serve(*args, **kwargs)
+        complete = (ChatCompletionResponse, GenerateTokensResponse, GenerateTextResponse)
+        if len(collected) == 1 and isinstance(answer, complete):
             for choice in answer.choices:
-                choice.policy_versions = _runs(collected[0], choice.index, choice.token_ids)  # type: ignore[attr-defined]  extra fields are allowed
+                choice.policy_versions = _runs(collected[0], choice.index, choice.token_ids)
         return answer
 
-    serving.create_chat_completion = create_chat_completion
+    setattr(serving, method, serve_with_versions)
 
 
-def add_versions_to_tokens(serving: ServingTokens) -> None:
-    """Wrap `serving` so that its token-in, token-out answers carry policy versions."""
-    serve: ServeRequest = serving.serve_tokens
-
-    async def serve_tokens(*args: Any, **kwargs: Any) -> Any:
-        with collect_versions() as collected:
-            answer = await serve(*args, **kwargs)
-        if len(collected) != 1:
-            return answer
-        match answer:
-            case GenerateTokensResponse():
-                return _with_versions(answer, collected[0], VersionedTokensResponse, VersionedTokensChoice)
-            case GenerateTextResponse():
-                return _with_versions(answer, collected[0], VersionedTextResponse, VersionedTextChoice)
-            case _:
-                return answer
-
-    serving.serve_tokens = serve_tokens
-
-
-def _with_versions(answer: Any, versions: TokenVersions, response: type[ResponseT], choice: type[BaseModel]) -> ResponseT:
-    """Return `answer` as a `response`, with the versions of each of its choices, which become a `choice`."""
-    choices = [
-        choice.model_construct(**dict(known), policy_versions=_runs(versions, known.index, known.token_ids))
-        for known in answer.choices
-    ]
-    return response.model_construct(**{**dict(answer), "choices": choices})
-
-
-def _runs(versions: TokenVersions, index: int, token_ids: list[int] | None) -> Runs:
+def _runs(versions: TokenVersions, index: int, token_ids: list[int] | None) -> list[tuple[int, int]]:
     runs = [(int(run.version), run.length) for run in versions.runs.get(index, [])]
     counted = sum(length for _, length in runs)
     assert token_ids is None or counted == len(token_ids), f"{counted} versions for {len(token_ids)} tokens"

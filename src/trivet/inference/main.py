@@ -282,7 +282,7 @@ async def _serve_http(
     engine: "VersionedEngine", args: Namespace, sock: socket.socket, *, secret: RunSecret, roots: Sequence[Path]
 ) -> int:
     with importing():
-        from trivet.inference.api_server import NamedAdapters, add_versions_to_chat, add_versions_to_tokens, continue_chats
+        from trivet.inference.api_server import NamedAdapters, add_versions, continue_chats
         from trivet.inference.policy_loader import PolicyLoader
         from trivet.inference.routes import add_routes, guard, make_router
         from trivet.inference.vllm_names import build_app, init_app_state, serve_http
@@ -300,9 +300,9 @@ async def _serve_http(
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
-    add_versions_to_chat(app.state.openai_serving_chat)
+    add_versions(app.state.openai_serving_chat, "create_chat_completion")
     continue_chats(app.state.openai_serving_chat)
-    add_versions_to_tokens(app.state.serving_tokens)
+    add_versions(app.state.serving_tokens, "serve_tokens")
     adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
     add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters, can_sleep=args.enable_sleep_mode))
     guard(app, token=secret.token, host=args.host)
