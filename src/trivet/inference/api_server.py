@@ -19,7 +19,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from trivet.errors import WeightsError
 from trivet.inference.continuation import continue_tokens
-from trivet.inference.engine_records import TokenVersions
 from trivet.inference.policy_loader import require_below
 from trivet.inference.versioned_engine import collect_versions
 from trivet.inference.vllm_names import (
@@ -64,17 +63,13 @@ def add_versions(serving: OpenAIServingChat | ServingTokens, method: str) -> Non
         complete = (ChatCompletionResponse, GenerateTokensResponse, GenerateTextResponse)
         if len(collected) == 1 and isinstance(answer, complete):
             for choice in answer.choices:
-                choice.policy_versions = _runs(collected[0], choice.index, choice.token_ids)
+                runs = collected[0].runs.get(choice.index, [])
+                counted = sum(run.length for run in runs)
+                assert choice.token_ids is None or counted == len(choice.token_ids), f"{counted} versions of {choice.token_ids}"
+                choice.policy_versions = [(int(run.version), run.length) for run in runs]
         return answer
 
     setattr(serving, method, serve_with_versions)
-
-
-def _runs(versions: TokenVersions, index: int, token_ids: list[int] | None) -> list[tuple[int, int]]:
-    runs = [(int(run.version), run.length) for run in versions.runs.get(index, [])]
-    counted = sum(length for _, length in runs)
-    assert token_ids is None or counted == len(token_ids), f"{counted} versions for {len(token_ids)} tokens"
-    return runs
 
 
 def continue_chats(serving: OpenAIServingChat) -> None:

@@ -33,7 +33,12 @@ def continue_tokens(known_ids: Sequence[int], *, text: str, tokenizer: Tokenizer
     rest = text_after(tokenizer.decode(known_ids, skip_special_tokens=False), text=text)
     if rest is None:
         return None
-    return [*known_ids, *_encode_after(known_ids, rest, tokenizer)]
+    # The rest is tokenized as a continuation: some tokenizers treat the start of a text differently.
+    last = tokenizer.decode(known_ids[-1:], skip_special_tokens=False)
+    token_ids = tokenizer.encode(last + rest, add_special_tokens=False)
+    if token_ids[:1] == list(known_ids[-1:]):
+        return [*known_ids, *token_ids[1:]]
+    return [*known_ids, *tokenizer.encode(rest, add_special_tokens=False)]
 
 
 def text_after(known: str, *, text: str) -> str | None:
@@ -48,7 +53,11 @@ def text_after(known: str, *, text: str) -> str | None:
     visible_known, visible_text = _visible(known), _visible(text)
     if not visible_text.startswith(visible_known):
         return None
-    start = _start_of_last(len(visible_text) - len(visible_known), text=text)
+    # The rest begins with the last visible characters that `known` does not have, and the white space before them.
+    num_visible, start = len(visible_text) - len(visible_known), len(text)
+    while num_visible or (start and not _visible(text[start - 1])):
+        start -= 1
+        num_visible -= bool(_visible(text[start]))
     trailing = known[len(known.rstrip()) :]
     return text[start:].removeprefix(trailing)
 
@@ -59,21 +68,3 @@ _BROKEN_CHARACTER = "\ufffd"
 
 def _visible(text: str) -> str:
     return "".join(text.replace(_BROKEN_CHARACTER, " ").split())
-
-
-def _start_of_last(num_visible: int, *, text: str) -> int:
-    """Return where the last `num_visible` visible characters begin, with the white space before them."""
-    start = len(text)
-    while num_visible or (start and not _visible(text[start - 1])):
-        start -= 1
-        num_visible -= bool(_visible(text[start]))
-    return start
-
-
-def _encode_after(known_ids: Sequence[int], rest: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of `rest` as a continuation: some tokenizers treat the start of a text differently."""
-    last = tokenizer.decode(known_ids[-1:], skip_special_tokens=False)
-    token_ids = tokenizer.encode(last + rest, add_special_tokens=False)
-    if token_ids[:1] == list(known_ids[-1:]):
-        return token_ids[1:]
-    return tokenizer.encode(rest, add_special_tokens=False)
