@@ -29,7 +29,7 @@ def policy(layout: RunLayout, version: int) -> TargetPolicy:
 class Site:
     def __init__(self, *roots: str, names: Sequence[list[str] | OSError] = (), ready_s: float = 600.0) -> None:
         self.servers = {root: SimulatedServer(root, random.Random(0), load_s=1.0) for root in roots}
-        self.running: asyncio.Task[None] | None = None
+        self.running: asyncio.Task[None]
         """Watches the servers of a pool that was started."""
         self.events: list[Event] = []
         self.lost: list[str] = []

@@ -66,7 +66,7 @@ def add_versions(serving: OpenAIServingChat | ServingTokens, method: str) -> Non
                 runs = collected[0].runs.get(choice.index, [])
                 counted = sum(run.length for run in runs)
                 assert choice.token_ids is None or counted == len(choice.token_ids), f"{counted} versions of {choice.token_ids}"
-                choice.policy_versions = [(int(run.version), run.length) for run in runs]
+                choice.policy_versions = [(int(run.version), run.length) for run in runs]  # type: ignore[attr-defined]  extra fields
         return answer
 
     setattr(serving, method, serve_with_versions)
