@@ -79,6 +79,7 @@ def trainer_line(step: int, random: np.random.Generator, *, num_steps: int) -> b
         "time/wait_for_batch": 3.0,
         "time/forward_backward": 6.0,
         "time/optimizer": 0.4,
+        "time/probe": 0.3,
         "time/broadcast_weights": 1.2,
         "time/save_ckpt": 0.6 if step % 10 == 0 else 0.0,
     }

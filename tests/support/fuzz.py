@@ -276,7 +276,7 @@ class Fuzzer:
 
     def _ask(self, name: str, route: str, query: dict[str, str]) -> None:
         api = Api([ViewedRun(RunLayout(self._run), name="run")])
-        self._count(name, lambda: 0 if api.answer(f"/api/{route}", query, known="").body else 1)
+        self._count(name, lambda: 0 if api.answer(f"/api/{route}", query, client_tag="").body else 1)
 
     def _count(self, name: str, command: Callable[[], int]) -> None:
         with redirect_stdout(utf8()) as out, redirect_stderr(utf8()) as err:

@@ -21,14 +21,14 @@ class Tool(NamedTuple):
     """A tool of the command `trivet`."""
 
     module: str
-    """The module of its two functions: one adds its arguments to a parser, one takes them and returns the exit code."""
-    does: str
+    """The module with `configure_NAME(parser)`, which adds arguments, and `run_NAME(arguments)`, which returns the exit code."""
+    summary: str
     """Its line in the help."""
 
 
 class _Parser(argparse.ArgumentParser):
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Print the help; argparse's own ignores that the output cannot be written."""
+        """Print the help. A failed write raises here; argparse would ignore it."""
         (file or sys.stdout).write(self.format_help())
 
 
@@ -67,14 +67,14 @@ def _run_tool(arguments: Sequence[str]) -> int:
     chosen = next((word for word in arguments if word in TOOLS), None)
     try:
         for name, tool in TOOLS.items():
-            command = commands.add_parser(name, help=tool.does, description=f"{tool.does[0].upper()}{tool.does[1:]}.")
-            if name == chosen:
+            command = commands.add_parser(name, help=tool.summary, description=f"{tool.summary[0].upper()}{tool.summary[1:]}.")
+            if name == chosen:  # importing the other tools takes time, and some need packages that may be absent
                 getattr(_import(tool), f"configure_{name}")(command)
         parsed = parser.parse_args(arguments)
         for name, given in vars(parsed).items():
             for value in given if isinstance(given, list) else [given]:
                 if isinstance(value, Path):
-                    usable_path(value, key=name.upper())
+                    usable_path(value, key=name.upper())  # raises for a path that no system can have, and names the argument
         return getattr(_import(TOOLS[parsed.tool]), f"run_{parsed.tool}")(parsed)
     except TrivetError as exc:
         print_error(exc)
@@ -85,7 +85,7 @@ def _import(tool: Tool) -> ModuleType:
     try:
         return importlib.import_module(f"{__package__}.{tool.module}")
     except ImportError:
-        # Not at the top: `init` makes a workspace before any package is installed.
+        # Raises an error that says which package to install. Imported here: `init` runs before any package is installed.
         from trivet.dependencies import require_dependencies
 
         require_dependencies()

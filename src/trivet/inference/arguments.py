@@ -1,4 +1,7 @@
-"""Translates InferenceConfig into what vLLM is started with: engine and server arguments, environment variables. Pure."""
+"""Translates InferenceConfig into what vLLM is started with: engine and server arguments, environment variables.
+
+All functions are pure but `position_overrides`, which reads the model's configuration.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,18 +12,19 @@ from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.process.sockets import ServerShard
 
-_FIXED = {
+_REASON_OF_SAMPLING = "vLLM would apply sampling defaults of the model, which would bias the importance ratio"
+_REASON_OF_NODES = "set deployment.num_infer_nodes to start a server over several nodes"
+_SERVER_OWNED = {
     "logprobs_mode": "log-probabilities must be those of the distribution sampled from",
     "worker_extension_cls": "it is how weights are loaded",
     "enable_scale_out": "/inference/v1/generate, which it enables, is how the server is asked for tokens",
-    **dict.fromkeys(
-        ("generation_config", "override_generation_config"),
-        "sampling that a request does not ask for would bias the importance ratio",
-    ),
-    **dict.fromkeys(
-        ("nnodes", "node_rank", "master_addr", "master_port", "headless"),
-        "deployment.num_infer_nodes has a run start a server over several nodes",
-    ),
+    "generation_config": _REASON_OF_SAMPLING,
+    "override_generation_config": _REASON_OF_SAMPLING,
+    "nnodes": _REASON_OF_NODES,
+    "node_rank": _REASON_OF_NODES,
+    "master_addr": _REASON_OF_NODES,
+    "master_port": _REASON_OF_NODES,
+    "headless": _REASON_OF_NODES,
 }
 """vLLM's arguments that the server sets itself, and why no other value works."""
 
@@ -29,8 +33,8 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 _CPU_BLOCK_SIZE = 32
 """Tokens of a block of the KV cache. Requests share whole blocks of a prompt, and vLLM's own 128 on CPUs is longer than many
-prompts. Its attention for CPUs takes multiples of 32. 64 requests for answers of 64 tokens to 8 prompts of 34: 151 to 177 tokens/s
-with 128, 217 to 226 with 32 (SmolLM2, float32, AVX2, two cores)."""
+prompts. Its attention for CPUs takes multiples of 32. Measured with 64 requests, 8 different prompts of 34 tokens and 64 new tokens
+each: 151 to 177 tokens/s with 128, 217 to 226 with 32 (SmolLM2, float32, AVX2, two cores)."""
 
 WORKER_EXTENSION = "trivet.inference.worker_extension.PolicyWorkerExtension"
 
@@ -38,12 +42,14 @@ JSON_LOG_CONFIG = str(Path(__file__).with_name("json_logging.json"))
 """The logging configuration of vLLM and uvicorn for `log.json_logging`: both have handlers of their own."""
 
 
-def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: ServerShard | None = None) -> dict[str, Any]:
+def vllm_arguments(
+    config: InferenceConfig, *, is_cpu: bool, run_secret: str, shard: ServerShard | None = None
+) -> dict[str, Any]:
     """Return the arguments of vLLM's engine and API server by name; an absent one keeps vLLM's default.
 
     Args:
-        token: the run's secret, which is accepted in place of `server.api_key`.
-        shard: the share of this node in a server that spans several.
+        run_secret: accepted in place of `server.api_key`.
+        shard: the share of this node in a server that spans several nodes.
 
     Raises:
         ConfigError: `vllm_args` sets an argument that another key or the server itself sets, or `sleep_while_training` is set
@@ -56,8 +62,8 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
                 f"inference.vllm_args.{name} = {value!r} is not allowed: it is what inference.{keys[name]} sets; set that key "
                 "instead"
             )
-        if name in _FIXED:
-            raise ConfigError(f"inference.vllm_args.{name} = {value!r} is not allowed: {_FIXED[name]}; remove it")
+        if name in _SERVER_OWNED:
+            raise ConfigError(f"inference.vllm_args.{name} = {value!r} is not allowed: {_SERVER_OWNED[name]}; remove it")
     model = config.model
     arguments: dict[str, Any] = {
         "model": model.name,
@@ -79,7 +85,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_scale_out": True,
         "generation_config": "vllm",
-        # Mistral's own files beside those of transformers, which the trainer reads, would be taken instead of them.
+        # Some repositories of Mistral hold files in its own format too, which vLLM would prefer to those that the trainer reads.
         "load_format": "hf",
         "config_format": "hf",
     }
@@ -92,7 +98,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
     if config.server.api_key is not None:
-        arguments["api_key"] = [config.server.api_key, token]
+        arguments["api_key"] = [config.server.api_key, run_secret]
     if config.enable_lora:
         arguments |= {
             "enable_lora": True,
@@ -102,7 +108,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
         }
     arguments |= _memory_arguments(config, is_cpu=is_cpu)
     if config.deterministic:
-        # Sums over a batch, or over what a cached prefix left to compute, round differently.
+        # The rounding of a sum depends on the size of the batch and on how much of the prefix was cached.
         arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}
     if config.log.json_logging:
         arguments["log_config_file"] = JSON_LOG_CONFIG
@@ -113,19 +119,18 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
             "master_addr": shard.host,
             "master_port": shard.port,
             "headless": not shard.is_first,
-            # vLLM's CPU platform would choose another way when a node has one rank.
+            # vLLM's CPU platform would choose another executor when a node has one rank.
             "distributed_executor_backend": "mp",
         }
-    overrides = choose_overrides(model.dtype, is_cpu=is_cpu) | (config.vllm_args.get("hf_overrides") or {})
+    overrides = dtype_overrides(model.dtype, is_cpu=is_cpu) | (config.vllm_args.get("hf_overrides") or {})
     return arguments | config.vllm_args | ({"hf_overrides": overrides} if overrides else {})
 
 
-def choose_overrides(dtype: str, *, is_cpu: bool) -> dict[str, Any]:
-    """Return the overrides of the model's own configuration with which vLLM computes float32 logits.
+def dtype_overrides(dtype: str, *, is_cpu: bool) -> dict[str, Any]:
+    """Return the part of `hf_overrides` with which vLLM computes float32 logits on a GPU, as the trainer does there.
 
-    Logits that are rounded to bfloat16 move log-probabilities by about 0.02, and the trainer does not round its own
-    (`trainer.model.logprobs.choose_product_dtype`). On a GPU such a product needs no copy of the weight, and vLLM converts logits
-    to float32 anyway. On a CPU both round their logits, because vLLM would convert the whole weight for each token there.
+    Rounding logits to bfloat16 moves log-probabilities by about 0.02 (`trainer.model.logprobs.choose_product_dtype`). On a CPU both
+    round them, because vLLM would convert the whole weight of the head for each token.
 
     Args:
         dtype: the dtype of the served weights.
@@ -134,12 +139,12 @@ def choose_overrides(dtype: str, *, is_cpu: bool) -> dict[str, Any]:
 
 
 def position_overrides(config: InferenceConfig, overrides: Mapping[str, object]) -> dict[str, object]:
-    """Return vLLM's `hf_overrides`: `overrides` and the positions of `model.rope_scaling`. Empty without rope_scaling.
+    """Return the argument `hf_overrides` with the positions of `model.rope_scaling` added; empty without rope_scaling.
 
-    The positions are complete, because vLLM replaces the model's own.
+    `inference.main` lays it over `vllm_arguments`. The positions are complete, because vLLM replaces the model's own.
 
     Args:
-        overrides: the other overrides of the model's own configuration.
+        overrides: the `hf_overrides` of `vllm_arguments`.
 
     Raises:
         ConfigError: the model cannot be read, or its layers share no rotary positions.
@@ -173,7 +178,7 @@ def _memory_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any
     }
 
 
-def refuse_unknown(names: Iterable[str], *, known: Iterable[str]) -> None:
+def require_known_arguments(names: Iterable[str], *, known: Iterable[str]) -> None:
     """Check that vLLM has every argument of `names`.
 
     Raises:
@@ -210,14 +215,14 @@ ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 """Enables vLLM's own routes under /v1, which load and unload adapters by name."""
 
 LOOPBACK_ENVIRONMENT = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Defaults that have the processes of one server listen for each other on loopback, not on the machine's public address."""
+"""Lets the processes of one server listen for each other on loopback, and not on the machine's public address."""
 
 JSON_LOG_ENVIRONMENT = {"VLLM_LOGGING_CONFIG_PATH": JSON_LOG_CONFIG}
-"""Has the engine's processes, which import vLLM anew, log JSON too."""
+"""Makes the engine's processes log JSON too: they import vLLM again."""
 
 SHARD_ENVIRONMENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-"""Has every rank of a server over several nodes connect to the store that its first shard opens. Otherwise rank 0 would open one
-itself, on all addresses of its node, and would not get the port that the launcher holds for it."""
+"""Makes every rank of a server over several nodes connect to the store that its first shard opens. Otherwise rank 0 would open a
+store itself, on all addresses of its node, and would not get the port that the launcher holds for it."""
 
 EAGER_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """For `enforce_eager` on the CPU. Without it vLLM still compiles a small function, which ranks log-probabilities, and g++ runs for

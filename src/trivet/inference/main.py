@@ -36,7 +36,7 @@ from trivet.inference.arguments import (
     SHARD_ENVIRONMENT,
     cpu_environment,
     position_overrides,
-    refuse_unknown,
+    require_known_arguments,
     vllm_arguments,
 )
 from trivet.inference.engine_process import count_physical_cores, find_openmp, open_store, preloaded, restart_with
@@ -87,7 +87,7 @@ def serve(config: InferenceConfig) -> int:
     is_cpu = not any(importlib.metadata.distributions(name="vllm"))
     warn_of_logits_processors()
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
-    arguments = vllm_arguments(config, is_cpu=is_cpu, token=secret.token, shard=shard)
+    arguments = vllm_arguments(config, is_cpu=is_cpu, run_secret=secret.token, shard=shard)
     is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1
     for name, value in {**LOOPBACK_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory())}.items():
         os.environ.setdefault(name, value)
@@ -151,7 +151,7 @@ def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]
         parser = make_arg_parser(FlexibleArgumentParser())
         args = parser.parse_args([]) or Namespace()
     # The namespace lacks what has no default (argparse.SUPPRESS), such as log_config_file.
-    refuse_unknown(extra, known=[action.dest for action in parser._actions])
+    require_known_arguments(extra, known=[action.dest for action in parser._actions])
     for name, value in arguments.items():
         setattr(args, name, value)
     try:

@@ -1,13 +1,13 @@
-"""Reads the logs of the roles while they are written, and writes the launcher's own: to a file, and to the terminal with a bar.
+"""Reads the roles' logs while they grow. Writes the launcher's own log to a file and to the terminal.
 
-The bar says how far the run is and what it waits for. Only a terminal has one; a file or a pipe gets plain lines.
+A progress bar at the bottom of the terminal shows the step and the run's activity. A pipe gets plain lines and no bar.
 """
 
 import errno
 import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _TAIL_BYTES = 64 << 10
-"""Enough for the lines that are quoted of a log, whatever its size."""
+"""Bytes at the end of a log that are searched for the lines to quote, whatever its size."""
 _CHUNK_BYTES = 1 << 20
-"""Read at once of a log that grows: more is read in the next round, so that one role cannot hold up the others."""
-_FOR_THE_TERMINAL = re.compile(r".{0,40}\b(SUCCESS|WARNING|ERROR)\b")
-"""Step lines, and what went wrong. Everything else of a role stays in its log."""
+"""Most bytes read per call. The rest waits for the next call, so that one role with much output does not delay the others."""
+_TERMINAL_LINE = re.compile(r".{0,40}\b(SUCCESS|WARNING|ERROR)\b")
+"""Step lines (level SUCCESS), warnings and errors; the level stands within the first 40 characters. Other lines stay in the log."""
 
 
 def is_for_terminal(line: str) -> bool:
     """Return whether the launcher repeats this line of a role on the terminal."""
-    return _FOR_THE_TERMINAL.match(line) is not None
+    return _TERMINAL_LINE.match(line) is not None
 
 
 class LogFollower:
-    """Reads the whole lines that were added to a log since the last look."""
+    """Reads the whole lines that were added to a log since the last call."""
 
     def __init__(self, path: Path, *, offset: int) -> None:
         self._path = path
@@ -69,7 +69,7 @@ def quote_log(path: Path, *, offset: int) -> str:
 
 
 class RunLog:
-    """Writes what the launcher says: to the terminal as long as there is one, and always to logs/rl.log."""
+    """Writes the launcher's messages and some lines of roles: to logs/rl.log, and to the terminal while it is open."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class RunLog:
         now: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
         as_json: bool = False,
     ) -> None:
-        """Open nothing; both outputs are given.
+        """Write to two outputs that the caller has opened.
 
         Args:
             now: the time of day that starts a line.
             as_json: write each line as one JSON object, as the roles do with `log.json_logging`.
         """
         self._terminal: TextIO | None = terminal
-        self._progress = make_progress(terminal, follows_prints=False) if terminal.isatty() else None
+        self._progress = make_progress(terminal, redirects_prints=False) if terminal.isatty() else None
         self._file = file
         self._now = now
         self._as_json = as_json
@@ -95,24 +95,21 @@ class RunLog:
         """Write a message of the launcher, each of its lines with the time."""
         for line in text.splitlines():
             if self._as_json:
-                self.show(json_line(level="INFO", time=time.time(), role=LAUNCHER, logger=__name__, message=line))
+                self.write_line(json_line(level="INFO", time=time.time(), role=LAUNCHER, logger=__name__, message=line))
             else:
-                self.show(f"{self._now()} {LAUNCHER} {line}")
+                self.write_line(f"{self._now()} {LAUNCHER} {line}")
 
-    def show(self, line: str) -> None:
-        """Pass on a line of a role as it is, above the bar."""
-        with suppress(OSError):  # a full disk: what is not written yet is tried again with the next line, and the run goes on
+    def write_line(self, line: str) -> None:
+        """Write one finished line as it is, to the file, and to the terminal above the bar."""
+        with suppress(OSError):  # on a full disk the run goes on: Python keeps the text and writes it with the next line
             print(line, file=self._file, flush=True)
-
-        def print_line() -> None:
-            if self._progress is not None and self._progress.live.is_started:
+        with self._terminal_that_may_close() as terminal:
+            if terminal is not None and self._progress is not None and self._progress.live.is_started:
                 self._progress.console.out(line, highlight=False)
-            else:
-                print(line, file=self._terminal, flush=True)
+            elif terminal is not None:
+                print(line, file=terminal, flush=True)
 
-        self._use_terminal(print_line)
-
-    def show_progress(self, *, step: int, max_steps: int | None, doing: str) -> None:
+    def show_progress(self, *, step: int, max_steps: int | None, activity: str) -> None:
         """Update the bar of a terminal.
 
         Args:
@@ -120,48 +117,49 @@ class RunLog:
             max_steps: None for a run without end.
         """
         progress = self._progress
-        if progress is None:
-            return
-
-        def update() -> None:
+        with self._terminal_that_may_close() as terminal:
+            if progress is None or terminal is None:
+                return
             if not progress.tasks:
-                progress.add_task("", total=max_steps, doing=doing)
+                progress.add_task("", total=max_steps, activity=activity)
                 progress.start()
-            progress.update(progress.task_ids[0], completed=step, total=max_steps, doing=doing)
+            progress.update(progress.task_ids[0], completed=step, total=max_steps, activity=activity)
             progress.refresh()
 
-        self._use_terminal(update)
-
     def close(self) -> None:
-        """Remove the bar. More can be said afterwards. May be called again."""
-        if self._progress is not None:
-            self._use_terminal(self._progress.stop)
-            self._progress = None
+        """Remove the bar. Lines can be written afterwards. May be called again."""
+        with self._terminal_that_may_close() as terminal:
+            if self._progress is not None and terminal is not None:
+                self._progress.stop()
+        self._progress = None
 
-    def _use_terminal(self, use: Callable[[], object]) -> None:
-        if self._terminal is None:
-            return
+    @contextmanager
+    def _terminal_that_may_close(self) -> Generator[TextIO | None]:
+        """Yield the terminal, or None once it was closed. A failed write does not end the run.
+
+        A closed terminal, or a pipe whose reader has gone, stays closed. An output redirected to a full disk may work again.
+        """
         try:
-            use()
-        except OSError as exc:  # the terminal was closed, or the reader of our pipe has gone: the run goes on
+            yield self._terminal
+        except OSError as exc:
             if exc.errno != errno.ENOSPC:
                 self._terminal = None
 
 
 def describe_activity(status: RunStatus) -> str:
-    """Say what the trainer does, else what the orchestrator does: the activity that the run waits for.
+    """Return the run's activity: the trainer's, with the orchestrator's behind it if the trainer waits for the orchestrator.
 
-    Returns:
-        `waits for batch 12 (filling batch 12)`, `training step 12`, or `starting`.
+    Until the trainer has reported, it is the orchestrator's alone. Examples: `waits for batch 12 (filling batch 12)`,
+    `training step 12`, `starting`.
     """
-    doing = {role.name: role.reports[0] for role in status.roles if role.reports}
-    trainer, orchestrator = doing.get("trainer"), doing.get("orchestrator")
+    first_reports = {role.name: role.reports[0] for role in status.roles if role.reports}
+    trainer, orchestrator = first_reports.get("trainer"), first_reports.get("orchestrator")
     if trainer is None:
         return orchestrator.activity if orchestrator is not None else "starting"
     if not trainer.waits_for:
         return trainer.activity
-    behind = f" ({orchestrator.activity})" if orchestrator is not None and trainer.waits_for == "orchestrator" else ""
-    return f"waits for {trainer.activity}{behind}"
+    does_wait_for_it = orchestrator is not None and trainer.waits_for == "orchestrator"
+    return f"waits for {trainer.activity}" + (f" ({orchestrator.activity})" if orchestrator and does_wait_for_it else "")
 
 
 def finished_step(status: RunStatus) -> int:
@@ -169,12 +167,12 @@ def finished_step(status: RunStatus) -> int:
     return max((report.step for role in status.roles if role.name == "trainer" for report in role.reports), default=0)
 
 
-def make_progress(file: TextIO, *, follows_prints: bool) -> "Progress":
-    """Make the bar of a run: the step, the time so far and left, and what the run does (the field `doing`).
+def make_progress(file: TextIO, *, redirects_prints: bool) -> "Progress":
+    """Make the bar of a run: the step, the time so far, the time left, and the run's activity (the field `activity`).
 
     Args:
-        follows_prints: stays below what anybody in this process prints, from a thread of its own. False leaves standard output
-            alone, and the bar changes only when it is refreshed.
+        redirects_prints: redirect standard output and error, so that the bar stays below all prints of this process, and
+            refresh the bar from a thread. False: leave them alone, and let the caller refresh the bar.
     """
     from rich.console import Console  # here: most outputs are no terminal, and `--help` and `--dry-run` have no bar
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -186,10 +184,10 @@ def make_progress(file: TextIO, *, follows_prints: bool) -> "Progress":
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[doing]}", markup=False),
+        TextColumn("{task.fields[activity]}", markup=False),
         console=Console(file=file),
-        auto_refresh=follows_prints,
-        redirect_stdout=follows_prints,
-        redirect_stderr=follows_prints,
+        auto_refresh=redirects_prints,
+        redirect_stdout=redirects_prints,
+        redirect_stderr=redirects_prints,
         transient=True,
     )

@@ -79,7 +79,7 @@ def evaluate(
         process = held.enter_context(RunProcess("trivet.evaluation.main", planned, variables=variables))
         with ProgressBar(None, is_wanted=progress) as bar:
             while process.exit_code is None:
-                bar.update(len(_new_summaries(layout, since=started)), doing="evaluating")
+                bar.update(len(_new_summaries(layout, since=started)), activity="evaluating")
                 if server is not None and server.exit_code is not None:
                     raise RoleFailed(f"the server ended with exit code {server.exit_code}:\n{server.last_output()}")
                 time.sleep(_POLL_INTERVAL_S)

@@ -122,7 +122,7 @@ class _Trainer:
                 last = step.number
                 shown = {"reward": "reward/mean", "loss": "loss/mean"}
                 values = (f"{label}={step.metrics[name]:.4g}" for label, name in shown.items() if name in step.metrics)
-                bar.update(last, doing=" ".join(values))
+                bar.update(last, activity=" ".join(values))
                 yield step
             status = None
             if exit_code is not None or not last:
@@ -133,7 +133,7 @@ class _Trainer:
                 details = "" if status is None else "\n".join(part for part in (status.reason, status.last_error) if part)
                 return self._process.require_success(details=details)
             if not last:
-                bar.update(0, doing="starting" if status is None else describe_activity(status))
+                bar.update(0, activity="starting" if status is None else describe_activity(status))
             time.sleep(_POLL_INTERVAL_S)
 
 
@@ -216,16 +216,16 @@ class ProgressBar:
 
             self._notebook = display(self, display_id=True)
         elif is_wanted and sys.stdout.isatty():
-            self._terminal = make_progress(sys.stdout, follows_prints=True)
-            self._terminal.add_task("", total=max_steps, doing="starting")
+            self._terminal = make_progress(sys.stdout, redirects_prints=True)
+            self._terminal.add_task("", total=max_steps, activity="starting")
 
-    def update(self, step: int, *, doing: str) -> None:
+    def update(self, step: int, *, activity: str) -> None:
         """Show the last finished step, and what the run does or measured."""
-        if (step, doing) != self._state and self._notebook is not None:
-            self._state = (step, doing)
+        if (step, activity) != self._state and self._notebook is not None:
+            self._state = (step, activity)
             self._notebook.update(self)
         if self._terminal is not None:
-            self._terminal.update(self._terminal.task_ids[0], completed=step, doing=doing)
+            self._terminal.update(self._terminal.task_ids[0], completed=step, activity=activity)
 
     def __enter__(self) -> "ProgressBar":
         if self._terminal is not None:

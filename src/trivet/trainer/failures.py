@@ -89,7 +89,7 @@ def naming_last_weights(layout: RunLayout, *, await_policy: Callable[[], None] =
 
 def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> AbstractContextManager[None]:
     """Explain how to shrink `row` when memory runs out in its forward or backward pass. `key_prefix` is that of `Learner`."""
-    num_tokens, longest, num_trained = row.num_tokens, row.segments.longest_sample, len(row.targets_N)
+    num_tokens, longest, num_trained = row.num_tokens, row.segments.max_key_length, len(row.targets_N)
     if row.num_samples > 1:
         shorter = f"{key_prefix}micro_batch_tokens = {max(longest, math.ceil(num_tokens / 2))}"
     else:

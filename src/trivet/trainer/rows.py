@@ -200,7 +200,7 @@ def to_tensors(
     return RowTensors(
         token_ids_1U=ints(row.token_ids_T[tree.sources_U])[None],
         position_ids_1U=ints(row.position_ids_T[tree.sources_U])[None],
-        segments=Segments.of_tree(tree, device=device),
+        segments=Segments.from_tree(tree, device=device),
         predictors_N=ints(tree.places_T[loss_N - 1]),
         targets_N=ints(row.token_ids_T[loss_N]),
         temperatures_N=floats(row.temperatures_T),
@@ -221,7 +221,7 @@ def _dummy(device: torch.device) -> RowTensors:
     return RowTensors(
         token_ids_1U=torch.zeros(1, 2, dtype=torch.int64, device=device),
         position_ids_1U=torch.arange(2, device=device)[None],
-        segments=Segments.of([2], device=device),
+        segments=Segments.from_samples([2], device=device),
         predictors_N=index,
         targets_N=index,
         temperatures_N=number,

@@ -1,9 +1,7 @@
-"""Answers the page's requests as JSON, with a function for each route over the runs that are looked at.
+"""Answers the page's requests as JSON, one function per route. Opens no socket and takes no path from outside.
 
-It opens no socket and takes no path from outside.
-
-A route says from the files' stamps whether anything changed before it reads anything, so that a page that asks every two seconds
-costs next to nothing while a run is quiet.
+Before a route reads a file, its stamp (size, time of change) is compared with the tag of the answer that the page has. Asking every
+two seconds therefore costs next to nothing while a run is quiet. The status is computed each time, because ages change.
 """
 
 import hashlib
@@ -11,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,16 +18,19 @@ from trivet.process.lifetime import process_exists
 from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
 from trivet.view.run import ViewedRun, read_configs
-from trivet.view.status import describe_run, is_over, read_status, standing_error
+from trivet.view.status import describe_run, is_over, read_status, unrecovered_error
 from trivet.view.timeline import make_timeline
 
+# Limits of one request, which bound the time of an answer.
 _MAX_POINTS = 5000
 """Points of a curve: more than a screen has pixels across."""
-_MAX_ROWS = 200
+_MAX_ROLLOUTS = 200
 _MAX_STEPS = 500
+"""Steps of a time line."""
 _MAX_METRICS = 64
-"""Limits of one request: rollouts, steps of a time line, curves. They bound the time of an answer."""
+"""Curves."""
 _MAX_DIGITS = 20
+"""Digits of a number in a query."""
 
 Query = Mapping[str, str]
 
@@ -39,53 +41,60 @@ class BadQuery(NotServed):
 
 @dataclass(frozen=True, slots=True)
 class PageAnswer:
-    """An answer and the tag of its content."""
+    """An answer, and a tag as HTTP's ETag."""
 
     body: bytes
-    """JSON; empty when `is_known`."""
+    """JSON; empty when it was not modified."""
     tag: str
-    """Identifies the content: equal content has an equal tag."""
-    is_known: bool = False
-    """Whoever asked has it already."""
+    """Digest of the query and of the stamps of the files behind the answer."""
+    is_not_modified: bool = False
+    """The client has the answer already: HTTP's 304."""
 
 
-Route = Callable[[ViewedRun, Query], object]
+RouteFunction = Callable[[ViewedRun, Query], object]
+
+
+class Route(NamedTuple):
+    """How to answer requests for one path."""
+
+    answer: RouteFunction
+    """Returns what is sent as JSON."""
+    stamp: RouteFunction
+    """Returns a value that differs whenever the answer may differ."""
 
 
 class Api:
     """Finds the route and the run of a request."""
 
-    def __init__(self, runs: Sequence[ViewedRun], *, clock: Callable[[], float] = lambda: time.time()) -> None:
+    def __init__(self, runs: Sequence[ViewedRun]) -> None:
         self._runs = runs
-        self._clock = clock
-        # Each has a function that answers, and one whose value differs when the answer may.
-        self._routes: dict[str, tuple[Route, Route]] = {
-            "series": (_series, lambda run, _: run.metrics.stamp()),
-            "metrics": (lambda run, _: [str(key) for key in run.metrics.measured()], lambda run, _: run.metrics.stamp()),
-            "status": (self._status, lambda *_: self._clock()),
-            "timeline": (_timeline, lambda run, _: [*run.metrics.stamp(), stamp_of(run.layout.events)]),
-            "steps": (lambda run, _: run.rollouts.steps(), lambda run, _: stamp_of(run.rollouts.directory)),
-            "rollouts": (_rollouts, lambda run, query: stamp_of(_rollouts_file(run, query))),
-            "rollout": (_rollout, lambda run, query: stamp_of(_rollouts_file(run, query))),
-            "evals": (
+        self._routes = {
+            "series": Route(_series, lambda run, _: run.metrics.stamp()),
+            "metrics": Route(lambda run, _: [str(key) for key in run.metrics.measured()], lambda run, _: run.metrics.stamp()),
+            "status": Route(_status, lambda *_: time.time()),
+            "timeline": Route(_timeline, lambda run, _: [*run.metrics.stamp(), stamp_of(run.layout.events)]),
+            "steps": Route(lambda run, _: run.rollouts.steps(), lambda run, _: stamp_of(run.rollouts.directory)),
+            "rollouts": Route(_rollouts, lambda run, query: stamp_of(_rollouts_file(run, query))),
+            "rollout": Route(_rollout, lambda run, query: stamp_of(_rollouts_file(run, query))),
+            "evals": Route(
                 lambda run, _: [
                     {"step": found.step, "name": found.name, "summary": found.summary, "fault": found.fault}
                     for found in run.evaluations.find()
-                    if found.summary or found.fault or found.results.stat().st_size
+                    if found.summary or found.fault or found.results.stat().st_size  # one that has just begun has no line
                 ],
                 lambda run, _: run.evaluations.stamp(),
             ),
-            "config": (
+            "config": Route(
                 lambda run, _: read_configs(run.layout),
                 lambda run, _: [stamp_of(run.layout.configs), stamp_of(run.layout.run_file)],
             ),
         }
 
-    def answer(self, path: str, query: Query, *, known: str) -> PageAnswer:
-        """Answer a request, or say that the answer is known.
+    def answer(self, path: str, query: Query, *, client_tag: str) -> PageAnswer:
+        """Answer a request.
 
         Args:
-            known: the tag of the answer that whoever asks has; empty when none.
+            client_tag: the tag of the answer that the client has; empty when it has none.
         """
         if path == "/api/runs":
             body = msgspec.json.encode([{"index": index, "name": run.name} for index, run in enumerate(self._runs)])
@@ -95,37 +104,38 @@ class Api:
             raise NotServed(f"there is no {path}")
         run = self._runs[_number(query, "run", default=0, high=len(self._runs) - 1)]
         with run.lock:
-            answer, stamp = route
-            tag = _digest(repr((path, sorted(query.items()), stamp(run, query))).encode())
-            if tag == known:
-                return PageAnswer(b"", tag, is_known=True)
-            return PageAnswer(msgspec.json.encode(answer(run, query)), tag)
+            tag = _digest(repr((path, sorted(query.items()), route.stamp(run, query))).encode())
+            if tag == client_tag:
+                return PageAnswer(b"", tag, is_not_modified=True)
+            return PageAnswer(msgspec.json.encode(route.answer(run, query)), tag)
 
-    def _status(self, run: ViewedRun, _: Query) -> object:
-        if not run.layout.status.exists() and not run.layout.reports.is_dir():
-            return {"words": ["It wrote no status: its current state is unknown."], "is_over": False, "num_damaged": 0}
-        try:
-            status = read_status(run.layout)
-        except ConfigError as exc:
-            return {"fault": str(exc), "words": [], "is_over": True, "num_damaged": run.metrics.num_damaged()}
-        now = run.clock.now(status)
-        has_ended = is_over(status, now=now, is_alive=process_exists)
-        return {
-            "words": list(describe_run(status, layout=run.layout, now=now, is_alive=process_exists)),
-            "is_over": has_ended,
-            "state": "silent" if has_ended and status.exit_code is None else status.state,
-            "run_id": status.run_id,
-            "attempt": status.attempt,
-            "started": status.started,
-            "time": status.time,
-            "step": max((report.step for role in status.roles for report in role.reports), default=0),
-            "max_steps": status.max_steps,
-            "last_commit": status.last_commit,
-            "last_error": standing_error(status),
-            "num_restarts": len(status.restarts),
-            "roles": status.roles,
-            "num_damaged": run.metrics.num_damaged() + run.notes.num_damaged,
-        }
+
+def _status(run: ViewedRun, _: Query) -> object:
+    """Return the status in sentences (`lines`) and as values; without the values when there is no status, or a damaged one."""
+    if not run.layout.status.exists() and not run.layout.reports.is_dir():
+        return {"lines": ["The run wrote no status: its current state is unknown."], "is_over": False, "num_damaged": 0}
+    try:
+        status = read_status(run.layout)
+    except ConfigError as exc:
+        return {"fault": str(exc), "lines": [], "is_over": True, "num_damaged": run.metrics.num_damaged()}
+    now = run.clock.now(status)
+    has_ended = is_over(status, now=now, is_alive=process_exists)
+    return {
+        "lines": list(describe_run(status, layout=run.layout, now=now, is_alive=process_exists)),
+        "is_over": has_ended,
+        "state": "silent" if has_ended and status.exit_code is None else status.state,
+        "run_id": status.run_id,
+        "attempt": status.attempt,
+        "started": status.started,
+        "time": status.time,
+        "step": max((report.step for role in status.roles for report in role.reports), default=0),
+        "max_steps": status.max_steps,
+        "last_commit": status.last_commit,
+        "last_error": unrecovered_error(status),
+        "num_restarts": len(status.restarts),
+        "roles": status.roles,
+        "num_damaged": run.metrics.num_damaged() + run.notes.num_damaged,
+    }
 
 
 def _series(run: ViewedRun, query: Query) -> object:
@@ -133,7 +143,7 @@ def _series(run: ViewedRun, query: Query) -> object:
     keys = [MetricKey.parse(name) for name in names[:_MAX_METRICS]] or SHOWN_FIRST
     run.metrics.refresh([*ALWAYS_READ, *keys])
     points = _number(query, "points", default=1000, low=2, high=_MAX_POINTS)
-    first, last = _optional(query, "from"), _optional(query, "to")
+    first, last = _optional_number(query, "from"), _optional_number(query, "to")
     curves = {str(key): run.metrics.curve(key, num_points=points, first=first, last=last) for key in keys}
     return {"curves": curves, "num_damaged": run.metrics.num_damaged()}
 
@@ -142,14 +152,14 @@ def _timeline(run: ViewedRun, query: Query) -> object:
     run.metrics.refresh(ALWAYS_READ)
     run.notes.refresh()
     count = _number(query, "steps", default=40, low=1, high=_MAX_STEPS)
-    return make_timeline(run.metrics, run.notes.notes, last_step=_optional(query, "last"), num_steps=count)
+    return make_timeline(run.metrics, run.notes.notes, last_step=_optional_number(query, "last"), num_steps=count)
 
 
 def _rollouts(run: ViewedRun, query: Query) -> object:
     return run.rollouts.page(
         _rollouts_file(run, query),
         offset=_number(query, "offset", default=0),
-        limit=_number(query, "limit", default=50, low=1, high=_MAX_ROWS),
+        limit=_number(query, "limit", default=50, low=1, high=_MAX_ROLLOUTS),
         sort=query.get("sort", "line"),
         env=query.get("env", ""),
         contains=query.get("contains", ""),
@@ -164,16 +174,18 @@ def _rollout(run: ViewedRun, query: Query) -> object:
     fault, tables = "", []
     try:
         for sample in run.rollouts.samples(path.parent, line) if "eval" not in query else []:
-            token_ids, sampled = sample.token_ids_T.tolist(), sample.masked or sample
+            # A filter may have cleared the sample's loss mask. `masked` then keeps the mask and log-probabilities from before.
+            token_ids, unfiltered = sample.token_ids_T.tolist(), sample.masked or sample
+            # `versions` covers the sampled tokens alone.
             versions = iter([part.version for part in sample.versions for _ in range(part.length)])
-            is_sampled, logprobs = sampled.loss_mask_T.tolist(), sampled.logprobs_T.tolist()
+            is_sampled, logprobs = unfiltered.loss_mask_T.tolist(), unfiltered.logprobs_T.tolist()
             table = {
                 "token_ids": token_ids,
                 "texts": run.token_text.pieces(token_ids),
                 "logprobs": [
-                    float(f"{value:.4g}") if known else None for value, known in zip(logprobs, is_sampled, strict=True)
+                    float(f"{value:.4g}") if is_set else None for value, is_set in zip(logprobs, is_sampled, strict=True)
                 ],
-                "versions": [next(versions, None) if known else None for known in is_sampled],
+                "versions": [next(versions, None) if is_set else None for is_set in is_sampled],
                 "is_masked": sample.masked is not None,
             }
             tables.append(table)
@@ -196,13 +208,13 @@ def _number(query: Query, name: str, *, default: int, low: int = 0, high: int = 
     text = query.get(name, "")
     if not text:
         return default
-    # Python refuses to read an integer of thousands of digits; none has more than `high`.
+    # The length is checked first, because int() raises for thousands of digits.
     if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS or not low <= int(text) <= high:
         raise BadQuery(f"{name} must be a number from {low} to {high}, got {text[:40]!r}")
     return int(text)
 
 
-def _optional(query: Query, name: str) -> int | None:
+def _optional_number(query: Query, name: str) -> int | None:
     return _number(query, name, default=0) if query.get(name) else None
 
 

@@ -113,14 +113,14 @@ def make_application(api: Api, *, host: str) -> "GuardedApplication":
     def answer_api(request: Request) -> Response:
         path, known = request.url.path, request.headers.get("If-None-Match", "").strip('"')
         try:
-            answer = api.answer(path, dict(request.query_params), known=known)
+            answer = api.answer(path, dict(request.query_params), client_tag=known)
         except NotServed as exc:
             return _error(400 if isinstance(exc, BadQuery) else 404, str(exc))
         except Exception:  # a fault of ours, or a file nobody foresaw: the page says so, and the other pages work
             logger.exception("cannot answer %s", path)
             return _error(500, f"{path} cannot be answered: a fault of trivet view; its terminal has the details")
         headers = {"ETag": f'"{answer.tag}"'}
-        if answer.is_known:
+        if answer.is_not_modified:
             return Response(status_code=304, headers=headers)
         return Response(answer.body, media_type="application/json", headers=headers)
 

@@ -1,7 +1,7 @@
 """Reads a run's status from its files and describes it in sentences. Used by the tools that look at a run; changes nothing.
 
-The run may be on another machine, whose clock differs and whose process ids are its own. Then the age of its status is
-the time that has passed here since the file changed (`StatusClock`).
+A run may be on another machine, whose clock differs and whose process ids mean nothing here. Then the age of its status is the time
+since this process first saw it, by this machine's clock (`StatusClock`).
 """
 
 import os
@@ -18,11 +18,11 @@ from trivet.storage.durable import DECODE_ERRORS, open_regular
 from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
-_REPORT_IS_OLD_S = 15.0
-"""A launcher writes every two seconds, a role every second; what is older than this is said to be old."""
+_SILENT_AFTER_S = 15.0
+"""A launcher writes its status every two seconds and a role its report every second. Older ones are called silent."""
 _READ_INTERVAL_S = 0.5
 _MAX_SHOWN_S = 1e9
-"""Thirty years: such a length comes of a damaged file."""
+"""Thirty years. A longer duration means a damaged file."""
 _STUCK_WORKER_S = 30.0
 """A worker in the environment's own code for longer than this is named."""
 
@@ -40,10 +40,12 @@ def read_status(layout: RunLayout) -> RunStatus:
         raise ConfigError(
             f"{str(layout.root)!r} holds no run: neither status.json nor reports of roles; give a run's output_dir"
         )
+    reports_by_role: dict[str, list[ProcessReport]] = {}
+    for report in sorted(reports, key=lambda report: report.role):
+        reports_by_role.setdefault(report.role, []).append(report)
     roles = [
-        RoleStatus(name=name, state=RoleState.RUNNING, pid=reports_of_role[0].pid, reports=reports_of_role)
-        for name in sorted({report.role for report in reports})
-        if (reports_of_role := [report for report in reports if report.role == name])
+        RoleStatus(name=name, state=RoleState.RUNNING, pid=found[0].pid, reports=found)
+        for name, found in reports_by_role.items()
     ]
     return RunStatus(
         run_id="started by hand",
@@ -58,7 +60,7 @@ def read_status(layout: RunLayout) -> RunStatus:
 
 
 class StatusClock:
-    """Tells the time by the clock of the machine that wrote a status."""
+    """Estimates the present time on the clock of the machine that wrote a status."""
 
     def __init__(self, *, unix_time: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._unix_time = unix_time
@@ -95,7 +97,7 @@ def watch_status(layout: RunLayout, clock: StatusClock, *, sleep: Callable[[floa
         is_from_another_machine(status)
         and status.exit_code is None
         and status.time == first.time
-        and clock.now(status) - status.time <= _REPORT_IS_OLD_S
+        and clock.now(status) - status.time <= _SILENT_AFTER_S
     ):
         sleep(_READ_INTERVAL_S)
         status = read_status(layout)
@@ -107,7 +109,7 @@ def read_reports(layout: RunLayout) -> list[ProcessReport]:
     found: list[ProcessReport] = []
     for path in sorted(layout.reports.glob("*.json")) if layout.reports.is_dir() else []:
         try:
-            report = None if path.name.startswith(".") else read_report(path)
+            report = None if path.name.startswith(".") else read_report(path)  # a dot: a report that is being written
         except (OSError, msgspec.DecodeError) as exc:
             raise ConfigError(f"{path} cannot be read: {exc}; it may be of another version of trivet") from exc
         if report is not None:
@@ -119,24 +121,24 @@ def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: 
     """Describe the status, line by line.
 
     Args:
-        now: Unix time in seconds, as `StatusClock` tells it.
+        now: Unix time in seconds, from `StatusClock`.
         is_alive: whether a process of this machine exists.
     """
     step = max((report.step for role in status.roles for report in role.reports), default=0)
-    of = f" of {status.max_steps}" if status.max_steps is not None else ""
+    of_max_steps = f" of {status.max_steps}" if status.max_steps is not None else ""
     commit = f"last commit step {status.last_commit}" if status.last_commit is not None else "nothing committed yet"
     state = _describe_state(status, now=now, is_alive=is_alive)
-    yield f"run {status.run_id} attempt {status.attempt}: {state}; step {step}{of}, {commit}"
+    yield f"run {status.run_id} attempt {status.attempt}: {state}; step {step}{of_max_steps}, {commit}"
     if status.state in (RunState.RUNNING, RunState.PREEMPTED):
-        is_here = status.node == os.uname().nodename
+        is_here = not is_from_another_machine(status)
         pids = {report.pid for role in status.roles if is_here and not role.node for report in role.reports}
         gone = {pid for pid in pids if not is_alive(pid)}
         for role in status.roles:
             yield from (f"  {line}" for line in describe_role(role, now=now, gone=gone))
-        yield from (f"  {line}" for line in _workers(status, gone=gone))
+        yield from (f"  {line}" for line in _describe_workers(status, gone=gone))
     for record in status.restarts:
-        yield f"restart {_clock(record.time)} {describe_restart(record)}"
-    if error := standing_error(status):
+        yield f"restart {_format_time(record.time)} {describe_restart(record)}"
+    if error := unrecovered_error(status):
         yield "last error:"
         yield from (f"  {line}" for line in error.splitlines())
     if is_over(status, now=now, is_alive=is_alive) and status.state is not RunState.DONE and status.last_commit is not None:
@@ -146,8 +148,11 @@ def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: 
         )
 
 
-def standing_error(status: RunStatus) -> str:
-    """Return the run's last error; empty once the run has recovered from it."""
+def unrecovered_error(status: RunStatus) -> str:
+    """Return the run's last error; empty once the run has recovered from it.
+
+    A restart's `down_s` is None until a step is finished after it.
+    """
     is_back = all(record.down_s is not None for record in status.restarts)
     is_recovered = status.state is RunState.DONE or (status.state is RunState.RUNNING and bool(status.restarts) and is_back)
     return "" if is_recovered else status.last_error
@@ -173,14 +178,14 @@ def describe_role(role: RoleStatus, *, now: float, gone: Collection[int] = ()) -
         if not role.node and report.pid in gone:
             yield f"{name} is gone (pid {report.pid})"
             continue
-        for_s = _seconds(report.time - report.since)
+        for_s = _format_duration(report.time - report.since)
         line = (
             f"{name} has waited {for_s} for {report.activity} (from {report.waits_for})"
             if report.waits_for
             else f"{name} alive, {report.activity} for {for_s}"
         )
-        if now - report.time > _REPORT_IS_OLD_S:
-            line += f"; it has not reported for {_seconds(now - report.time)}"
+        if now - report.time > _SILENT_AFTER_S:
+            line += f"; it has not reported for {_format_duration(now - report.time)}"
         if report.policy_version is not None:
             line += f"; policy {report.policy_version} served"
         if report.num_ready is not None:
@@ -192,21 +197,23 @@ def describe_role(role: RoleStatus, *, now: float, gone: Collection[int] = ()) -
 
 def _describe_state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> str:
     if status.exit_code is not None:
-        return f"{status.state} with exit code {status.exit_code} at {_clock(status.time)} ({status.reason})"
-    if now - status.time <= _REPORT_IS_OLD_S:
-        return f"{status.state} for {_seconds(now - status.started)}"
-    silent = f"last heard of {_seconds(now - status.time)} ago"
+        return f"{status.state} with exit code {status.exit_code} at {_format_time(status.time)} ({status.reason})"
+    if now - status.time <= _SILENT_AFTER_S:
+        return f"{status.state} for {_format_duration(now - status.started)}"
+    age = _format_duration(now - status.time)
     if is_from_another_machine(status):
-        silent = f"has written no status for at least {_seconds(now - status.time)}"
-        return f"ended without a word, or stopped: its launcher (pid {status.pid} on {status.node}) {silent}"
+        launcher = f"its launcher (pid {status.pid} on {status.node})"
+        return f"ended without a word, or stopped: {launcher} has written no status for at least {age}"
     if _is_launcher_alive(status, is_alive):
-        return f"its launcher (pid {status.pid}) is there but silent: stopped or stuck, {silent}"
-    return f"ended without a word: its launcher was killed, {silent}" if status.pid else silent
+        return f"its launcher (pid {status.pid}) is there but silent: stopped or stuck, last heard of {age} ago"
+    if status.pid:
+        return f"ended without a word: its launcher was killed, last heard of {age} ago"
+    return f"last heard of {age} ago"  # roles that were started by hand have no launcher
 
 
 def is_over(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> bool:
     """Return whether nothing more is to be expected of the run."""
-    is_silent = now - status.time > _REPORT_IS_OLD_S
+    is_silent = now - status.time > _SILENT_AFTER_S
     return status.exit_code is not None or (is_silent and not _is_launcher_alive(status, is_alive))
 
 
@@ -215,19 +222,19 @@ def _is_launcher_alive(status: RunStatus, is_alive: Callable[[int], bool]) -> bo
     return bool(status.pid) and not is_from_another_machine(status) and is_alive(status.pid)
 
 
-def _workers(status: RunStatus, *, gone: Collection[int]) -> Iterator[str]:
+def _describe_workers(status: RunStatus, *, gone: Collection[int]) -> Iterator[str]:
     reports = [report for role in status.roles for report in role.reports if role.node or report.pid not in gone]
     by_env: dict[str, list[WorkerStatus]] = {}
     for worker in (worker for report in reports for worker in report.workers):
         by_env.setdefault(worker.env, []).append(worker)
     for env, workers in sorted(by_env.items()):
         total = len(workers)
-        faults = {
+        problems = {
             "stuck in scoring": sum(worker.scoring_for_s > _STUCK_WORKER_S for worker in workers),
             "blocked in synchronous code": sum(worker.blocked_for_s > _STUCK_WORKER_S for worker in workers),
             "dead": sum(not worker.is_alive for worker in workers),
         }
-        found = [f"{count} of {total} workers {what}" for what, count in faults.items() if count]
+        found = [f"{count} of {total} workers {what}" for what, count in problems.items() if count]
         parts = found or [f"{total} {'worker' if total == 1 else 'workers'} alive"]
         parts.append(f"{sum(worker.num_pending for worker in workers)} groups pending")
         if restarts := sum(worker.num_restarts for worker in workers):
@@ -235,9 +242,9 @@ def _workers(status: RunStatus, *, gone: Collection[int]) -> Iterator[str]:
         yield f"env `{env}`: {', '.join(parts)}"
 
 
-def _seconds(seconds: float) -> str:
-    """Return a length as `41 s`, `12 min` or `3 h 5 min`."""
-    if not seconds < _MAX_SHOWN_S:
+def _format_duration(seconds: float) -> str:
+    """Return a duration as `41 s`, `12 min` or `3 h 5 min`."""
+    if not seconds < _MAX_SHOWN_S:  # also for a NaN
         return "an unknown time"
     minutes = int(seconds // 60)
     if minutes < 5:
@@ -245,7 +252,7 @@ def _seconds(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _clock(unix_s: float) -> str:
+def _format_time(unix_s: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
     except (OverflowError, ValueError, OSError):

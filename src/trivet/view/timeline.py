@@ -1,7 +1,7 @@
 """Computes who waits for whom: each role's activity in some steps, and how its time was spent over the whole run.
 
-Lengths are measured by the roles; within a step they lie in the order of the role's loop, up to the time at which the step's
-line was written.
+The roles measure durations. Within a step the durations are drawn one after another, in the order of the role's loop; the last one
+ends when the step's line was written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,23 +16,26 @@ from trivet.view.files import GrowingLines
 from trivet.view.metrics import PHASES, RunMetrics
 
 _STEP_S = "time/step"
-_TRAINER_PHASES = {
+_TRAINER_ACTIVITIES = {
     "time/wait_for_batch": ("waits for a batch", "orchestrator"),
     "time/forward_backward": ("forward and backward", ""),
     "time/optimizer": ("optimizer", ""),
     "time/wait_for_policy": ("waits for the last policy's files", "disk"),
+    "time/probe": ("scores the policy's probe", ""),
     "time/broadcast_weights": ("publishes weights", ""),
     "time/save_ckpt": ("checkpoint", ""),
 }
+"""For each of the trainer's `PHASES`: its activity, and the role that it waits for; empty where it works."""
 _OTHER = ("other work", "")
 _FILLING = ("waits for rollouts", "inference")
-_HANDING_OVER = ("packs, sends, waits for the receipt", "trainer")
+_HANDING_OVER = ("packs, sends, waits for the acknowledgement", "trainer")
 _GENERATING = ("generates rollouts", "")
 _LOADING = "loads a policy"
 _NOTED = {"load", "commit", "restart", "serverdown", "serverup", "stop", "start", "evaluate"}
+# `event` is the first field of every line of events.jsonl, so a line need not be decoded to be passed over.
 _NOTED_STARTS = tuple(f'{{"event":"{name}"'.encode() for name in sorted(_NOTED))
 _MAX_NOTES = 20_000
-"""The newest events that are kept in memory."""
+"""At most this many events are kept in memory, the newest."""
 
 
 class Note(msgspec.Struct, kw_only=True):
@@ -50,27 +53,28 @@ class Note(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSpan:
-    """A time in which a role did one thing."""
+    """A stretch of time in which a role had one activity."""
 
-    lane: str
+    role: str
     step: int
     start: float
     """Unix seconds."""
     end: float
-    does: str
+    activity: str
     waits_for: str
-    """The role waited for; empty when it works."""
+    """The role that this role waits for; empty when it works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A part of a role's time, over all its steps."""
+    """An activity's part of a role's time, over all its steps."""
 
-    lane: str
-    does: str
+    role: str
+    activity: str
     waits_for: str
     seconds: float
-    share: float
+    fraction: float
+    """Of the time of all the role's steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +112,10 @@ class NoteReader:
 
 
 def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int | None, num_steps: int) -> Timeline:
-    """Return the `num_steps` steps up to `last_step`, or up to the newest.
+    """Lay out the `num_steps` steps that end with `last_step`, or with the newest step when it is None.
 
     Args:
-        metrics: refreshed with `ALWAYS_READ`.
+        metrics: refreshed with `ALWAYS_READ`, which holds every column of `PHASES`.
     """
     columns = {
         role: {
@@ -129,13 +133,16 @@ def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int 
     shares: list[Share] = []
     for role, table in columns.items():
         activities, total = _activities(role, table), float(table[_STEP_S].sum())
-        for (does, waits_for), lengths in activities.items():
-            if total > 0 and (seconds := float(lengths.sum())) > 0:
-                shares.append(Share(lane=role, does=does, waits_for=waits_for, seconds=seconds, share=seconds / total))
-        for row in np.flatnonzero((table["step"] >= first) & (table["step"] <= last)).tolist():
-            step, at = int(table["step"][row]), float(table["time"][row] - table[_STEP_S][row])
-            for activity, lengths in activities.items():
-                end = at + float(lengths[row])
+        for (activity, waits_for), seconds_of_steps in activities.items():
+            seconds = float(seconds_of_steps.sum())
+            if total > 0 and seconds > 0:
+                shares.append(
+                    Share(role=role, activity=activity, waits_for=waits_for, seconds=seconds, fraction=seconds / total)
+                )
+        for line in np.flatnonzero((table["step"] >= first) & (table["step"] <= last)).tolist():
+            step, at = int(table["step"][line]), float(table["time"][line] - table[_STEP_S][line])
+            for activity, seconds_of_steps in activities.items():
+                end = at + float(seconds_of_steps[line])
                 if end > at:
                     spans.append(_span(role, step, at, end, activity))
                     if activity == _FILLING:
@@ -146,22 +153,22 @@ def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int 
     orchestrator = columns.get("orchestrator")
     for note in shown:
         if note.event == "load" and note.version and orchestrator is not None and len(orchestrator["time"]):
-            # A load is noted when it is done; the orchestrator's step after it has its length.
-            row = min(int(np.searchsorted(orchestrator["time"], note.time)), len(orchestrator["time"]) - 1)
-            start = note.time - float(orchestrator["time/update_weights"][row])
+            # The event is written when the load is done. The orchestrator's next step records how long the load took.
+            line = min(int(np.searchsorted(orchestrator["time"], note.time)), len(orchestrator["time"]) - 1)
+            start = note.time - float(orchestrator["time/update_weights"][line])
             spans.append(_span("inference", note.version, start, note.time, (f"{_LOADING}: {note.version}", "")))
     return Timeline(spans=spans, notes=shown, shares=shares, first_step=first, last_step=last, newest_step=newest)
 
 
-def _span(lane: str, step: int, start: float, end: float, activity: tuple[str, str]) -> TimelineSpan:
-    return TimelineSpan(lane=lane, step=step, start=start, end=end, does=activity[0], waits_for=activity[1])
+def _span(role: str, step: int, start: float, end: float, activity: tuple[str, str]) -> TimelineSpan:
+    return TimelineSpan(role=role, step=step, start=start, end=end, activity=activity[0], waits_for=activity[1])
 
 
 def _activities(role: str, table: Mapping[str, np.ndarray]) -> dict[tuple[str, str], np.ndarray]:
     """Return the seconds of each activity in each step, in the order of the role's loop."""
     total = table[_STEP_S]
     if role == "trainer":
-        lengths = {activity: np.maximum(0.0, table[name]) for name, activity in _TRAINER_PHASES.items()}
-        return {**lengths, _OTHER: np.maximum(0.0, total - sum(lengths.values()))}
+        phases = {_TRAINER_ACTIVITIES[name]: np.maximum(0.0, table[name]) for name in PHASES["trainer"]}
+        return {**phases, _OTHER: np.maximum(0.0, total - sum(phases.values()))}
     filling = np.minimum(total, table["time/generate_completions"])
     return {_FILLING: filling, _HANDING_OVER: total - filling}

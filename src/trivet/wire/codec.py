@@ -1,4 +1,4 @@
-"""Encodes structs as bytes and decodes them. Arrays travel as dtype, shape and raw little-endian bytes, read without a copy."""
+"""Encodes structs as bytes and decodes them. Arrays travel as dtype, shape and raw little-endian bytes; decoding copies none."""
 
 import math
 from typing import Any, TypeVar, cast
@@ -11,7 +11,7 @@ from trivet.errors import MessageRefused
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 SCHEMA_VERSION = 1
-"""Raised whenever a struct in `wire` changes in a way that an older reader would misread."""
+"""Increase it when a struct in `wire` changes so that an older reader would misread it. Readers refuse another number."""
 
 _ALLOWED_DTYPES = frozenset({"|b1", "|u1", "<i4", "<i8", "<f4", "<f8"})
 _RAW = 1
@@ -20,12 +20,13 @@ _RAW = 1
 
 def _encode_array(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} has no wire form")
+        raise TypeError(f"{type(value).__name__} cannot be encoded")
     array = cast("np.ndarray[Any, np.dtype[Any]]", value)
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    if little.dtype.str not in _ALLOWED_DTYPES:
-        raise TypeError(f"array of dtype {little.dtype.str!r} has no wire form; allowed: {sorted(_ALLOWED_DTYPES)}")
-    return (little.dtype.str, array.shape, msgspec.msgpack.Ext(_RAW, little.data.cast("B") if little.size else b""))
+    little_endian = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    if little_endian.dtype.str not in _ALLOWED_DTYPES:
+        raise TypeError(f"array of dtype {little_endian.dtype.str!r} cannot be encoded; allowed: {sorted(_ALLOWED_DTYPES)}")
+    content = little_endian.data.cast("B") if little_endian.size else b""
+    return (little_endian.dtype.str, array.shape, msgspec.msgpack.Ext(_RAW, content))
 
 
 def _decode_raw(code: int, data: memoryview) -> memoryview:
@@ -36,13 +37,13 @@ def _decode_raw(code: int, data: memoryview) -> memoryview:
 
 def _decode_array(kind: type, value: Any) -> Any:
     if kind is not np.ndarray:
-        raise TypeError(f"{kind.__name__} has no wire form")
+        raise TypeError(f"{kind.__name__} cannot be decoded")
     name, shape, data = value
     if name not in _ALLOWED_DTYPES:
         raise ValueError(f"array of dtype {name!r}; allowed: {sorted(_ALLOWED_DTYPES)}")
     dtype = np.dtype(name)
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"array of shape {shape} and dtype {name!r} in {len(data)} bytes")
+        raise ValueError(f"an array of shape {shape} and dtype {name!r} does not have {len(data)} bytes")
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
@@ -51,7 +52,7 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encode `message` as MessagePack; raises TypeError for an array of a dtype that has no wire form."""
+    """Encode `message` as MessagePack; raises TypeError for an array whose dtype is not allowed."""
     return _encoder.encode(message)
 
 

@@ -1,6 +1,7 @@
-"""Defines the messages between a pool of environment workers and one worker: orders to it, answers and pulses from it.
+"""Defines the messages between a pool of environment workers and one worker: orders to it, answers and heartbeats (pulses) from it.
 
-They travel over one connection, the orders in one direction, answers and pulses in the other.
+Orders travel in one direction of a connection, answers and pulses in the other. `codec.decode` takes a struct, not a union of
+structs, so the two envelopes `WorkerOrder` and `WorkerAnswer` hold the unions.
 
 The two sides may be of different releases: a worker runs in a virtual environment of its own. So the first message of a worker is
 its `WorkerHello`, which states the version of this protocol that it speaks. A pool refuses every other version.
@@ -20,7 +21,7 @@ PULSE_INTERVAL_S = 1.0
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Configures the host of one environment."""
+    """Settings with which a worker loads one environment and runs its groups (`environments.apis`)."""
 
     env_id: str
     name: str
@@ -32,19 +33,22 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Interpreter of the worker; empty: the one that runs the pool."""
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     hash_keys: list[str] = []
-    """Fields that an example's hash covers; empty: hashes are not needed."""
+    """Fields that an example's hash covers; empty: no hash is computed."""
     on_reward_error: Literal["drop", "zero"] = "drop"
     env_vars: list[str] = []
-    """Variables that the worker gets although their names look like those of secrets."""
+    """Environment variables to pass on although their names look secret; other variables of such names are withheld."""
     rollout_timeout_s: float | None = None
-    """Limit of a group's time, from its first request to its last score."""
+    """Seconds for a whole group, from its first request to its last score. The name is that of the user's key."""
     is_plain: bool = False
-    """Servers are none of ours and answer text alone: rollouts are scored, and have no samples."""
+    """The servers are not trivet's and return text without tokens: rollouts are scored, but have no samples to train on."""
     log_level: str = "info"
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of a worker, before it reads any. A pool of any release can read it: fields may be added, never changed."""
+    """The first message of a worker, sent before it reads any.
+
+    A pool of any release can read it: fields may be added, never changed.
+    """
 
     protocol: int
     """The `PROTOCOL` that the worker speaks."""
@@ -66,7 +70,7 @@ class RunGroupOrder(msgspec.Struct, frozen=True, tag=True):
     """Order to run a group."""
 
     call_id: int
-    """Handed out by the pool; names the answer."""
+    """Chosen by the pool; the answer repeats it."""
     request: GroupRequest
 
 
@@ -79,7 +83,7 @@ class AskPrompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Order to stop a call: its answer is not wanted any more."""
+    """Order to stop a call, whose answer nobody needs any more."""
 
     call_id: int
 
@@ -135,7 +139,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent by a thread of the worker about once a second once the environment is loaded, whatever the event loop does."""
 
     loop_age_s: float
-    """Seconds since the event loop last turned."""
+    """Seconds since the event loop last ran a callback."""
     num_generating: int
     num_scoring: int
     scoring_for_s: float
@@ -145,6 +149,6 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True):
-    """Envelope of what a worker sends after its hello."""
+    """Envelope of an answer or a pulse: every message of a worker after its hello."""
 
     body: EnvironmentLoaded | EnvironmentLoadFailed | GroupDone | PromptFound | CallFailed | Pulse

@@ -5,16 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from trivet.algorithms.arithmetic import (
-    are_equal,
-    cosine_factor,
-    cosine_value,
-    derive_seed,
-    is_at_least,
-    linear_factor,
-    linear_value,
-    round_down,
-)
+from trivet.algorithms.arithmetic import are_equal, derive_seed, is_at_least, round_down
+from trivet.algorithms.schedules import cosine_factor, cosine_value, linear_factor, linear_value
 
 LINEAR = partial(linear_factor, max_steps=20, warmup_steps=4, decay_steps=10, min_factor=0.1)
 COSINE = partial(cosine_factor, max_steps=20, warmup_steps=4, min_factor=0.1)

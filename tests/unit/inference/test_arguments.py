@@ -10,7 +10,7 @@ import pytest
 
 from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError
-from trivet.inference.arguments import choose_overrides, position_overrides, refuse_unknown, vllm_arguments
+from trivet.inference.arguments import dtype_overrides, position_overrides, require_known_arguments, vllm_arguments
 from trivet.process.sockets import ServerShard
 
 
@@ -29,20 +29,20 @@ def test_every_key_of_the_section_reaches_vllm() -> None:
         **same,
     )
     expected = {"model": "m", "served_model_name": ["m"], "tensor_parallel_size": 2, "data_parallel_size": 3}
-    arguments = vllm_arguments(config, is_cpu=False, token="secret")
+    arguments = vllm_arguments(config, is_cpu=False, run_secret="secret")
     assert arguments.items() >= (server | model | same | expected).items()
 
 
 def test_a_server_that_sleeps_while_the_trainer_learns_needs_a_gpu() -> None:
     config = make_config(sleep_while_training=True)
-    assert vllm_arguments(config, is_cpu=False, token="secret")["enable_sleep_mode"] is True
-    assert vllm_arguments(make_config(), is_cpu=False, token="secret")["enable_sleep_mode"] is False
+    assert vllm_arguments(config, is_cpu=False, run_secret="secret")["enable_sleep_mode"] is True
+    assert vllm_arguments(make_config(), is_cpu=False, run_secret="secret")["enable_sleep_mode"] is False
     with pytest.raises(ConfigError, match="runs on the CPU; remove it"):
-        vllm_arguments(config, is_cpu=True, token="secret")
+        vllm_arguments(config, is_cpu=True, run_secret="secret")
 
 
 def test_on_the_cpu_the_cache_has_a_size_instead_of_a_share_of_memory() -> None:
-    arguments = vllm_arguments(make_config(cpu_kv_cache_gib=0.5), is_cpu=True, token="secret")
+    arguments = vllm_arguments(make_config(cpu_kv_cache_gib=0.5), is_cpu=True, run_secret="secret")
     assert arguments["kv_cache_memory_bytes"] == 2**29
     assert "gpu_memory_utilization" not in arguments
 
@@ -54,22 +54,22 @@ def test_on_the_cpu_the_cache_has_a_size_instead_of_a_share_of_memory() -> None:
         ("kv_cache_memory_bytes", r"inference\.cpu_kv_cache_gib sets"),
         (
             "override_generation_config",
-            r"override_generation_config = 1 is not allowed: sampling that a request does not ask for",
+            r"override_generation_config = 1 is not allowed: vLLM would apply sampling defaults",
         ),
         ("enable_scale_out", r"inference\.vllm_args\.enable_scale_out = 1 is not allowed: /inference/v1/generate"),
         ("logprobs_mode", r"inference\.vllm_args\.logprobs_mode = 1 is not allowed: .*remove it"),
-        ("nnodes", r"inference\.vllm_args\.nnodes = 1 is not allowed: deployment\.num_infer_nodes has a run start"),
+        ("nnodes", r"inference\.vllm_args\.nnodes = 1 is not allowed: set deployment\.num_infer_nodes to start"),
     ],
 )
 def test_an_argument_that_a_key_or_the_server_sets_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        vllm_arguments(make_config(vllm_args={name: 1}), is_cpu=True, token="secret")
+        vllm_arguments(make_config(vllm_args={name: 1}), is_cpu=True, run_secret="secret")
 
 
 @pytest.mark.parametrize(("rank", "taken"), [(1, 1), (2, 8), (16, 16), (17, 32), (200, 256), (512, 512)])
 def test_the_largest_rank_is_rounded_up_to_one_that_vllm_takes(rank: int, taken: int) -> None:
     arguments = vllm_arguments(
-        make_config(enable_lora=True, max_loras=3, max_cpu_loras=5, max_lora_rank=rank), is_cpu=True, token="secret"
+        make_config(enable_lora=True, max_loras=3, max_cpu_loras=5, max_lora_rank=rank), is_cpu=True, run_secret="secret"
     )
     assert arguments.items() >= {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 5, "max_lora_rank": taken}.items()
 
@@ -85,23 +85,26 @@ def test_the_largest_rank_is_rounded_up_to_one_that_vllm_takes(rank: int, taken:
     ],
 )
 def test_logits_are_float32_where_the_trainers_are(dtype: str, is_cpu: bool, expected: dict[str, str]) -> None:
-    assert choose_overrides(dtype, is_cpu=is_cpu) == expected
-    arguments = vllm_arguments(make_config(model={"dtype": dtype}), is_cpu=is_cpu, token="secret")
+    assert dtype_overrides(dtype, is_cpu=is_cpu) == expected
+    arguments = vllm_arguments(make_config(model={"dtype": dtype}), is_cpu=is_cpu, run_secret="secret")
     assert arguments.get("hf_overrides", {}) == expected
 
 
 def test_what_the_user_overrides_in_a_model_wins() -> None:
     own = {"head_dtype": "model", "vocab_size": 7}
     config = make_config(model={"dtype": "bfloat16"}, vllm_args={"hf_overrides": own})
-    assert vllm_arguments(config, is_cpu=False, token="secret")["hf_overrides"] == own
+    assert vllm_arguments(config, is_cpu=False, run_secret="secret")["hf_overrides"] == own
     config = make_config(model={"dtype": "bfloat16"}, vllm_args={"hf_overrides": {"vocab_size": 7}})
-    assert vllm_arguments(config, is_cpu=False, token="secret")["hf_overrides"] == {"head_dtype": "float32", "vocab_size": 7}
+    assert vllm_arguments(config, is_cpu=False, run_secret="secret")["hf_overrides"] == {
+        "head_dtype": "float32",
+        "vocab_size": 7,
+    }
 
 
 def test_an_argument_that_vllm_does_not_have_is_refused() -> None:
-    refuse_unknown(["block_size"], known=["block_size", "seed"])
+    require_known_arguments(["block_size"], known=["block_size", "seed"])
     with pytest.raises(ConfigError, match=r"inference\.vllm_args\.blok_size is not an argument"):
-        refuse_unknown(["blok_size"], known=["block_size", "seed"])
+        require_known_arguments(["blok_size"], known=["block_size", "seed"])
 
 
 def test_arguments_ledger_loader_and_entry_point_import_without_torch_or_vllm() -> None:
@@ -112,8 +115,8 @@ def test_arguments_ledger_loader_and_entry_point_import_without_torch_or_vllm() 
 
 
 def test_with_json_logs_vllm_and_uvicorn_write_through_our_formatter(capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = vllm_arguments(make_config(log={"json_logging": True}), is_cpu=True, token="secret")
-    assert "log_config_file" not in vllm_arguments(make_config(), is_cpu=True, token="secret")
+    arguments = vllm_arguments(make_config(log={"json_logging": True}), is_cpu=True, run_secret="secret")
+    assert "log_config_file" not in vllm_arguments(make_config(), is_cpu=True, run_secret="secret")
     config = json.loads(Path(arguments["log_config_file"]).read_text())
     before = {name: list(logging.getLogger(name).handlers) for name in config["loggers"]}
     try:
@@ -130,16 +133,16 @@ def test_with_json_logs_vllm_and_uvicorn_write_through_our_formatter(capfd: pyte
 
 
 def test_no_web_page_may_ask_and_a_key_is_vllms_own() -> None:
-    assert vllm_arguments(make_config(), is_cpu=True, token="secret")["allowed_origins"] == []
-    assert "api_key" not in vllm_arguments(make_config(), is_cpu=True, token="secret")
-    keyed = vllm_arguments(make_config(server={"api_key": "key"}), is_cpu=True, token="secret")
+    assert vllm_arguments(make_config(), is_cpu=True, run_secret="secret")["allowed_origins"] == []
+    assert "api_key" not in vllm_arguments(make_config(), is_cpu=True, run_secret="secret")
+    keyed = vllm_arguments(make_config(server={"api_key": "key"}), is_cpu=True, run_secret="secret")
     assert keyed["api_key"] == ["key", "secret"]
 
 
 @pytest.mark.parametrize(("index", "is_headless"), [(0, False), (1, True)])
 def test_a_shard_is_started_as_vllm_starts_a_node_of_a_server(index: int, is_headless: bool) -> None:
     shard = ServerShard(index=index, num_shards=2, host="10.0.0.1", port=41000)
-    arguments = vllm_arguments(make_config(parallel={"tp": 2}), is_cpu=True, token="secret", shard=shard)
+    arguments = vllm_arguments(make_config(parallel={"tp": 2}), is_cpu=True, run_secret="secret", shard=shard)
     expected = {
         "nnodes": 2,
         "node_rank": index,

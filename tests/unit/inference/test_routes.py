@@ -215,7 +215,7 @@ def ask_guarded(method: str, path: str, *, host: str = "127.0.0.1", loader: Any 
 
     engine: Any = FakeEngine()
     add_routes(app, make_router(loader or FakeLoader(), engine, model_name="m"))
-    arguments = vllm_arguments(InferenceConfig(), is_cpu=True, token=TOKEN)
+    arguments = vllm_arguments(InferenceConfig(), is_cpu=True, run_secret=TOKEN)
     app.add_middleware(CORSMiddleware, allow_origins=arguments["allowed_origins"], allow_methods=["*"], allow_headers=["*"])
     guard(app, token=TOKEN, host=host)
 

@@ -164,9 +164,9 @@ asyncio.run(engine._restart_requests_without_tokens())
 import torch
 from vllm.config.model import _get_head_dtype
 
-from trivet.inference.arguments import choose_overrides
+from trivet.inference.arguments import dtype_overrides
 
-overridden = SimpleNamespace(**choose_overrides("bfloat16", is_cpu=False))
+overridden = SimpleNamespace(**dtype_overrides("bfloat16", is_cpu=False))
 head_dtype = str(_get_head_dtype(overridden, torch.bfloat16, "generate"))
 
 parser = vllm_names.make_arg_parser(vllm_names.FlexibleArgumentParser())
@@ -208,7 +208,7 @@ def test_vllm_has_every_argument_that_the_server_is_started_with(found: dict) ->
         "log": {"json_logging": True},
     }
     config = InferenceConfig.model_validate(everything)
-    used = set().union(*(arguments.vllm_arguments(config, is_cpu=is_cpu, token="secret") for is_cpu in (True, False)))
+    used = set().union(*(arguments.vllm_arguments(config, is_cpu=is_cpu, run_secret="secret") for is_cpu in (True, False)))
     assert not (used | {"hf_overrides", "disable_log_stats"}) - set(found["arguments"])
 
 

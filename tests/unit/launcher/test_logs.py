@@ -85,9 +85,9 @@ def test_a_full_disk_does_not_end_the_launcher_and_what_it_said_is_written_when_
 
     disk, terminal = Disk(), Disk()  # what it prints goes to a file too
     log = RunLog(terminal, disk)
-    log.show("a step")
+    log.write_line("a step")
     disk.is_full = terminal.is_full = False
-    log.show("another")
+    log.write_line("another")
     assert disk.getvalue() == terminal.getvalue() == "a step\nanother\n"
 
 
@@ -122,20 +122,20 @@ def on_a_terminal(use: Callable[[RunLog], None]) -> str:
 def test_lines_in_a_file_stay_lines_and_progress_leaves_nothing() -> None:
     terminal = io.StringIO()
     log = RunLog(terminal, io.StringIO())
-    log.show_progress(step=3, max_steps=100, doing="training step 4")
-    log.show(STEP_LINE)
+    log.show_progress(step=3, max_steps=100, activity="training step 4")
+    log.write_line(STEP_LINE)
     log.close()
     assert terminal.getvalue() == STEP_LINE + "\n"
 
 
 def test_a_terminal_shows_a_bar_below_whole_lines_until_it_is_closed() -> None:
     def use(log: RunLog) -> None:
-        log.show_progress(step=3, max_steps=100, doing="waits for batch 4")
-        log.show(STEP_LINE)
-        log.show_progress(step=4, max_steps=100, doing="training step 5")
+        log.show_progress(step=3, max_steps=100, activity="waits for batch 4")
+        log.write_line(STEP_LINE)
+        log.show_progress(step=4, max_steps=100, activity="training step 5")
         log.close()
         log.close()
-        log.show("done")
+        log.write_line("done")
 
     seen = on_a_terminal(use)
     assert "3/100" in seen

@@ -31,7 +31,7 @@ def make_row(sampler, advantages, reference=None, teacher=None) -> RowTensors:
     return RowTensors(
         token_ids_1U=index[None],
         position_ids_1U=index[None],
-        segments=Segments.of([len(index)], device=CPU),
+        segments=Segments.from_samples([len(index)], device=CPU),
         predictors_N=index,
         targets_N=index,
         temperatures_N=torch.ones(len(index)),

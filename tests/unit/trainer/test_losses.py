@@ -26,7 +26,7 @@ def score(ratios: list[list[float]], *, advantages: list[float] | None = None, *
     row = RowTensors(
         token_ids_1U=index[None],
         position_ids_1U=index[None],
-        segments=Segments.of([len(flat)], device=CPU),
+        segments=Segments.from_samples([len(flat)], device=CPU),
         predictors_N=index,
         targets_N=index,
         temperatures_N=torch.ones(len(flat)),

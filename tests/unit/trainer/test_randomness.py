@@ -157,7 +157,7 @@ def test_packed_attention_zeroes_weights_and_scales_the_others(softcap: float | 
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, 16, 16), torch.randn(1, 2, 16, 16)
     value = torch.eye(16).expand(1, 2, 16, 16)
-    segments = Segments.behind((8, 4, 4), ((), (0,), (0,)), device=torch.device("cpu"))
+    segments = Segments.from_paths((8, 4, 4), ((), (0,), (0,)), device=torch.device("cpu"))
     attend = partial(
         ALL_ATTENTION_FUNCTIONS[name], torch.nn.Identity(), query, key, value, None, segments=segments, softcap=softcap
     )

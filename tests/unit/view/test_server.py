@@ -137,10 +137,12 @@ def test_a_file_of_metrics_that_leads_elsewhere_takes_nothing_from_the_others(tm
     (tmp_path / "secret").write_text('{"step": 1, "secret": 1}\n')
     (layout.metrics / "evil.jsonl").symlink_to(tmp_path / "secret")
     api = Api([ViewedRun(layout, name="run")])
-    names = json.loads(api.answer("/api/metrics", {}, known="").body)
+    names = json.loads(api.answer("/api/metrics", {}, client_tag="").body)
     assert "trainer:loss/mean" in names
     assert not [name for name in names if name.startswith("evil")]
-    assert json.loads(api.answer("/api/series", {"names": "evil:secret"}, known="").body)["curves"] == {"evil:secret": None}
+    assert json.loads(api.answer("/api/series", {"names": "evil:secret"}, client_tag="").body)["curves"] == {
+        "evil:secret": None
+    }
 
 
 @pytest.mark.parametrize(
@@ -182,25 +184,26 @@ def test_large_answers_are_compressed_for_who_can_read_them(site: Site):
 def test_who_waits_for_whom_is_told_by_step_and_over_all(site: Site):
     found = site.ask("/api/timeline?last=20&steps=5").json
     assert (found["first_step"], found["last_step"]) == (16, 20)
-    trainer = [span for span in found["spans"] if span["lane"] == "trainer" and span["step"] == 18]
-    assert [(span["does"], span["waits_for"]) for span in trainer] == [
+    trainer = [span for span in found["spans"] if span["role"] == "trainer" and span["step"] == 18]
+    assert [(span["activity"], span["waits_for"]) for span in trainer] == [
         ("waits for a batch", "orchestrator"),
         ("forward and backward", ""),
         ("optimizer", ""),
+        ("scores the policy's probe", ""),
         ("publishes weights", ""),
         ("other work", ""),
     ]
     assert trainer[0]["end"] - trainer[0]["start"] == pytest.approx(3.0)
-    shares = {(share["lane"], share["does"]): share["share"] for share in found["shares"]}
+    shares = {(share["role"], share["activity"]): share["fraction"] for share in found["shares"]}
     assert shares["trainer", "waits for a batch"] == pytest.approx(3 / 12)
     assert shares["orchestrator", "waits for rollouts"] == pytest.approx(9 / 12)
     assert {note["event"] for note in found["notes"]} == {"load", "commit"}
     # A load is over when it is noted.
-    generation = next(span for span in found["spans"] if span["does"] == "generates rollouts")
-    assert generation["lane"] == "inference"
+    generation = next(span for span in found["spans"] if span["activity"] == "generates rollouts")
+    assert generation["role"] == "inference"
     waiting = next(span for span in found["spans"] if span["waits_for"] == "inference")
     assert (generation["start"], generation["end"]) == (waiting["start"], waiting["end"])
-    load = next(span for span in found["spans"] if span["does"].startswith("loads a policy"))
+    load = next(span for span in found["spans"] if span["activity"].startswith("loads a policy"))
     assert load["end"] - load["start"] == pytest.approx(0.8)
 
 
@@ -283,10 +286,10 @@ def test_a_line_that_is_nested_too_deep_costs_itself_alone(tmp_path: Path):
     far = '{"step": 1e300, "time": 1}'
     path.write_text("\n".join([*lines[:10], deep, huge, far, *lines[10:], deep]) + "\n")
     api = Api([ViewedRun(layout, name="run")])
-    answer = json.loads(api.answer("/api/series", {"names": "trainer:loss/mean"}, known="").body)
+    answer = json.loads(api.answer("/api/series", {"names": "trainer:loss/mean"}, client_tag="").body)
     assert len(answer["curves"]["trainer:loss/mean"]["steps"]) == STEPS
     assert answer["num_damaged"] == 4
-    assert api.answer("/api/metrics", {}, known="").body
+    assert api.answer("/api/metrics", {}, client_tag="").body
 
 
 @pytest.mark.parametrize(

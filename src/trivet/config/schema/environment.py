@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, Field
 
-from trivet.algorithms.arithmetic import cosine_value, linear_value
+from trivet.algorithms.schedules import cosine_value, linear_value
 from trivet.config.layout import SECRET_FILE
 from trivet.config.schema.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Host, Section, refuse_unless
 from trivet.process.imports import file_of

@@ -1,4 +1,4 @@
-"""Makes messages and errors short enough to be kept for a human to read, and compares those of recorded rollouts with today's.
+"""Cuts messages and errors that are saved for people to read, and checks that recorded prompts equal those of today's data.
 
 Training uses the tokens, which are never cut.
 """
@@ -13,11 +13,14 @@ EXAMPLE_GONE, PROMPT_DIFFERS = "ExampleGone", "PromptDiffers"
 """Kinds of failure of a group whose recorded rollouts are not comparable with today's data."""
 _MAX_ERROR_CHARS = 2_000
 _MAX_TEXT_CHARS = 200_000
-"""Longer messages are cut where they are kept to be read."""
+"""Longer texts of messages are cut in saved rollouts. Lists of content parts are not."""
 
 
 def to_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the messages in the OpenAI chat form, as plain data."""
+    """Return the messages in the OpenAI chat form, as plain data.
+
+    A prompt of plain text becomes one message of the role `text`, which `v0.score` turns back into text.
+    """
     if isinstance(messages, str):
         return [{"role": "text", "content": messages}]
     return [
@@ -46,14 +49,14 @@ def cut(text: str, max_chars: int = _MAX_ERROR_CHARS) -> str:
 
 def find_example(examples: Sequence[Any] | None, example_id: int) -> Any:
     """Return the example of this id; raises RolloutFailed when today's data has none."""
-    num_examples = 0 if examples is None else len(examples)
-    if examples is None or not 0 <= example_id < num_examples:
-        raise RolloutFailed(f"example {example_id} is gone: the data has {num_examples} examples", kind=EXAMPLE_GONE)
-    return examples[example_id]
+    today = examples or ()
+    if not 0 <= example_id < len(today):
+        raise RolloutFailed(f"example {example_id} is gone: the data has {len(today)} examples", kind=EXAMPLE_GONE)
+    return today[example_id]
 
 
 def require_same_prompt(prompt: Sequence[dict[str, Any]], recorded: RecordedConversation) -> None:
-    """Require that today's example starts with the recorded messages, by role and text; raises RolloutFailed."""
+    """Require that `prompt` equals the recorded prompt in roles and contents; raises RolloutFailed when it differs."""
     today, before = (
         [(message.get("role"), message.get("content")) for message in messages] for messages in (prompt, recorded.prompt)
     )

@@ -225,7 +225,7 @@ class Observer:
                 self._read_due = 0.0  # its last report says how far it came
             if role.child.spec.does_finish:
                 for line in filter(is_for_terminal, lines):
-                    self._log.show(line)
+                    self._log.write_line(line)
         if now >= self._probe_due:
             self._probe_due = now + _PROBE_INTERVAL_S
             # A server that was lost with its node would have the supervisor wait, each time, for an answer that cannot come.

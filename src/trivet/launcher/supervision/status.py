@@ -115,7 +115,7 @@ class StatusReporter:
         if self._clock.now() >= self._due:
             self._due = self._clock.now() + _WRITE_INTERVAL_S
             status = self.write()
-            self._log.show_progress(step=finished_step(status), max_steps=status.max_steps, doing=describe_activity(status))
+            self._log.show_progress(step=finished_step(status), max_steps=status.max_steps, activity=describe_activity(status))
 
     def write(self, end: FinishRun | None = None) -> RunStatus:
         """Write the status and return it; with an end it is the last one of the run. A failure is said once until it works."""

@@ -1,9 +1,9 @@
-"""Attention over packed rows in which samples do not see each other, without a mask of T x T.
+"""Computes attention over packed rows so that samples do not see each other, without a mask of T x T.
 
 Called by `trainer.model.policy_model`, which registers one of the functions here with transformers.
 
-Segments are what `trainer.prefixes` makes of the samples: a segment sees its prefix and itself. Where nothing is shared, a segment
-is a sample, and its prefix is empty.
+`trainer.prefixes` splits samples into segments: tokens that several samples share are one segment, computed once. A segment sees
+the segments before it on its path (its prefix) and itself. Where nothing is shared, a segment is a sample without a prefix.
 
 Legend: T tokens of a row, S segments in it, E tokens of all segments with their prefixes, H query heads, K key-value heads,
 D head dimension.
@@ -38,76 +38,77 @@ from trivet.trainer.prefixes import PrefixTree
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "trivet_packed_"
-TRACEABLE = frozenset({f"{_PREFIX}varlen"})
-"""Attentions that torch.compile can trace for rows of any segments: one operator of torch, whose shapes it knows."""
+_NAME_PREFIX = "trivet_packed_"
+TRACEABLE_ATTENTIONS = frozenset({f"{_NAME_PREFIX}varlen"})
+"""Registered names that torch.compile traces once for all rows: they call one operator of torch, whose shapes it knows."""
 _HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
-"""True where varlen_attn must be told that keys have fewer heads than queries. Torch 2.11 has no such argument."""
+"""True where varlen_attn has an argument for keys with fewer heads than queries. Torch 2.11 has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The places of a row's segments, and of the tokens whose keys and values they read: their own behind those of their prefixes.
+    """Says where each segment lies in a row, and which key tokens it reads: those of its prefix, then its own.
 
-    In a compiled graph a tuple of lengths would be compiled anew for each row, a number is not.
+    Compiled code uses the tensors and the two maxima only: torch.compile would compile anew for each new tuple of lengths.
     """
 
     lengths: tuple[int, ...]
-    longest: int
-    """Tokens of the longest segment, without its prefix."""
+    """Tokens of each segment, without its prefix."""
+    max_length: int
+    """The largest of them."""
     offsets: torch.Tensor
     """int32 [S + 1] on the device: 0 and the cumulated lengths."""
     key_tokens: torch.Tensor | None
-    """int64 [E]: tokens of the row, each segment behind its prefix. None when no segment continues another."""
+    """int64 [E]: for each segment, the places in the row of its prefix's tokens and its own. None when no segment has a prefix."""
     key_lengths: tuple[int, ...]
-    """Length of each segment with its prefix."""
-    longest_sample: int
-    """The longest of them."""
+    """Tokens of each segment with its prefix: the length of a sample that ends there."""
+    max_key_length: int
+    """The largest of them."""
     key_offsets: torch.Tensor
     """int32 [S + 1]: 0 and the cumulated lengths, prefixes included."""
 
-    def shortens(self, window: int | None) -> bool:
-        """Tell whether a window of so many tokens hides any token of a sample from a later one; None: there is no window."""
-        return window is not None and window < self.longest_sample
+    def effective_window(self, window: int | None) -> int | None:
+        """Return the sliding window in tokens, or None where there is none or no sample is longer than it."""
+        return window if window is not None and window < self.max_key_length else None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], *, device: torch.device) -> "Segments":
+    def from_samples(cls, lengths: Sequence[int], *, device: torch.device) -> "Segments":
         """Describe a row of samples of these lengths, in tokens, that share nothing, for `device`."""
-        return cls.behind(lengths, [()] * len(lengths), device=device)
+        return cls.from_paths(lengths, [()] * len(lengths), device=device)
 
     @classmethod
-    def of_tree(cls, tree: PrefixTree, *, device: torch.device) -> "Segments":
-        """Describe a row that holds the segments of `tree`, one behind the other, for `device`."""
-        return cls.behind(tree.lengths, [tree.path(segment) for segment in range(len(tree.lengths))], device=device)
+    def from_tree(cls, tree: PrefixTree, *, device: torch.device) -> "Segments":
+        """Describe a row that holds the segments of `tree`, one after the other, for `device`."""
+        return cls.from_paths(tree.lengths, [tree.path(segment) for segment in range(len(tree.lengths))], device=device)
 
     @classmethod
-    def behind(cls, lengths: Sequence[int], paths: Sequence[Sequence[int]], *, device: torch.device) -> "Segments":
-        """Describe a row of segments of these lengths, in tokens. `paths`: the segments that each continues, in order."""
+    def from_paths(cls, lengths: Sequence[int], paths: Sequence[Sequence[int]], *, device: torch.device) -> "Segments":
+        """Describe a row of segments of these lengths, in tokens. `paths`: the indices of each one's prefix segments."""
 
-        def offsets(lengths: Sequence[int]) -> torch.Tensor:
+        def cumulate(lengths: Sequence[int]) -> torch.Tensor:
             return to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
-        own_offsets = offsets(lengths)
-        tokens, key_lengths, key_offsets = None, tuple(lengths), own_offsets
+        offsets = cumulate(lengths)
+        tokens, key_lengths, key_offsets = None, tuple(lengths), offsets
         if any(paths):
             segment_tokens = torch.arange(sum(lengths)).split(list(lengths))
-            read = [torch.cat([segment_tokens[place] for place in (*path, own)]) for own, path in enumerate(paths)]
-            tokens, key_lengths = to_device(torch.cat(read), device), tuple(map(len, read))
-            key_offsets = offsets(key_lengths)
+            tokens_read = [torch.cat([segment_tokens[index] for index in (*path, own)]) for own, path in enumerate(paths)]
+            tokens, key_lengths = to_device(torch.cat(tokens_read), device), tuple(map(len, tokens_read))
+            key_offsets = cumulate(key_lengths)
         return cls(
             lengths=tuple(lengths),
-            longest=max(lengths),
-            offsets=own_offsets,
+            max_length=max(lengths),
+            offsets=offsets,
             key_tokens=tokens,
             key_lengths=key_lengths,
-            longest_sample=max(key_lengths),
+            max_key_length=max(key_lengths),
             key_offsets=key_offsets,
         )
 
 
 def packs_rows(attention: str) -> bool:
-    """Tell whether the attention of this name keeps the samples of a row apart: transformers' own do not."""
-    return attention.startswith(_PREFIX)
+    """Return whether the attention of this name keeps the samples of a row apart. Those of transformers do not."""
+    return attention.startswith(_NAME_PREFIX)
 
 
 def register_attention(
@@ -135,16 +136,17 @@ def register_attention(
         )
         if resolved not in IMPLEMENTATIONS:
             break
-        attend = partial(_attend_probe, device=device)
-        reason = replace_kernels(resolved, attend, head_dim=heads.query, device=device, dtype=dtype)
-        if reason is None:
+        attend = partial(_attend_test_row, device=device)
+        why_refused = replace_kernels(resolved, attend, head_dim=heads.query, device=device, dtype=dtype)
+        if why_refused is None:
             break
         if attn != "auto":
-            raise ConfigError(f'model.attn = "{attn}" cannot be used: {reason}; set model.attn = "flash_varlen"')
-        logger.warning('model.attn = "auto" does not use %s, which is installed: %s', resolved, reason)
+            raise ConfigError(f'model.attn = "{attn}" cannot be used: {why_refused}; set model.attn = "flash_varlen"')
+        logger.warning('model.attn = "auto" does not use %s, which is installed: %s', resolved, why_refused)
         refused.add(PACKAGES[resolved])
     logger.info("attention chosen attn=%s device=%s", resolved, device.type)
     # Transformers would check a name with "sdpa" or "flash" in it against its own functions of that name.
+    # The packages of flash attention 3 and 4 replace the kernels behind torch's `varlen_attn`, so both use `flash_varlen_packed`.
     name, function = {
         "sdpa": ("by_sample", sdpa_packed),
         "flash_varlen": ("varlen", flash_varlen_packed),
@@ -153,14 +155,14 @@ def register_attention(
         "flash_attention_4": ("varlen", flash_varlen_packed),
     }[resolved]
 
-    def attend_or_drop(*tensors: Any, dropout: float = 0.0, **options: Any) -> tuple[torch.Tensor, None]:
-        """Compute attention; with dropout by `sdpa_packed`, because no other attention here draws any."""
+    def attend_packed(*tensors: Any, dropout: float = 0.0, **options: Any) -> tuple[torch.Tensor, None]:
+        """Compute attention; with dropout by `sdpa_packed`, the only one here that supports it."""
         if dropout:
-            return _drop_packed(*tensors, dropout=dropout, **options)
+            return _sdpa_packed_uncompiled(*tensors, dropout=dropout, **options)
         return function(*tensors, **options)
 
-    AttentionInterface.register(_PREFIX + name, attend_or_drop)
-    return _PREFIX + name
+    AttentionInterface.register(_NAME_PREFIX + name, attend_packed)
+    return _NAME_PREFIX + name
 
 
 def _is_installed(module: str) -> bool:
@@ -170,12 +172,12 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _attend_probe(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, device: torch.device) -> torch.Tensor:
-    segments = Segments.behind(PROBE_LENGTHS, PROBE_PATHS, device=device)
+def _attend_test_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+    segments = Segments.from_paths(PROBE_LENGTHS, PROBE_PATHS, device=device)
     return flash_varlen_packed(torch.nn.Identity(), query, key, value, None, segments=segments)[0]
 
 
-def sdpa_packed(  # those that transformers gives to an attention
+def sdpa_packed(  # transformers fixes the signature
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -192,15 +194,15 @@ def sdpa_packed(  # those that transformers gives to an attention
     Args:
         query: [1, H, T, D]; key and value [1, K, T, D].
         dropout: share of the attention weights that are zeroed.
-        options: what transformers' models give besides. `softcap`: scores become softcap * tanh(score / softcap).
-            `sliding_window`: a token sees so many tokens, itself the last. `s_aux`, [H]: scores of sinks, keys without a value.
+        options: further arguments that models of transformers pass. `softcap`: scores become softcap * tanh(score / softcap).
+            `sliding_window`: a token sees this many tokens, itself included. `s_aux`, [H]: scores of sinks, keys without a value.
     """
     dtype = query.dtype
     if query.device.type == "cpu" and dtype == torch.bfloat16:
         # Without matrix units for bf16 the CPU kernel's backward takes 5 times as long in bf16 as in float32.
         query, key, value = query.float(), key.float(), value.float()
     if query.device.type != "cpu":
-        # Of torch's kernels for CUDA that hold no scores, the one for float32, masks and GPUs before Ampere knows no groups.
+        # On CUDA the kernel for float32, for masks and for GPUs before Ampere does not support fewer key heads than query heads.
         key, value = _repeat_heads(query, key, value)
     if segments.key_tokens is not None:
         key, value = (tensor.index_select(2, segments.key_tokens) for tensor in (key, value))
@@ -211,30 +213,30 @@ def sdpa_packed(  # those that transformers gives to an attention
         strict=True,
     )
     softcap, sinks_H, window = options.get("softcap"), options.get("s_aux"), options.get("sliding_window")
-    given: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "window": window if segments.shortens(window) else None}
+    common: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "window": segments.effective_window(window)}
     if softcap is not None or sinks_H is not None:
-        outputs = [_attend_in_memory(q, k, v, softcap=softcap, sinks_H=sinks_H, **given) for q, k, v in parts]
+        outputs = [_attend_with_all_scores(q, k, v, softcap=softcap, sinks_H=sinks_H, **common) for q, k, v in parts]
     else:
-        outputs = [_causal_attention(q, k, v, **given) for q, k, v in parts]
+        outputs = [_causal_attention(q, k, v, **common) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
 
 
-_drop_packed: Any = torch.compiler.disable(sdpa_packed)
-"""`sdpa_packed` for graphs of any row: traced, its loop over segments would be compiled anew for each row."""
+_sdpa_packed_uncompiled: Any = torch.compiler.disable(sdpa_packed)
+"""`sdpa_packed` outside of compiled graphs: its loop over segments would be compiled anew for each row."""
 
 
 def _repeat_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values with as many heads as `query`."""
-    num_groups = query.shape[1] // key.shape[1]
-    if num_groups == 1:
+    queries_per_key = query.shape[1] // key.shape[1]
+    if queries_per_key == 1:
         return key, value
-    return key.repeat_interleave(num_groups, dim=1), value.repeat_interleave(num_groups, dim=1)
+    return key.repeat_interleave(queries_per_key, dim=1), value.repeat_interleave(queries_per_key, dim=1)
 
 
 def _causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, dropout: float, window: int | None
 ) -> torch.Tensor:
-    """Compute attention of one segment; its queries are the last of its keys' tokens."""
+    """Compute attention of one segment. Its queries belong to the last tokens of its keys; earlier keys are the prefix."""
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     if query.shape[2] == key.shape[2] and window is None:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
@@ -242,14 +244,14 @@ def _causal_attention(
 
 
 def _is_hidden(query: torch.Tensor, key: torch.Tensor, *, window: int | None) -> torch.Tensor:
-    """Return bool [queries, keys]: the key comes behind the query, or before its window."""
+    """Return bool [queries, keys]: true where the key comes after the query, or before its window."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
     is_later = ones.triu(1 + num_keys - num_queries)
     return is_later if window is None else is_later | ones.tril(num_keys - num_queries - window)
 
 
-def _attend_in_memory(
+def _attend_with_all_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -285,31 +287,31 @@ def flash_varlen_packed(
     segments: Segments,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **_: Any,  # models with `softcap` or sinks get `sdpa_packed` (`choose_attention`)
 ) -> tuple[torch.Tensor, None]:
-    """Compute what `sdpa_packed` computes in one kernel, for float16 and bfloat16; the shapes are the same."""
-    query, key, value, lengths = _unpack(query, key, value, segments)
-    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _HAS_ENABLE_GQA else {}
+    """Compute the same as `sdpa_packed`, but in one kernel and for float16 and bfloat16 alone; the shapes are the same."""
+    query, key, value, lengths = _to_varlen_inputs(query, key, value, segments)
+    head_options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _HAS_ENABLE_GQA else {}
     num_before = -1 if sliding_window is None else sliding_window - 1  # tokens that a token sees before itself; -1: all
-    output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(num_before, 0), **groups)
+    output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(num_before, 0), **head_options)
     assert isinstance(output, torch.Tensor)
     return output[None], None
 
 
-def _unpack(
+def _to_varlen_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, int, int]]:
-    """Return queries [T, H, D], keys and values [E, K, D], and the offsets and longest lengths of queries and keys.
+    """Return queries [T, H, D], keys and values [E, K, D], and the offsets and the largest lengths of queries and keys.
 
-    Flash attention aligns a causal mask with the last query and the last key, as a segment behind its prefix needs it.
+    Flash attention aligns the causal mask at the last query and the last key. A segment after its prefix needs that.
     """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if segments.key_tokens is not None:
         key, value = (tensor.index_select(0, segments.key_tokens) for tensor in (key, value))
-    return query, key, value, (segments.offsets, segments.key_offsets, segments.longest, segments.longest_sample)
+    return query, key, value, (segments.offsets, segments.key_offsets, segments.max_length, segments.max_key_length)
 
 
-def package_packed(
+def package_packed(  # noqa: PLR0913  transformers fixes the signature
     attn: str,
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -319,24 +321,24 @@ def package_packed(
     *,
     segments: Segments,
     scaling: float | None = None,
-    **options: Any,
+    sliding_window: int | None = None,
+    **_: Any,  # as in `flash_varlen_packed`
 ) -> tuple[torch.Tensor, None]:
-    """Compute what `sdpa_packed` computes with the package that `attn` names.
+    """Compute the same as `sdpa_packed`, with the package that `attn` names.
 
     Shapes are as in `sdpa_packed`, dtypes as in `flash_varlen_packed`.
     """
-    query, key, value, (offsets_q, offsets_k, longest_q, longest_k) = _unpack(query, key, value, segments)
-    sliding_window = options.get("sliding_window")
+    query, key, value, (offsets_q, offsets_k, max_length_q, max_length_k) = _to_varlen_inputs(query, key, value, segments)
     window: dict[str, Any] = {} if sliding_window is None else {"window_size": (sliding_window - 1, 0)}
     output = import_module(PACKAGES[attn]).flash_attn_varlen_func(
         *(tensor.contiguous() for tensor in (query, key, value)),
         cu_seqlens_q=offsets_q,
         cu_seqlens_k=offsets_k,
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_k,
+        max_seqlen_q=max_length_q,
+        max_seqlen_k=max_length_k,
         softmax_scale=scaling,
         causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),  # the packages know nothing of torch's own switch
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # the packages do not read torch's own switch
         **window,
     )
     # Versions of the package for Hopper differ: some return the log-sums of the softmax as well.

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trivet.config.schema.model import ActivationCheckpointConfig, TrainerModelConfig
 from trivet.errors import ConfigError
-from trivet.trainer.attention.packed import TRACEABLE, packs_rows
+from trivet.trainer.attention.packed import TRACEABLE_ATTENTIONS, packs_rows
 from trivet.trainer.model.activations import ActivationOffload, CudaTransfers
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
     elif config.ac_offloading is not None:
         logger.info("model.ac_offloading does nothing here: activations are in main memory already")
     checkpointed = blocks[:: config.ac.freq] if config.ac else []
-    is_traced = attention in TRACEABLE and config.ac is not None and bool(config.ac.keep)
+    is_traced = attention in TRACEABLE_ATTENTIONS and config.ac is not None and bool(config.ac.keep)
     if is_traced:
         # A checkpoint around a compiled block sees no operator in it, and would run all of it again.
         _checkpoint(checkpointed, config.ac)
@@ -142,7 +142,7 @@ def _choose_policy(kept: frozenset[str], context: Any, operator: Any, *_: Any, *
 
 def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.device, seq_len: int) -> None:
     require_compiler(device)
-    if packs_rows(attention) and attention not in TRACEABLE:
+    if packs_rows(attention) and attention not in TRACEABLE_ATTENTIONS:
         # Such an attention loops over the samples of a row: if it were traced, each new row would be compiled anew.
         AttentionInterface.register(attention, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention]))
     # Otherwise torch treats equal sizes as one, and a first row of as many tokens as the model has features makes its own graph.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trivet.algorithms.arithmetic import cosine_factor, linear_factor
+from trivet.algorithms.schedules import cosine_factor, linear_factor
 from trivet.config.schema.trainer import (
     AdamWConfig,
     ConstantSchedule,

@@ -141,6 +141,6 @@ function statusCard(run, status) {
     h("h2", {}, run.name, status.state ? h("span", { class: "badge" }, status.state) : null),
     status.fault ? h("p", { class: "fault" }, status.fault) : null,
     status.max_steps ? h("progress", { max: 1, value: share, "aria-label": `step ${status.step} of ${status.max_steps}` }) : null,
-    h("ul", {}, status.words.map((line) => h("li", {}, line))),
+    h("ul", {}, status.lines.map((line) => h("li", {}, line))),
     status.num_damaged ? h("p", { class: "fault" }, `${number(status.num_damaged)} damaged ${status.num_damaged === 1 ? "line was" : "lines were"} skipped.`) : null);
 }

@@ -75,9 +75,9 @@ export class TimelinePage {
     for (const span of data.spans) {
       const left = x(span.start), wide = Math.max(0.6, x(span.end) - left);
       svg.append(s("rect", {
-        x: left.toFixed(1), y: TOP + LANE * LANES.indexOf(span.lane) + 6, width: wide.toFixed(1), height: 26, rx: wide > 6 ? 2 : 0,
+        x: left.toFixed(1), y: TOP + LANE * LANES.indexOf(span.role) + 6, width: wide.toFixed(1), height: 26, rx: wide > 6 ? 2 : 0,
         fill: span.waits_for ? `url(#waits-${span.waits_for})` : colour(span), class: "span",
-      }, s("title", {}, `${span.lane}, step ${span.step}: ${span.does}${span.waits_for ? ` (from ${span.waits_for})` : ""}, ${duration(span.end - span.start)}`)));
+      }, s("title", {}, `${span.role}, step ${span.step}: ${span.activity}${span.waits_for ? ` (from ${span.waits_for})` : ""}, ${duration(span.end - span.start)}`)));
     }
     stepMarks(data, x).forEach((mark) => svg.append(mark));
     for (const note of data.notes.filter((found) => ["commit", "restart", "serverdown", "serverup", "stop"].includes(found.event))) {
@@ -92,7 +92,7 @@ export class TimelinePage {
 }
 
 function stepMarks(data, x) {
-  const starts = data.spans.filter((span) => span.lane === "trainer" && span.step);
+  const starts = data.spans.filter((span) => span.role === "trainer" && span.step);
   const marks = [];
   let drawn = -Infinity;
   for (const span of starts) {
@@ -108,14 +108,14 @@ function stepMarks(data, x) {
 }
 
 function shareBars(shares) {
-  return LANES.filter((lane) => shares.some((share) => share.lane === lane)).map((lane) => {
-    const mine = shares.filter((share) => share.lane === lane && share.share >= SEEN);
+  return LANES.filter((lane) => shares.some((share) => share.role === lane)).map((lane) => {
+    const mine = shares.filter((share) => share.role === lane && share.fraction >= SEEN);
     return h("div", { class: "share" }, h("h3", {}, lane),
       h("div", { class: "bar" }, mine.map((share) => h("span", {
-        class: share.waits_for ? `waits on-${share.waits_for}` : "", title: `${share.does}: ${percent(share.share)}`,
-        style: { flexGrow: share.share, background: share.waits_for ? null : colour(share) },
+        class: share.waits_for ? `waits on-${share.waits_for}` : "", title: `${share.activity}: ${percent(share.fraction)}`,
+        style: { flexGrow: share.fraction, background: share.waits_for ? null : colour(share) },
       }))),
-      h("ul", {}, mine.map((share) => h("li", {}, h("b", {}, percent(share.share)), ` ${share.does}`,
+      h("ul", {}, mine.map((share) => h("li", {}, h("b", {}, percent(share.fraction)), ` ${share.activity}`,
         share.waits_for ? h("em", {}, ` from ${share.waits_for}`) : null, h("small", {}, ` ${duration(share.seconds)}`)))));
   });
 }
@@ -133,7 +133,7 @@ function noteWords(note) {
 }
 
 function colour(span) {
-  return span.does.startsWith("loads") ? "var(--green)" : COLOURS[span.does] ?? "var(--grey)";
+  return span.activity.startsWith("loads") ? "var(--green)" : COLOURS[span.activity] ?? "var(--grey)";
 }
 
 function stripes() {

@@ -109,7 +109,7 @@ def test_outputs_and_gradients_are_those_of_float64(device: str, attn: str, dtyp
     tensors = [torch.randn(1, count, total, shape.dim, generator=generator).to(dtype) for count in heads]
     upstream = torch.randn(1, total, shape.query_heads, shape.dim, generator=generator).to(dtype)
     name = register_attention(attn, device=torch.device(device), dtype=dtype, heads=HeadDims(query=shape.dim, value=shape.dim))
-    segments = Segments.behind(shape.lengths, shape.paths, device=torch.device(device))
+    segments = Segments.from_paths(shape.lengths, shape.paths, device=torch.device(device))
 
     def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         function = AttentionInterface()[name]

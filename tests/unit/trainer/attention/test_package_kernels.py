@@ -54,7 +54,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, fault
     if fault == "fails":
         raise RuntimeError("no kernel image\nfor this GPU")
     paths = ((), (), ()) if fault == "forgets prefixes" else PROBE_PATHS
-    segments = packed.Segments.behind(PROBE_LENGTHS, paths, device=CPU)
+    segments = packed.Segments.from_paths(PROBE_LENGTHS, paths, device=CPU)
     inputs = (DoubledGradient.apply(query) if fault == "wrong gradient" else query, key, value)
     output = packed.sdpa_packed(torch.nn.Identity(), *inputs, None, segments=segments)[0]
     return output * torch.nan if fault == "no number" else output
@@ -112,7 +112,7 @@ def test_auto_does_not_use_kernels_that_disagree_and_says_why(
 ) -> None:
     monkeypatch.setattr(packed, "_attend_probe", lambda *inputs, device: attend(*inputs, faults=faults))
     name = packed.register_attention("auto", device=hopper, dtype=torch.bfloat16, heads=HEADS)
-    assert name in packed.TRACEABLE
+    assert name in packed.TRACEABLE_ATTENTIONS
     assert attention.current_flash_attention_impl() == active
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == len(faults)

@@ -28,7 +28,7 @@ def test_each_segment_is_attended_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 9, 8, generator=generator) for heads in (4, 2, 2))
     found, _ = sdpa_packed(
-        torch.nn.Identity(), query, key, value, None, segments=Segments.of([4, 1, 4], device=CPU), scaling=0.3
+        torch.nn.Identity(), query, key, value, None, segments=Segments.from_samples([4, 1, 4], device=CPU), scaling=0.3
     )
     for start, stop in ((0, 4), (4, 5), (5, 9)):
         alone = scaled_dot_product_attention(
@@ -79,7 +79,7 @@ def test_keys_have_as_many_heads_as_queries_for_the_kernels_of_a_gpu(
 
     monkeypatch.setattr(packed, "scaled_dot_product_attention", record)
     tensors = [torch.empty(1, count, 7, 8, device=meta) for count in (4, 2, 2)]
-    sdpa_packed(torch.nn.Identity(), *tensors, None, segments=Segments.behind([4, 3], paths, device=meta))
+    sdpa_packed(torch.nn.Identity(), *tensors, None, segments=Segments.from_paths([4, 3], paths, device=meta))
     assert heads == [(4, 4, False)] * 2
 
 
@@ -109,7 +109,7 @@ def test_flash_attention_2_gets_the_samples_of_a_row_one_behind_the_other(monkey
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, heads, 9, 8, generator=generator) for heads in (4, 2, 2)]
-    segments = Segments.of([4, 1, 4], device=CPU)
+    segments = Segments.from_samples([4, 1, 4], device=CPU)
     found, expected = (
         function(torch.nn.Identity(), *tensors, None, segments=segments, scaling=0.3)[0]
         for function in (partial(package_packed, "flash_attention_2"), sdpa_packed)
@@ -121,7 +121,7 @@ def test_flash_attention_2_gets_the_samples_of_a_row_one_behind_the_other(monkey
 def test_a_token_sees_no_further_than_its_window(paths: list[list[int]]) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 19, 8, generator=generator) for heads in (4, 2, 2))
-    segments = Segments.behind([7, 9, 3], paths, device=CPU)
+    segments = Segments.from_paths([7, 9, 3], paths, device=CPU)
     found = sdpa_packed(torch.nn.Identity(), query, key, value, None, segments=segments, sliding_window=5)[0]
     own = list(torch.arange(19).split([7, 9, 3]))
     for tokens, path in zip(own, paths, strict=True):
@@ -141,7 +141,7 @@ def test_a_sink_takes_its_share_of_the_weights() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, 6, 8, generator=generator) for _ in range(3))
     sinks = torch.tensor([0.5, -1.0])
-    segments = Segments.of([4, 2], device=CPU)
+    segments = Segments.from_samples([4, 2], device=CPU)
     found = sdpa_packed(torch.nn.Identity(), query, key, value, None, segments=segments, scaling=0.3, s_aux=sinks)[0]
     scores = 0.3 * query[0, :, 5] @ key[0, :, 4:6].transpose(1, 2)
     weights = torch.cat([scores.diagonal().T, sinks[:, None]], dim=-1).softmax(dim=-1)[:, :2]
@@ -159,6 +159,6 @@ def test_flash_attention_gets_the_window(monkeypatch: pytest.MonkeyPatch) -> Non
     tensors = [torch.empty(1, count, 7, 8) for count in (4, 2, 2)]
     for window in (None, 5):
         flash_varlen_packed(
-            torch.nn.Identity(), *tensors, None, segments=Segments.of([4, 3], device=CPU), sliding_window=window
+            torch.nn.Identity(), *tensors, None, segments=Segments.from_samples([4, 3], device=CPU), sliding_window=window
         )
     assert windows == [(-1, 0), (4, 0)]

@@ -139,7 +139,7 @@ def compiled(
 def run_row(causal_lm: PreTrainedModel, lengths: list[int], paths: list[list[int]] | None = None) -> None:
     """Run a row of segments of these lengths forward and backward."""
     tokens = torch.zeros(1, sum(lengths), dtype=torch.int64, device=META)
-    segments = packed.Segments.behind(lengths, paths or [[]] * len(lengths), device=META)
+    segments = packed.Segments.from_paths(lengths, paths or [[]] * len(lengths), device=META)
     outputs = causal_lm.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, segments=segments)
     outputs.last_hidden_state.sum().backward()
 
@@ -287,7 +287,7 @@ def train_once(
     causal_lm = attended(torch.device("cpu"), "by_sample").double()
     config = TrainerModelConfig(name="tiny", ac=ac, compile=CompileConfig() if is_compiled else None)
     prepare_blocks(causal_lm, config, attention="trivet_packed_by_sample", device=torch.device("cpu"))
-    segments = packed.Segments.behind([4, 3, 5], paths, device=torch.device("cpu"))
+    segments = packed.Segments.from_paths([4, 3, 5], paths, device=torch.device("cpu"))
     tokens = torch.arange(12)[None]
     with Operators() as operators:
         outputs = causal_lm.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, segments=segments)
