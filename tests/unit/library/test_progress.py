@@ -37,9 +37,9 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
 
 def test_a_notebook_has_one_output_with_the_last_state(notebook: Notebook) -> None:
     with ProgressBar(10, is_wanted=True) as bar:
-        bar.update(0, doing="starting")
-        bar.update(3, doing="reward=<0.5>")
-        bar.update(3, doing="reward=<0.5>")
+        bar.update(0, activity="starting")
+        bar.update(3, activity="reward=<0.5>")
+        bar.update(3, activity="reward=<0.5>")
     assert notebook.shown == [
         '<progress value="0" max="10"></progress> step 0/10: starting',
         '<progress value="3" max="10"></progress> step 3/10: reward=&lt;0.5&gt;',
@@ -48,7 +48,7 @@ def test_a_notebook_has_one_output_with_the_last_state(notebook: Notebook) -> No
 
 def test_a_run_of_unknown_length_has_a_bar_without_an_end(notebook: Notebook) -> None:
     with ProgressBar(None, is_wanted=True) as bar:
-        bar.update(4, doing="evaluating")
+        bar.update(4, activity="evaluating")
     assert notebook.shown[-1] == "<progress></progress> step 4: evaluating"
 
 
@@ -58,7 +58,7 @@ def test_a_terminal_has_a_bar_below_what_the_program_prints(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     with ProgressBar(10, is_wanted=True) as bar:
-        bar.update(3, doing="reward=0.5")
+        bar.update(3, activity="reward=0.5")
         print("a line of the program")
     printed = capsys.readouterr().out
     assert "3/10" in printed
@@ -68,9 +68,9 @@ def test_a_terminal_has_a_bar_below_what_the_program_prints(
 
 def test_a_file_gets_nothing_and_nobody_who_does_not_want_it(capsys: pytest.CaptureFixture[str], notebook: Notebook) -> None:
     with ProgressBar(10, is_wanted=False) as bar:
-        bar.update(3, doing="reward=0.5")
+        bar.update(3, activity="reward=0.5")
     assert (notebook.shown, capsys.readouterr().out) == ([], "")
     sys.modules.pop("IPython")
     with ProgressBar(10, is_wanted=True) as bar:
-        bar.update(3, doing="reward=0.5")
+        bar.update(3, activity="reward=0.5")
     assert capsys.readouterr().out == ""

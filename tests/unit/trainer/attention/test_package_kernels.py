@@ -110,7 +110,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def test_auto_does_not_use_kernels_that_disagree_and_says_why(
     faults: dict[str, str], active: str | None, hopper: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(packed, "_attend_probe", lambda *inputs, device: attend(*inputs, faults=faults))
+    monkeypatch.setattr(packed, "_attend_test_row", lambda *inputs, device: attend(*inputs, faults=faults))
     name = packed.register_attention("auto", device=hopper, dtype=torch.bfloat16, heads=HEADS)
     assert name in packed.TRACEABLE_ATTENTIONS
     assert attention.current_flash_attention_impl() == active
@@ -121,6 +121,6 @@ def test_auto_does_not_use_kernels_that_disagree_and_says_why(
 
 
 def test_kernels_that_were_asked_for_and_disagree_are_refused(hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_attend_probe", lambda *inputs, device: attend(*inputs, faults={"FA3": "fails"}))
+    monkeypatch.setattr(packed, "_attend_test_row", lambda *inputs, device: attend(*inputs, faults={"FA3": "fails"}))
     with pytest.raises(ConfigError, match=r'"flash_attention_3" cannot be used: its kernels failed .* "flash_varlen"'):
         packed.register_attention("flash_attention_3", device=hopper, dtype=torch.bfloat16, heads=HEADS)
