@@ -84,7 +84,8 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
         detector(
             "equal_rewards",
             _find_equal_rewards,
-            "the task is too hard or too easy for the model, or the reward function always says the same: look at rollouts/, "
+            "the task is too hard or too easy for the model, or the reward function returns the same value for every answer: "
+            "look at rollouts/, "
             "raise sampling.temperature, or take other examples",
         ),
         detector(
@@ -92,7 +93,8 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
             lambda metrics: (
                 "every group of the batch has advantage 0" if metrics.get("batch/effective_batch_size") == 0.0 else None
             ),
-            "no group tells its rollouts apart, so nothing is learnt: raise rollouts_per_example or sampling.temperature, or "
+            "the rollouts of every group have equal rewards, so nothing is learnt: raise rollouts_per_example or "
+            "sampling.temperature, or "
             "set orchestrator.buffer.online_difficulty_filtering = true",
         ),
         detector(

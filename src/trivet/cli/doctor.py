@@ -226,7 +226,7 @@ def _judge_machine(facts: Facts) -> Iterator[Diagnosis]:
     yield _noted("disk", f"{format_bytes(facts.disk_bytes)} free for runs", remedy if facts.disk_bytes < _MIN_DISK else "")
     taken = ", ".join(map(str, facts.taken_ports))
     found = f"{taken} taken" if taken else "those that a run prefers are free"
-    yield _noted("ports", found, "nothing to do: `rl` takes others and says which" if taken else "")
+    yield _noted("ports", found, "nothing to do: `rl` takes free ports and names them in its log" if taken else "")
     remedy = f"thousands of rollouts in flight need as many connections: ulimit -n {_MIN_FILES * 16}"
     yield _noted("open files", f"{facts.max_open_files} per process", remedy if facts.max_open_files < _MIN_FILES else "")
     programs = {

@@ -166,7 +166,7 @@ def project_file(*, trivet_source: str | None, find_links: Sequence[str]) -> str
     """
     links = _NO_FIND_LINKS
     if find_links:
-        reason = "# uv does not read pip's settings: these are the places of wheels that this machine's pip was told."
+        reason = "# uv does not read pip's settings: these are the places of wheels in this machine's settings of pip."
         links = f"{reason}\nfind-links = {json.dumps(list(find_links))}"
     source = "# trivet comes from the index." if trivet_source is None else f"trivet = {trivet_source}"
     return Template((_TEMPLATES / "workspace_pyproject.toml").read_text()).substitute(find_links=links, trivet_source=source)

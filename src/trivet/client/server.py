@@ -111,7 +111,7 @@ class Server:
         self.num_timeouts = 0
         self.probed_at = now
         if was_asleep and self.is_asleep and not status.asleep:
-            return "it does not sleep as it was told to: it was started again"
+            return "it does not sleep any more, because it was started again"
         if was_loading or self.is_loading or num_loads != self.num_loads or policy.is_served(status):
             return None
         if status.version == START_VERSION:

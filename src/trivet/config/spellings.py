@@ -152,7 +152,7 @@ IGNORED = {
         ["batch_size", "micro_batch_size", "pack_function", "shuffle", "num_workers", "seq_len"],
         "the held-out loss is the mean over the whole set, in any order and packing, at model.seq_len",
     ),
-    "vf.trainer.args.gradient_accumulation_steps": "batch_size says how many rollouts a step has",
+    "vf.trainer.args.gradient_accumulation_steps": "batch_size is the number of rollouts of a step",
     "vf.trainer.args.generation_batch_size": "max_concurrent says how many rollouts are in flight",
     "vf.trainer.args.ds3_gather_for_generation": "a server of its own generates",
     "vf.trainer.args.use_liger": "logits are never kept whole",

@@ -107,7 +107,7 @@ class Files:
                 f"the last line is torn after {outline.num_torn:,} bytes: its writer was killed or the disk was full, or it was cut"
             )
         if status is None or status.run_id != history.run_id:
-            ledger.not_examined.append("whether the end of the history is missing: no status.json of the run tells")
+            ledger.not_examined.append("whether the end of the history is missing: the run has no status.json")
             return
         ledger.require(
             outline.num_bytes >= status.events_bytes,
@@ -158,7 +158,7 @@ class Files:
             _RECORD,
             f"{directory} was committed by run {record.run_id!r}; the history is of {history.run_id!r}",
         )
-        message = f"{directory / COMMITTED} is not the record that the history's commit tells of"
+        message = f"{directory / COMMITTED} is not the record that the history has of this commit"
         require(history.commits.get(step) in (None, "", record.digest), _RECORD, message)
         listed = {COMMITTED}
         for name in PARTS:

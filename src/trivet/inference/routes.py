@@ -174,7 +174,7 @@ class Gate:
             return None
         return _refusal(
             401,
-            "this route wants the run's secret as its bearer token: it is in .secret of the server's output_dir; name that "
+            "this route needs the run's secret as its bearer token: it is in .secret of the server's output_dir; name that "
             f"file with {SECRET_FILE}",
         )
 

@@ -173,7 +173,7 @@ class Heartbeat:
             if isinstance(exc, httpx.HTTPStatusError):  # its text names the whole address, with which anyone could call
                 reason = f"the service answered {exc.response.status_code}"
             if not self._has_failed:
-                logger.warning("heartbeat.url was not reached: %s; said once, the run goes on", reason)
+                logger.warning("heartbeat.url was not reached: %s; the run goes on, without further warnings", reason)
             self._has_failed = True
 
 

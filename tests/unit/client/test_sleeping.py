@@ -164,4 +164,4 @@ async def test_a_server_that_was_started_again_while_it_should_sleep_is_marked_u
     site.servers[A].status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
     await asyncio.sleep(6)
     assert site.pool.roots == [B]
-    assert "it does not sleep as it was told to" in site.of(ServerDown)[0].reason
+    assert "it does not sleep any more" in site.of(ServerDown)[0].reason

@@ -285,7 +285,7 @@ FILES: list[tuple[str, Callable[[RunLayout], object], str]] = [
     (
         "COMMITTED at another time",
         lambda run: rewrite_json(run.checkpoint_step(STEPS) / COMMITTED, time=1.0),
-        "is not the record that the history's commit tells of",
+        "is not the record that the history has of this commit",
     ),
     (
         "a file added to a checkpoint",

@@ -59,7 +59,7 @@ class ElasticConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if (self.hostname is None) == (self.servers_file is None):
-            yield "set hostname or servers_file: one of them says where the servers are"
+            yield "set hostname or servers_file, which name the servers"
 
     @property
     def source(self) -> str:

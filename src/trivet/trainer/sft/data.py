@@ -125,7 +125,7 @@ def _render(
         raise ConfigError(
             f"the chat template cannot render the first {num_messages} of a conversation's {len(conversation.messages)} "
             f"messages ({', '.join(message['role'] for message in messages)}): {exc}; it may need other roles, or "
-            "data.loss_mask may part messages that it wants together"
+            "data.loss_mask may part messages that it needs together"
         ) from exc
     except ValueError as exc:
         raise ConfigError(f"the tokenizer has no chat template: {exc}; set tokenizer.chat_template") from exc
@@ -149,7 +149,7 @@ def _tokenize(piece: _Piece, tokenizer: PreTrainedTokenizerBase) -> tuple[list[i
     else:
         if not tokenizer.is_fast:
             raise ConfigError(
-                "data.loss_mask parts a prompt, which needs a tokenizer that knows where its tokens begin (a fast one)"
+                "data.loss_mask parts a prompt, which needs a tokenizer with the places of its tokens (a fast one)"
             )
         encoded = tokenizer(piece.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = list(encoded["input_ids"])
