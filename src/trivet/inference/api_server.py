@@ -1,12 +1,13 @@
-"""Changes what vLLM's API server serves: answers have policy versions, chats continue earlier tokens, adapters have names.
+"""Extends vLLM's API server: answers have policy versions, chats continue earlier tokens, adapters have names.
 
-`policy_versions` has one [version, length] per run of sampled tokens, in order. Complete answers of chat completions and of
-token-in, token-out have it; streamed ones, and those of beam search, do not.
+`policy_versions` is a field of each choice of an answer: one [version, length] per run of sampled tokens, in order. Complete
+answers of chat completions and of token-in, token-out have it; streamed answers and answers of beam search do not.
 
-A chat completion may carry `known_token_ids`: prompt and completion of the turn that it continues, as its answer reported them. If
-the chat template's text begins with their text, the engine reads exactly these ids and then the tokens of the new text. Otherwise
-the request is answered as if it did not carry them. `prompt_token_ids` of the answer are the ids that were read. Tools, reasoning
-and limits are vLLM's own: its renderer accepts ready token ids, for the case that one of two servers hands a request to the other.
+A chat completion may carry `known_token_ids`: prompt and completion of the turn that it continues, as the answer of that turn
+reported them. If the chat template's text begins with their text, the engine reads exactly these ids and then the tokens of the new
+text. Otherwise the request is answered as if it did not carry them. `prompt_token_ids` of the answer are the ids that were read.
+Tools, reasoning and limits stay vLLM's own. For this the field `kv_transfer_params` is used, by which vLLM's renderer accepts ready
+token ids: vLLM has it for a request that one server hands to another.
 """
 
 import asyncio
@@ -42,14 +43,16 @@ from trivet.inference.vllm_names import (
 KNOWN_TOKEN_IDS = "known_token_ids"
 
 ServeRequest = Callable[..., Awaitable[Any]]
+"""A method of vLLM's server that answers a request."""
 
-_token_ids = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)])
+_TOKEN_IDS = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)])
+"""Validates `known_token_ids`."""
 
 
 def add_versions(serving: OpenAIServingChat | ServingTokens, method: str) -> None:
-    """Wrap the method of `serving` that answers requests: choices of complete answers carry policy versions.
+    """Wrap the method of `serving` that answers requests, so that choices of complete answers have policy versions.
 
-    Those of chat completions may have further fields. So may those of token-in, token-out from here on.
+    vLLM allows further fields in the choices of chat completions. This function allows them for token-in, token-out too.
     """
     for choice, response in ((GenerateTokensChoice, GenerateTokensResponse), (GenerateTextChoice, GenerateTextResponse)):
         choice.model_config["extra"] = "allow"
@@ -60,12 +63,13 @@ def add_versions(serving: OpenAIServingChat | ServingTokens, method: str) -> Non
     async def serve_with_versions(*args: Any, **kwargs: Any) -> Any:
         with collect_versions() as collected:
             answer: Any = await serve(*args, **kwargs)
-        complete = (ChatCompletionResponse, GenerateTokensResponse, GenerateTextResponse)
-        if len(collected) == 1 and isinstance(answer, complete):
+        complete_types = (ChatCompletionResponse, GenerateTokensResponse, GenerateTextResponse)
+        # Beam search makes several engine requests of one HTTP request, whose tokens no choice can be matched with.
+        if len(collected) == 1 and isinstance(answer, complete_types):
             for choice in answer.choices:
                 runs = collected[0].runs.get(choice.index, [])
-                counted = sum(run.length for run in runs)
-                assert choice.token_ids is None or counted == len(choice.token_ids), f"{counted} versions of {choice.token_ids}"
+                length = sum(run.length for run in runs)
+                assert choice.token_ids is None or length == len(choice.token_ids), f"{length} versions of {choice.token_ids}"
                 choice.policy_versions = [(int(run.version), run.length) for run in runs]  # type: ignore[attr-defined]  extra fields
         return answer
 
@@ -77,10 +81,10 @@ def continue_chats(serving: OpenAIServingChat) -> None:
     serve: ServeRequest = serving.create_chat_completion
 
     async def create_chat_completion(request: ChatCompletionRequest, *args: Any, **kwargs: Any) -> Any:
-        known = (request.model_extra or {}).get(KNOWN_TOKEN_IDS)
-        if known is not None:
+        value = (request.model_extra or {}).get(KNOWN_TOKEN_IDS)
+        if value is not None:
             try:
-                known = _token_ids.validate_python(known, strict=True)
+                known_ids = _TOKEN_IDS.validate_python(value, strict=True)
             except ValidationError as exc:
                 problem = exc.errors()[0]
                 return serving.create_error_response(
@@ -88,48 +92,51 @@ def continue_chats(serving: OpenAIServingChat) -> None:
                     status_code=HTTPStatus.BAD_REQUEST,
                     param=KNOWN_TOKEN_IDS,
                 )
-            prompt = await _continued_prompt(serving.online_renderer, request, known)
-            if prompt is not None:
-                request.kv_transfer_params = {**(request.kv_transfer_params or {}), "prompt_token_ids": prompt}
+            prompt_ids = await _make_prompt(serving.online_renderer, request, known_ids)
+            if prompt_ids is not None:
+                request.kv_transfer_params = {**(request.kv_transfer_params or {}), "prompt_token_ids": prompt_ids}
         return await serve(request, *args, **kwargs)
 
     serving.create_chat_completion = create_chat_completion
 
 
-async def _continued_prompt(online: OnlineRenderer, request: ChatCompletionRequest, known: list[int]) -> list[int] | None:
-    """Return the token ids of the prompt; None when it cannot begin with the `known` ones."""
-    params = _chat_params(online, request)
+async def _make_prompt(renderer: OnlineRenderer, request: ChatCompletionRequest, known_ids: list[int]) -> list[int] | None:
+    """Return the token ids of a prompt that begins with `known_ids`; None when the conversation cannot begin with them."""
+    params = _make_chat_params(renderer, request)
     if params is None:
         return None
-    _, rendered = await online.renderer.render_messages_async(request.messages, params)
+    _, rendered = await renderer.renderer.render_messages_async(request.messages, params)
     text = rendered.get("prompt")
     if not isinstance(text, str) or "multi_modal_data" in rendered:
         return None
-    tokenizer = online.renderer.get_tokenizer()
-    prompt = await asyncio.to_thread(continue_tokens, known, text=text, tokenizer=tokenizer)
-    if prompt is None:
+    tokenizer = renderer.renderer.get_tokenizer()
+    prompt_ids = await asyncio.to_thread(continue_tokens, known_ids, text=text, tokenizer=tokenizer)
+    if prompt_ids is None:
         return None
-    limits = request.build_tok_params(online.model_config)
-    return limits.apply_post_tokenization(tokenizer, TokensPrompt(prompt_token_ids=prompt)).get("prompt_token_ids")
+    limits = request.build_tok_params(renderer.model_config)
+    return limits.apply_post_tokenization(tokenizer, TokensPrompt(prompt_token_ids=prompt_ids)).get("prompt_token_ids")
 
 
-def _chat_params(online: OnlineRenderer, request: ChatCompletionRequest) -> ChatParams | None:
-    """Return the parameters vLLM itself would render the conversation with; None when it refuses to, or does not render text."""
-    refusal = online.validate_chat_template(
+def _make_chat_params(renderer: OnlineRenderer, request: ChatCompletionRequest) -> ChatParams | None:
+    """Return the parameters with which vLLM itself would render the conversation to text.
+
+    None means that vLLM refuses the request's chat template, or that the model's conversations are not rendered to text.
+    """
+    refusal = renderer.validate_chat_template(
         request_chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
-        trust_request_chat_template=online.trust_request_chat_template,
+        trust_request_chat_template=renderer.trust_request_chat_template,
     )
-    if refusal is not None or online.use_harmony:
+    if refusal is not None or renderer.use_harmony:
         return None
-    hides_tools = request.tool_choice == "none" and online.exclude_tools_when_tool_choice_none
+    hides_tools = request.tool_choice == "none" and renderer.exclude_tools_when_tool_choice_none
     tools = None if request.tools is None or hides_tools else [tool.model_dump() for tool in request.tools]
-    defaults = merge_kwargs(online.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
-    return request.build_chat_params(online.chat_template, online.chat_template_content_format).with_defaults(defaults)
+    defaults = merge_kwargs(renderer.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
+    return request.build_chat_params(renderer.chat_template, renderer.chat_template_content_format).with_defaults(defaults)
 
 
 class NamedAdapters:
-    """Serves adapters under names of their own: a request that gives such a name as its `model` is answered by that adapter."""
+    """Serves users' adapters by name. A request that gives an adapter's name as its `model` is answered by that adapter."""
 
     def __init__(self, models: OpenAIServingModels, *, roots: Sequence[Path]) -> None:
         self._models = models
@@ -139,7 +146,7 @@ class NamedAdapters:
         """Serve the adapter in the directory `path` as `name`.
 
         Raises:
-            WeightsError: it cannot be served; an adapter that was loaded under `name` before stays.
+            WeightsError: the adapter cannot be served; an adapter that was loaded under `name` before stays.
         """
         require_below(self._roots, path)
         answer = await self._models.load_lora_adapter(

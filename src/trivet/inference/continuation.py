@@ -1,10 +1,10 @@
 """Builds the prompt of a conversation's next turn so that it begins with the exact tokens of an earlier turn.
 
-When sampled text is tokenized again, it often becomes other tokens: other merges, other spaces in a tool call. So the token ids of
-an earlier turn, prompt and completion, are kept wherever the chat template still writes the same text, and only the text after
-them is tokenized. Where the template writes something else (it leaves out the thinking of past turns), they are not kept.
+When sampled text is tokenized again, it often becomes other tokens: other merges, other spaces in a tool call. So if the chat
+template still writes the text of an earlier turn, its token ids (prompt and completion) are kept, and only the text after them is
+tokenized. If the template writes another text, for example without the thinking of past turns, they are not kept.
 
-Pure, given a tokenizer. `continued_chats` calls it for each request that names an earlier turn.
+Pure, given a tokenizer. `api_server.continue_chats` calls it for each request with the token ids of an earlier turn.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """The methods of the model's tokenizer that are used here."""
+    """The methods of a Hugging Face tokenizer that this module calls."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of `text`."""
@@ -24,47 +24,46 @@ class Tokenizer(Protocol):
 
 
 def continue_tokens(known_ids: Sequence[int], *, text: str, tokenizer: Tokenizer) -> list[int] | None:
-    """Return `known_ids` and the tokens of the text after theirs; None when `text` does not begin with their text.
+    """Return `known_ids` followed by the tokens of the new text; None when `text` does not begin with the text of `known_ids`.
 
     Args:
         known_ids: prompt and completion of an earlier turn, as read and sampled.
         text: the whole conversation as the chat template writes it, with the prompt for the next turn.
     """
-    rest = text_after(tokenizer.decode(known_ids, skip_special_tokens=False), text=text)
-    if rest is None:
+    new_text = text_after(tokenizer.decode(known_ids, skip_special_tokens=False), text=text)
+    if new_text is None:
         return None
-    # The rest is tokenized as a continuation: some tokenizers treat the start of a text differently.
-    last = tokenizer.decode(known_ids[-1:], skip_special_tokens=False)
-    token_ids = tokenizer.encode(last + rest, add_special_tokens=False)
+    # Some tokenizers treat the start of a text differently. So the new text is tokenized behind the last known token.
+    last_text = tokenizer.decode(known_ids[-1:], skip_special_tokens=False)
+    token_ids = tokenizer.encode(last_text + new_text, add_special_tokens=False)
     if token_ids[:1] == list(known_ids[-1:]):
         return [*known_ids, *token_ids[1:]]
-    return [*known_ids, *tokenizer.encode(rest, add_special_tokens=False)]
+    return [*known_ids, *tokenizer.encode(new_text, add_special_tokens=False)]
 
 
-def text_after(known: str, *, text: str) -> str | None:
-    """Return the part of `text` after `known`; None when `text` does not begin with it.
+def text_after(start_text: str, *, text: str) -> str | None:
+    """Return the part of `text` after `start_text`; None when `text` does not begin with `start_text`.
 
-    White space within `known` is not compared: templates trim messages and write the JSON of tool calls in their own way.
-    Neither is the character that stands for an incomplete UTF-8 sequence: a truncated completion may end with it, and its message
-    does not.
+    Two differences are ignored. White space, because templates trim messages and write the JSON of tool calls in their own way. And
+    the character that stands for an incomplete UTF-8 sequence, because a truncated completion may end with it, but not its message.
     """
-    if text.startswith(known):
-        return text[len(known) :]
-    visible_known, visible_text = _visible(known), _visible(text)
-    if not visible_text.startswith(visible_known):
+    if text.startswith(start_text):
+        return text[len(start_text) :]
+    visible_start, visible_text = _remove_invisible(start_text), _remove_invisible(text)
+    if not visible_text.startswith(visible_start):
         return None
-    # The rest begins with the last visible characters that `known` does not have, and the white space before them.
-    num_visible, start = len(visible_text) - len(visible_known), len(text)
-    while num_visible or (start and not _visible(text[start - 1])):
-        start -= 1
-        num_visible -= bool(_visible(text[start]))
-    trailing = known[len(known.rstrip()) :]
-    return text[start:].removeprefix(trailing)
+    # Go back from the end of `text` over the visible characters that `start_text` does not have, and the white space before them.
+    num_visible, index = len(visible_text) - len(visible_start), len(text)
+    while num_visible or (index and not _remove_invisible(text[index - 1])):
+        index -= 1
+        num_visible -= bool(_remove_invisible(text[index]))
+    trailing_space = start_text[len(start_text.rstrip()) :]
+    return text[index:].removeprefix(trailing_space)
 
 
 _BROKEN_CHARACTER = "\ufffd"
-"""Stands for a UTF-8 sequence of which the last tokens are missing."""
+"""The character for a UTF-8 sequence whose last tokens are missing."""
 
 
-def _visible(text: str) -> str:
+def _remove_invisible(text: str) -> str:
     return "".join(text.replace(_BROKEN_CHARACTER, " ").split())

@@ -1,8 +1,9 @@
-"""Prepares the process that starts the engine, and ends the engine's process with it.
+"""Prepares the API server's process, which starts the engine, and ends the engine's process together with it.
 
-On the CPU the engine is forked from the API server, worker included, so vLLM is imported once. By default vLLM starts an engine
-process and then a worker process, and each imports everything again: 59 s from start to ready, where this takes about 20. It does
-so to give the worker OpenMP's environment; here the API server has that environment from its own start.
+On the CPU the engine, with its worker, is forked from the API server, so vLLM is imported once: the server is ready after about
+20 s. By default vLLM starts a new engine process and then a new worker process. Each imports everything again, and the server is
+ready after 59 s. vLLM does so to give the worker the variables that OpenMP reads at its start. Here the API server restarts itself
+with these variables (`restart_with_environment`), and the forked engine has them too.
 """
 
 import importlib.util
@@ -19,14 +20,14 @@ from trivet.process.lifetime import die_with_parent
 from trivet.process.signals import ignore_stacks_signal, show_stacks_on_signal
 from trivet.process.sockets import ServerShard, listen
 
-_END_TIMEOUT_S = 5.0
-"""For each child, which has been ended already and only has to exit."""
+_EXIT_TIMEOUT_S = 5.0
+"""Longest wait for one child process, which has been ended already and only has to exit."""
 
 
-def restart_with(environment: Mapping[str, str]) -> None:
-    """Restart this program in this process with `environment` added. Returns only if it is set already.
+def restart_with_environment(environment: Mapping[str, str]) -> None:
+    """Restart this program in this process with `environment` added. Return only if all of it is set already.
 
-    Libraries are preloaded and OpenMP is set up before Python runs.
+    A restart is needed because the system reads LD_PRELOAD, and OpenMP its variables, before Python runs.
     """
     if all(os.environ.get(name) == value for name, value in environment.items()):
         return
@@ -37,26 +38,31 @@ def restart_with(environment: Mapping[str, str]) -> None:
 
 
 def end_with_api_server() -> None:
-    """Have the engine's process, which calls this, end with the process that started it, even by SIGKILL."""
+    """Tie this process, the engine's, to the API server that started it: it ends too, even when SIGKILL ends the API server."""
     die_with_parent()
     show_stacks_on_signal()
-    starter = multiprocessing.parent_process()
-    if starter is not None and os.getppid() != starter.pid:
+    api_server = multiprocessing.parent_process()
+    if api_server is not None and os.getppid() != api_server.pid:  # the API server ended before `die_with_parent`
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def await_children() -> None:
-    """Wait until the processes that this one started and ended are gone, at most five seconds for each.
+    """Wait for the exit of the child processes, which have been ended already.
 
-    Until then they have the server's port open, because they were forked with it. vLLM's HTTP server looks up at its end who has
-    the port, and fails if that process is just exiting.
+    Until they exit they have the server's port open, because they were forked with it. When vLLM's HTTP server ends, it looks up
+    the process that has the port, and fails if that process is exiting.
     """
     for child in multiprocessing.active_children():
-        child.join(_END_TIMEOUT_S)
+        child.join(_EXIT_TIMEOUT_S)
 
 
 def count_physical_cores(*, cpus: Iterable[int] | None = None, root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Count the physical cores of `cpus` (None: those this process may use). Two threads of one core share its arithmetic units."""
+    """Count the physical cores of `cpus`. Two CPUs may be threads of one core, which share its arithmetic units.
+
+    Args:
+        cpus: numbers of logical CPUs; None: the CPUs that this process may use.
+        root: the directory with a directory `cpuN` for each.
+    """
     cores = set()
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
         try:
@@ -66,14 +72,14 @@ def count_physical_cores(*, cpus: Iterable[int] | None = None, root: Path = Path
     return len(cores)
 
 
-def preloaded(libraries: Iterable[str], *, present: str) -> str:
-    """Return LD_PRELOAD with `libraries` ahead of those `present` in it."""
-    already = present.split(":") if present else []
-    return ":".join([*(library for library in libraries if library not in already), *already])
+def prepend_to_preload(libraries: Iterable[str], *, ld_preload: str) -> str:
+    """Return the value of LD_PRELOAD in which `libraries` come before the libraries of its present value, `ld_preload`."""
+    present = ld_preload.split(":") if ld_preload else []
+    return ":".join([*(library for library in libraries if library not in present), *present])
 
 
 def find_openmp() -> list[str]:
-    """Return the OpenMP runtime that torch ships. It must be loaded first, or vLLM's kernels load a second one.
+    """Return the path of the OpenMP runtime that torch ships, or nothing. If it is not loaded first, vLLM's kernels load another.
 
     Source: vllm-project/vllm#27369.
     """
@@ -85,17 +91,17 @@ def find_openmp() -> list[str]:
     return [str(found[0])] if found else []
 
 
-def open_store(shard: ServerShard) -> Any:
-    """Open the store in which the ranks of all shards find each other, at one address of the first shard's node.
+def open_rank_store(shard: ServerShard) -> Any:
+    """Open torch's TCP store on the first shard's node. The ranks of all shards find each other through it.
 
-    A server over several nodes is started as vLLM does it with `--nnodes`, `--node-rank` and `--headless`. Its first shard is a
-    server like any other, whose engine also has the ranks of the other nodes. Every other shard starts the ranks of its node and
-    answers no requests. The store closes when the returned object is deleted.
+    A server over several nodes has one shard per node, started as vLLM does it with `--nnodes`, `--node-rank` and `--headless`. The
+    first shard is a server like any other, whose engine also uses the ranks of the other nodes. Every other shard starts the ranks
+    of its node and answers no requests. The store closes when the returned object is deleted.
 
     Raises:
         InferenceError: another program has the port.
     """
-    from torch._C._distributed_c10d import TCPStore  # here: torch takes long to import
+    from torch._C._distributed_c10d import TCPStore  # imported late, because torch takes long to import
 
     try:
         listener = listen(shard.host, shard.port)

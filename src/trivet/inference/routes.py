@@ -1,8 +1,8 @@
-"""Adds trivet's routes to vLLM's: which policy is served, which to serve, and whether the engine answers.
+"""Adds trivet's HTTP routes to vLLM's: they tell the served policy, load another one, and check whether the engine answers.
 
-Anyone may ask for completions, only who has the run's secret may change the server. Routes that are not listed here require the
-secret, because a new version of vLLM may add some. With `server.api_key` vLLM itself requires the key where completions are made,
-and accepts the secret as well.
+Anyone may request completions; only a client with the run's secret may change the server. So every route that is not listed as open
+here requires the secret, also routes that a new version of vLLM may add. With `server.api_key` vLLM itself requires that key for
+completions, and accepts the secret as well.
 """
 
 import asyncio
@@ -33,40 +33,40 @@ if TYPE_CHECKING:
     from trivet.inference.versioned_engine import VersionedEngine
 
 HEALTH_TIMEOUT_S = 60.0
-"""An engine in the middle of a long prefill, or of loading a policy, answers only when that is done."""
+"""Longest time for the engine to answer GET /health. During a long prefill or a load of a policy it answers only afterwards."""
 
 
-_OPEN = frozenset(
+_OPEN_PATHS = frozenset(
     {"/health", "/ping", "/policy", "/version", "/load", "/metrics", "/tokenize", "/detokenize"}
     | {"/pooling", "/classify", "/score", "/rerank", "/v2/rerank", "/inference/v1/generate"}
 )
 _OPEN_BELOW_V1 = frozenset(
     {"models", "completions", "chat", "responses", "messages", "embeddings", "score", "rerank", "audio", "realtime"}
 )
-"""The open routes below `/v1/`."""
+"""The second part of the paths below `/v1/` that are open."""
 
 
-def _absolute(path: Path) -> Path:
+def _require_absolute(path: Path) -> Path:
     if not path.is_absolute():
         raise ValueError(f"{path} is relative: the server may run in another directory; send the absolute path")
     return path
 
 
 class UpdateWeights(BaseModel):
-    """Serve the policy in a directory."""
+    """The body of POST /update_weights: serve the policy in a directory."""
 
     model_config = ConfigDict(extra="forbid")
-    weight_dir: Annotated[Path, AfterValidator(_absolute)]
+    weight_dir: Annotated[Path, AfterValidator(_require_absolute)]
     """A published `weights/step_N`, as the server sees it."""
 
 
 class LoadLoRAAdapter(BaseModel):
-    """Serve an adapter under a name of its own."""
+    """The body of POST /load_lora_adapter: serve an adapter under a name of its own."""
 
     model_config = ConfigDict(extra="forbid")
     lora_name: Annotated[str, Field(min_length=1)]
-    """The `model` of requests that the adapter is to answer."""
-    lora_path: Annotated[Path, AfterValidator(_absolute)]
+    """The name that requests give as their `model` to be answered by the adapter."""
+    lora_path: Annotated[Path, AfterValidator(_require_absolute)]
     """The adapter's directory in PEFT's format, as the server sees it."""
 
 
@@ -79,10 +79,11 @@ def make_router(
     can_sleep: bool = False,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
 ) -> APIRouter:
-    """Make the routes of one server.
+    """Make trivet's routes of one server.
 
     Args:
-        adapters: None where adapters are not served.
+        model_name: the name under which requests get the policy.
+        adapters: loads users' adapters; None for a server without adapters.
         can_sleep: the engine was started with `inference.sleep_while_training`.
     """
     router = APIRouter()
@@ -102,17 +103,17 @@ def make_router(
 
     @router.post("/update_weights")
     async def update_weights(body: UpdateWeights) -> Response:
-        return await _try(loader.load(body.weight_dir)) or await policy()
+        return await _refusal_of(loader.load(body.weight_dir)) or await policy()
 
     @router.post("/reload_weights")
     async def reload_weights() -> Response:
-        return await _try(loader.load_start()) or await policy()
+        return await _refusal_of(loader.load_start()) or await policy()
 
     @router.post("/sleep")
     async def sleep() -> Response:
         if not can_sleep:
             return _refusal(409, f"this server was started without {key_name('inference.sleep_while_training')} = true")
-        return await _try(loader.sleep()) or JSONResponse({"status": "ok"})
+        return await _refusal_of(loader.sleep()) or JSONResponse({"status": "ok"})
 
     @router.post("/load_lora_adapter")
     async def load_lora_adapter(body: LoadLoRAAdapter) -> Response:
@@ -122,7 +123,7 @@ def make_router(
             return _refusal(409, f"{model_name} is the policy's own name; its adapter is loaded with /update_weights")
         loading = loader.while_awake(partial(adapters.load, body.lora_name, path=body.lora_path))
         answer = {"status": "ok", "lora_name": body.lora_name, "lora_path": str(body.lora_path)}
-        return await _try(loading) or JSONResponse(answer)
+        return await _refusal_of(loading) or JSONResponse(answer)
 
     @router.get("/health")
     async def health() -> Response:
@@ -132,15 +133,15 @@ def make_router(
 
 
 def add_routes(app: FastAPI, router: APIRouter) -> None:
-    """Put the routes of `router` into `app`, before those that have the same path."""
-    others = list(app.router.routes)
+    """Put the routes of `router` before the routes of `app`. The first route with a path answers, so they replace vLLM's."""
+    vllm_routes = list(app.router.routes)
     app.router.routes.clear()
     app.include_router(router)
-    app.router.routes.extend(others)
+    app.router.routes.extend(vllm_routes)
 
 
 class Gate:
-    """ASGI middleware around all routes: refuses requests without the secret, and those of foreign web pages."""
+    """ASGI middleware around all routes. It refuses requests that lack the secret, and requests of foreign web pages."""
 
     def __init__(self, app: ASGIApp, *, token: str, host: str) -> None:
         """Guard `app`.
@@ -151,24 +152,25 @@ class Gate:
         """
         self._app = app
         self._expected = f"Bearer {token}".encode()
-        # A web page can resolve its own name to this address (DNS rebinding); the browser then treats this server as the page's.
+        # A web page can make its own name resolve to this address (DNS rebinding). Its Host header then has that foreign name.
         self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()} if _is_loopback(host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with a refusal."""
-        refused = self._refuse(scope) if scope["type"] in ("http", "websocket") else None
-        await (refused or self._app)(scope, receive, send)
+        refusal = self._check(scope) if scope["type"] in ("http", "websocket") else None
+        await (refusal or self._app)(scope, receive, send)
 
-    def _refuse(self, scope: Scope) -> JSONResponse | None:
-        headers, name = Headers(scope=scope), ""
-        with suppress(ValueError):  # else the header is no address
-            name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        if self._hosts is not None and name not in self._hosts:
+    def _check(self, scope: Scope) -> JSONResponse | None:
+        """Return the answer that refuses a request; None for a request that is allowed."""
+        headers, host_name = Headers(scope=scope), ""
+        with suppress(ValueError):  # raised for a header that is no address
+            host_name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        if self._hosts is not None and host_name not in self._hosts:
             return _refusal(
-                403, f"the Host header says {name[:100]!r}; this server answers to {', '.join(sorted(self._hosts))}"
+                403, f"the Host header says {host_name[:100]!r}; this server answers to {', '.join(sorted(self._hosts))}"
             )
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in _OPEN or (path.startswith("/v1/") and path.split("/")[2] in _OPEN_BELOW_V1):
+        if path in _OPEN_PATHS or (path.startswith("/v1/") and path.split("/")[2] in _OPEN_BELOW_V1):
             return None
         if hmac.compare_digest(headers.get("authorization", "").encode(), self._expected):
             return None
@@ -179,8 +181,8 @@ class Gate:
         )
 
 
-def guard(app: FastAPI, *, token: str, host: str) -> None:
-    """Put the gate around `app`. vLLM may have built its middleware stack already: then none can be added the usual way."""
+def add_gate(app: FastAPI, *, token: str, host: str) -> None:
+    """Put a `Gate` around `app`. `app.add_middleware` would fail if vLLM has built the middleware stack already."""
     app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token=token, host=host)
 
 
@@ -192,6 +194,7 @@ def _is_loopback(host: str) -> bool:
 
 
 async def _check_health(engine: "VersionedEngine", *, timeout_s: float) -> Response:
+    """Return status 200 once every worker of the engine answers, else a refusal."""
     try:
         async with asyncio.timeout(timeout_s):
             await engine.ping()
@@ -202,8 +205,11 @@ async def _check_health(engine: "VersionedEngine", *, timeout_s: float) -> Respo
     return Response(status_code=200)
 
 
-async def _try(change: Awaitable[object]) -> JSONResponse | None:
-    """Return the refusal of a change that failed. vLLM's exception handlers would remove paths from it, which the caller needs."""
+async def _refusal_of(change: Awaitable[object]) -> JSONResponse | None:
+    """Await `change`; return None when it succeeded, else an answer with the error.
+
+    vLLM's exception handlers are not used, because they remove paths from an error, and the caller needs these.
+    """
     try:
         await change
     except WeightsError as exc:

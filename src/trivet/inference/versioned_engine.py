@@ -1,11 +1,12 @@
-"""Extends vLLM's engine client: it knows which policy sampled each token, and reports every mix of two policies' KV caches.
+"""Extends vLLM's engine client so that the policy that sampled each token is known, although policies change while requests run.
 
 Every answer has three properties:
 
-- Each token is counted to the policy that the engine had when it sampled it (`engine_records`).
-- A request is salted with the policy it is admitted under, so it reuses no other policy's prefix cache.
-- A request that has no token yet when the policy changes is restarted under the new one. Only a completion that already has
-  tokens continues with the keys and values of the policy before, and its versions show it.
+- Each token has the version of the policy with which the engine sampled it (`engine_records`).
+- A request's key in the prefix cache has a salt that stands for the policy under which the request was admitted. So it never
+  reuses keys and values that another policy computed.
+- A request that has no token yet when the policy changes is restarted under the new policy. Only a completion that already has
+  tokens continues with keys and values of the previous policy. Its token versions then name both policies.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from trivet.errors import InferenceError
 from trivet.inference.engine_process import await_children, end_with_api_server
-from trivet.inference.engine_records import EngineRoutes, PolicyLedger, TokenVersions
+from trivet.inference.engine_records import PolicyLedger, RequestEngines, TokenVersions
 from trivet.inference.policy_loader import EnginePart
 from trivet.inference.vllm_names import (
     AsyncLLM,
@@ -40,39 +41,41 @@ from trivet.inference.vllm_names import (
 )
 from trivet.inference.worker_extension import POLICY_ADAPTER_ID, policy_adapter
 
-_SALT_END = "/"
-_PROBE = "probe-"
-"""How the ids of the engine's own requests begin."""
+_SALT_SEPARATOR = "/"
+"""Separates the policy's part of a cache salt from the part that the request brought."""
+_PROBE_ID_START = "probe-"
+"""The first characters of the ids of requests that score a probe. Users' requests have other ids."""
 
-_answering: ContextVar[list[TokenVersions] | None] = ContextVar("answering", default=None)
+_collected_versions: ContextVar[list[TokenVersions] | None] = ContextVar("collected_versions", default=None)
+"""The list to which a request of the current task adds its versions; None: it adds them nowhere."""
 
 
 @contextmanager
 def collect_versions() -> Iterator[list[TokenVersions]]:
-    """Collect the versions of every request that the block, or a task it starts, sends to the engine, in order."""
+    """Collect the token versions of every request that the `with` block, or a task started in it, sends to the engine, in order."""
     collected: list[TokenVersions] = []
-    token = _answering.set(collected)
+    token = _collected_versions.set(collected)
     try:
         yield collected
     finally:
-        _answering.reset(token)
+        _collected_versions.reset(token)
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """One completion of a request, as it was last handed to the engine."""
+    """One completion of a request, as it was last handed to the engine. A restart of the request makes a later attempt of it."""
 
     request: EngineCoreRequest
     index: int
-    """Position of the completion among those of the request."""
+    """Position of the completion among the completions of the request."""
     versions: TokenVersions
     """Versions of all completions of the request."""
-    since: float
-    """Monotonic seconds. Tokens sampled earlier belong to an attempt that was abandoned."""
+    sent_at: float
+    """Monotonic seconds. Tokens that were sampled earlier belong to an earlier attempt, which was abandoned."""
 
 
 @dataclass(slots=True, weakref_slot=True)
-class _Admitted:
+class _AdmittedRequest:
     """A request that the engine has. It is kept as long as vLLM keeps the collector of its outputs."""
 
     versions: TokenVersions = field(default_factory=TokenVersions)
@@ -81,37 +84,40 @@ class _Admitted:
 
 
 class VersionedEngine(AsyncLLM):
-    """The engine of an API server. `PolicyLoader` has it load policies, the routes ask whether it answers."""
+    """The engine of an API server. `PolicyLoader` loads policies into it; `routes` checks with it whether every worker answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = PolicyLedger()
-        self._admitted: WeakKeyDictionary[RequestOutputCollector, _Admitted] = WeakKeyDictionary()
-        self._is_open = asyncio.Event()
-        self._is_open.set()
+        self._admitted: WeakKeyDictionary[RequestOutputCollector, _AdmittedRequest] = WeakKeyDictionary()
+        """The requests that the engine has, by the collector of a request's outputs, which vLLM makes."""
+        self._may_admit = asyncio.Event()
+        """Not set from a pause until `resume`. New requests wait for it."""
+        self._may_admit.set()
         self._num_adapter_loads = 0
-        self._held: list[tuple[list[EngineCoreOutput], float, tuple[Any, ...], dict[str, Any]]] | None = None
-        """Outputs of weights that are not confirmed yet, in order; None: outputs are passed on."""
+        self._held_outputs: list[tuple[list[EngineCoreOutput], float, tuple[Any, ...], dict[str, Any]]] | None = None
+        """Calls of `process_outputs` with outputs of a policy that is not confirmed yet, in order: the outputs, the time at which
+        they were sampled, further arguments. None: outputs are passed on at once."""
         self._has_scored = False
-        """`score` let the engine go on since it was paused."""
+        """True when `score` has let the paused engine go on since the last pause."""
         super().__init__(*args, **kwargs)
-        self._routes = EngineRoutes.install(self.engine_core)
-        # The only place that every completion passes, those of a request with several too.
-        self._add_request_state = self.output_processor.add_request
-        self.output_processor.add_request = self._admit_then_add
-        # The only place where tokens still carry the time at which the engine sampled them.
-        self._process_outputs = self.output_processor.process_outputs
-        self.output_processor.process_outputs = self._process_then_count
+        self._request_engines = RequestEngines.install(self.engine_core)
+        # Every completion passes through `add_request`, also each of several completions of one request.
+        self._add_in_vllm = self.output_processor.add_request
+        self.output_processor.add_request = self._record_and_add
+        # `process_outputs` is the last place where tokens still have the time at which the engine sampled them.
+        self._process_in_vllm = self.output_processor.process_outputs
+        self.output_processor.process_outputs = self._process_and_count
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as vLLM does. A request that comes while a policy is loaded waits for it."""
-        await self._is_open.wait()
+        """Generate as vLLM does. A request that comes while a policy is loaded waits for the end of the load."""
+        await self._may_admit.wait()
         if self.serves_adapters and kwargs.get("lora_request") is None:
             kwargs["lora_request"] = policy_adapter()
-        salted: Any = {**prompt, "cache_salt": self._salt(prompt.get("cache_salt"))}
+        salted: Any = {**prompt, "cache_salt": self._make_salt(prompt.get("cache_salt"))}
         async for output in super().generate(salted, *args, **kwargs):
             yield output
 
-    def _admit_then_add(
+    def _record_and_add(
         self,
         request: EngineCoreRequest,
         prompt: Any,
@@ -119,49 +125,60 @@ class VersionedEngine(AsyncLLM):
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
+        """Record a completion's first attempt, then add it in vLLM. The signature is that of `OutputProcessor.add_request`."""
         assert queue is not None, "vLLM's server collects the outputs of every request"
         admitted = self._admitted.get(queue)
         if admitted is None:
-            admitted = self._admitted[queue] = _Admitted()
-            # No version of the policy samples the tokens of an adapter under a name of its own.
+            admitted = self._admitted[queue] = _AdmittedRequest()
+            # A user's adapter with a name of its own is no policy, so its tokens have no policy version.
             is_of_policy = request.lora_request is None or request.lora_request.lora_int_id == POLICY_ADAPTER_ID
-            if (collected := _answering.get()) is not None and is_of_policy:
+            if (collected := _collected_versions.get()) is not None and is_of_policy:
                 collected.append(admitted.versions)
-        admitted.attempts[request_index] = _Attempt(request, request_index, admitted.versions, since=time.monotonic())
-        self._add_request_state(request, prompt, parent_req, request_index, queue)
+        admitted.attempts[request_index] = _Attempt(request, request_index, admitted.versions, sent_at=time.monotonic())
+        self._add_in_vllm(request, prompt, parent_req, request_index, queue)
 
-    def _process_then_count(
+    def _process_and_count(
         self,
         engine_core_outputs: list[EngineCoreOutput],
         engine_core_timestamp: float | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> OutputProcessorOutput:
+        """Process outputs in vLLM, then count their tokens to the policy that sampled them.
+
+        Outputs of abandoned attempts are dropped. While a policy is not confirmed, outputs of users' requests are held back and
+        only those of probe requests are processed.
+
+        Args:
+            engine_core_timestamp: monotonic seconds at which the engine sampled the tokens.
+        """
         assert engine_core_timestamp is not None
-        if self._held is not None:
-            others = [output for output in engine_core_outputs if not output.request_id.startswith(_PROBE)]
-            self._held.append((others, engine_core_timestamp, args, kwargs))
-            engine_core_outputs = [output for output in engine_core_outputs if output.request_id.startswith(_PROBE)]
+        if self._held_outputs is not None:
+            of_users = [output for output in engine_core_outputs if not output.request_id.startswith(_PROBE_ID_START)]
+            self._held_outputs.append((of_users, engine_core_timestamp, args, kwargs))
+            engine_core_outputs = [output for output in engine_core_outputs if output.request_id.startswith(_PROBE_ID_START)]
         version = self.ledger.version_at(engine_core_timestamp)
-        found = [(output, self._find_attempt(output)) for output in engine_core_outputs]
-        current = [(output, attempt) for output, attempt in found if attempt is None or attempt.since <= engine_core_timestamp]
-        # Processing removes tokens behind a stop string, so they are counted afterwards. Nothing awaits in between, so no answer
-        # is made before its last tokens are counted.
-        processed = self._process_outputs([output for output, _ in current], engine_core_timestamp, *args, **kwargs)
+        pairs = [(output, self._find_attempt(output)) for output in engine_core_outputs]
+        current = [
+            (output, attempt) for output, attempt in pairs if attempt is None or attempt.sent_at <= engine_core_timestamp
+        ]
+        # Tokens are counted after the processing, because it removes tokens that follow a stop string. There is no await between
+        # the two, so no answer is made before its last tokens are counted.
+        processed = self._process_in_vllm([output for output, _ in current], engine_core_timestamp, *args, **kwargs)
         for output, attempt in current:
             if attempt is not None and output.new_token_ids:
                 attempt.versions.record(attempt.index, num_tokens=len(output.new_token_ids), version=version)
         return processed
 
     def _find_attempt(self, output: EngineCoreOutput) -> _Attempt | None:
-        """Return the attempt that `output` is for; None when its request is gone."""
+        """Return the attempt to which `output` belongs; None when vLLM has dropped the request."""
         state = self.output_processor.request_states.get(output.request_id)
         admitted = self._admitted.get(state.queue) if state is not None and state.queue is not None else None
         return None if state is None or admitted is None else admitted.attempts[state.request_index]
 
     async def pause(self) -> None:
-        """Keep new requests waiting and stop sampling; the KV cache stays."""
-        self._is_open.clear()
+        """Stop sampling and let new requests wait. Requests in the engine and the KV cache stay."""
+        self._may_admit.clear()
         await self.pause_generation(mode="keep", clear_cache=False)
         self._has_scored = False
 
@@ -171,24 +188,24 @@ class VersionedEngine(AsyncLLM):
 
     @property
     def serves_adapters(self) -> bool:
-        """The engine was started with `enable_lora`."""
+        """True when the engine was started with `enable_lora`. Every policy is then served as an adapter, if only an empty one."""
         return self.vllm_config.lora_config is not None
 
     async def load_adapter(self, directory: Path | None) -> None:
-        """Replace the policy's adapter in every worker; None: by one that changes nothing."""
+        """Replace the policy's adapter in every worker by the one in `directory`; None: by an adapter that changes nothing."""
         await self.collective_rpc("load_policy_adapter", args=(None if directory is None else str(directory),))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter under a name of its own, in place of one that has the name."""
+        """Load a user's adapter under its own name. It replaces an adapter of the same name. vLLM's routes call this method."""
         is_added = await super().add_lora(lora_request)
-        # Later requests carry this object, and must not read the files again.
+        # vLLM passes the same object with later requests, which must not read the files again.
         lora_request.load_inplace = False
         self._num_adapter_loads += 1
         return is_added
 
     async def drop_caches(self) -> None:
-        """Drop the prefix cache, and restart requests that have no token yet. Until `resume` no answer leaves the engine."""
-        self._held = self._held or []
+        """Drop the prefix cache and restart requests that have no token yet. Outputs are held back from now until `resume`."""
+        self._held_outputs = self._held_outputs or []
         await self.reset_prefix_cache()
         await self._restart_requests_without_tokens()
 
@@ -198,9 +215,10 @@ class VersionedEngine(AsyncLLM):
         return str(self.vllm_config.model_config.dtype).removeprefix("torch.")
 
     async def score(self, samples: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Compute the log-probability of each token but the first, on every engine of the server, by sample.
+        """Compute the log-probability of each token but the first. Return a list per engine, in it a list per sample.
 
-        Requests that were paused go on meanwhile: `resume` passes on what they get, `discard` fails them.
+        The paused requests go on meanwhile. Afterwards call `resume`, which passes on their outputs, or `undo_score`, which makes
+        these requests fail.
         """
         self._has_scored = True
         await self.resume_generation()
@@ -216,7 +234,7 @@ class VersionedEngine(AsyncLLM):
         async for output in super().generate(
             TokensPrompt(prompt_token_ids=list(token_ids)),
             params,
-            f"{_PROBE}{uuid.uuid4().hex}",
+            f"{_PROBE_ID_START}{uuid.uuid4().hex}",
             lora_request=policy_adapter() if self.serves_adapters else None,
             data_parallel_rank=rank,
         ):
@@ -224,34 +242,36 @@ class VersionedEngine(AsyncLLM):
             scored = [entry[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True) if entry is not None]
         return scored
 
-    async def discard(self) -> None:
-        """Undo `score`: pause again, and fail the requests that may have got tokens of weights that are not served."""
+    async def undo_score(self) -> None:
+        """If `score` ran since the pause: pause again, and fail every request, which may have tokens of the refused policy."""
         if not self._has_scored:
             return
         await self.pause()
-        self._held = []
+        self._held_outputs = []
         self.output_processor.propagate_error(
             InferenceError("the weights that sampled this answer were refused; send it again")
         )
 
     async def resume(self) -> None:
-        """Sample again, pass on what was held, and admit the requests that wait."""
+        """Sample again, pass on the outputs that were held back, and admit the waiting requests."""
         await self.resume_generation()
-        held, self._held = self._held or [], None
-        processed = [self._process_then_count(outputs, at, *args, **kwargs) for outputs, at, args, kwargs in held]
+        held_outputs, self._held_outputs = self._held_outputs or [], None
+        processed = [
+            self._process_and_count(outputs, sampled_at, *args, **kwargs) for outputs, sampled_at, args, kwargs in held_outputs
+        ]
         if stopped := [request_id for output in processed for request_id in output.reqs_to_abort]:
             await self.engine_core.abort_requests_async(stopped)
-        self._is_open.set()
+        self._may_admit.set()
 
     async def suspend(self) -> None:
-        """Free the GPU memory of a paused engine. Its requests go on after it woke, with their keys and values computed anew."""
-        # Level 2 would need no copy of the weights in main memory. But at that level vLLM 0.32 keeps only a model's buffers, and a
-        # reload fills only parameters that the checkpoint has. A parameter that it lacks, and a tensor that is a plain attribute,
-        # such as the slopes of MiniMax's linear attention (`tp_slope`), would come back with arbitrary content.
+        """Free the GPU memory of a paused engine. Its requests go on after `wake`, with their keys and values computed anew."""
+        # Level 1 copies the weights to main memory; level 2 would not. But at level 2 vLLM 0.32 keeps only a model's buffers, and a
+        # reload fills only parameters that the checkpoint has. Other parameters, and tensors that are plain attributes, such as the
+        # slopes of MiniMax's linear attention (`tp_slope`), would come back with arbitrary content.
         await self.sleep(level=1, mode="keep")
 
     async def wake(self, part: EnginePart) -> None:
-        """Take GPU memory for a part again; vLLM goes on with its requests once both parts have it."""
+        """Take GPU memory for a part again. vLLM goes on with its requests once both parts have their memory."""
         await self.wake_up(tags=[part])
 
     async def ping(self) -> None:
@@ -259,9 +279,9 @@ class VersionedEngine(AsyncLLM):
         await self.collective_rpc("ping")
 
     async def stop(self) -> None:
-        """End the engine. Requests that it has not answered fail at once."""
+        """End the engine. Requests without an answer fail at once."""
         if self.output_handler is not None:
-            # It would report this intended end as the death of the engine.
+            # vLLM's output handler would report this intended end as the death of the engine.
             self.output_handler.cancel()
         self.output_processor.propagate_error(EngineDeadError())
         await asyncio.to_thread(self.shutdown, timeout=0)
@@ -275,25 +295,26 @@ class VersionedEngine(AsyncLLM):
             if index not in admitted.versions.runs
         ]
         request_ids = [attempt.request.request_id for attempt in attempts]
-        if self._routes is not None:
-            self._routes.forget_all_but(self.output_processor.request_states)
-            self._routes.expect_end_of(request_ids)
-        # Not abort_requests_async: the engine may apply such an abort a second time, later, to the attempt that follows.
+        if self._request_engines is not None:
+            self._request_engines.forget_all_but(self.output_processor.request_states)
+            self._request_engines.expect_end_of(request_ids)
+        # abort_requests_async is not used: the engine may apply such an abort a second time, later, to the new attempt.
         await self.engine_core.call_utility_async("abort_requests", request_ids)
         for attempt in attempts:
             request = attempt.request
             if request.request_id in self.output_processor.request_states:
-                _, _, own_salt = (request.cache_salt or "").partition(_SALT_END)
-                request.cache_salt = self._salt(own_salt)
-                attempt.since = time.monotonic()
+                _, _, request_salt = (request.cache_salt or "").partition(_SALT_SEPARATOR)
+                request.cache_salt = self._make_salt(request_salt)
+                attempt.sent_at = time.monotonic()
                 await self.engine_core.add_request_async(request)
 
-    def _salt(self, own_salt: str | None) -> str:
-        return f"{self.ledger.num_switches}.{self._num_adapter_loads}{_SALT_END}{own_salt or ''}"
+    def _make_salt(self, request_salt: str | None) -> str:
+        """Return the cache salt of a request that is admitted now. It differs after every switch and every load of an adapter."""
+        return f"{self.ledger.num_switches}.{self._num_adapter_loads}{_SALT_SEPARATOR}{request_salt or ''}"
 
 
 class OneProcessExecutor(UniProcExecutor):
-    """Runs the worker in the engine's own process, which ends with the API server. vLLM would leave it behind."""
+    """Runs the worker in the engine's own process. That process ends with the API server; vLLM would leave it running."""
 
     def _init_executor(self) -> None:
         end_with_api_server()
@@ -301,7 +322,7 @@ class OneProcessExecutor(UniProcExecutor):
 
 
 class ManyProcessExecutor(MultiprocExecutor):
-    """Runs one worker process per rank; these end with the engine's process, and that with the API server."""
+    """Runs one worker process per rank. The workers end with the engine's process, which ends with the API server."""
 
     def _init_executor(self) -> None:
         end_with_api_server()

@@ -1,9 +1,10 @@
-"""Holds every name of vLLM that trivet uses. No other module imports vLLM, so that a new release is ported by reading one file.
+"""Provides every name of vLLM that trivet uses. No other module imports vLLM, so one file shows what a new release may break.
 
-Nearly all of these names are private to vLLM: it moves and renames them between releases without notice.
-`tests/unit/inference/test_vllm_names.py` looks up each of them, and their attributes, and says which one went missing.
+Nearly all of these names are private to vLLM, which moves and renames them between releases without notice.
+`tests/unit/inference/test_vllm_names.py` looks up each name and its attributes, and reports a missing one.
 
-A name is imported when it is first asked for: a worker of the engine uses three of them and must not import the API server.
+A name is imported from vLLM when it is first used here: a worker of the engine uses few of them and must not import the API server.
+The imports below are for type checkers. At run time the module reads them from its own source, as a table (`MODULE_BY_NAME`).
 """
 
 import ast
@@ -56,15 +57,15 @@ if TYPE_CHECKING:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor as MultiprocExecutor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor as UniProcExecutor
 
-MODULE_OF = {
+MODULE_BY_NAME = {
     alias.name: node.module or ""
     for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
     for alias in node.names
 }
-"""The module of each name, as the imports above say it: these are for type checkers, and never carried out."""
+"""The module of each name, read from the import statements above."""
 
-if not TYPE_CHECKING:  # with it, a type checker would accept any name
+if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import `name` from vLLM.
@@ -72,11 +73,12 @@ if not TYPE_CHECKING:  # with it, a type checker would accept any name
         Raises:
             InferenceError: the installed vLLM does not have it.
         """
-        if name not in MODULE_OF:
+        if name not in MODULE_BY_NAME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = MODULE_BY_NAME[name]
         try:
-            found = getattr(importlib.import_module(MODULE_OF[name]), name)
+            value = getattr(importlib.import_module(module), name)
         except (AttributeError, ModuleNotFoundError) as exc:
-            raise InferenceError(f"the installed vLLM has no {MODULE_OF[name]}.{name}, which trivet uses: {exc}") from exc
-        globals()[name] = found  # later look-ups do not come here
-        return found
+            raise InferenceError(f"the installed vLLM has no {module}.{name}, which trivet uses: {exc}") from exc
+        globals()[name] = value  # Python calls this function only for names that are not in globals()
+        return value

@@ -1,14 +1,16 @@
-"""Adds methods to every vLLM worker that the API server calls by `collective_rpc`, and names the policy's adapter on both sides.
+"""Adds methods to every vLLM worker, which the API server calls by `collective_rpc`, and defines the id of the policy's adapter.
 
 The policy may be an adapter of the start model. Every request for the policy uses it, from version 0 on, so a completion needs no
 change when a new policy is loaded in the middle of it: the adapter has new weights. Before the first policy these are zeros.
 
-On the CPU it works around faults of vLLM 0.29 to 0.32: a hot reload leaves weights that were packed at the start as they were.
-`ParallelLMHead.cpu_linear` closes over weights that are packed when the model is first loaded. `reload_weights` replaces the
-parameter and not the closure, so outputs come from new layers and the old head. A mixture's experts are packed only before their
-kernel exists, so that a reload leaves them in the layout of the files, which the kernel misreads. Neither is an error.
-tests/integration/test_inference_server.py and test_families_served.py compare a server with the reloaded weights: when they pass
-without `forget_expert_kernels` and `repack_lm_heads`, these can go.
+On the CPU this module works around two faults of vLLM 0.29 to 0.32, which raise no error. Both concern packing: vLLM stores some
+weights in the layout that its CPU kernels read, and packs them only when the model is first loaded.
+- LM head: `ParallelLMHead.cpu_linear` keeps the packed weights in a closure. `reload_weights` replaces the parameter and not the
+  closure, so outputs come from new layers and the old head. `repack_lm_heads` packs the new weights.
+- Experts of a mixture: vLLM packs them only while their kernel does not exist. After a reload they have the layout of the files,
+  which the kernel misreads. `forget_expert_kernels` removes the kernel before the reload.
+Both functions can go when tests/integration/test_inference_server.py and test_families_served.py, which compare a server with the
+reloaded weights, pass without them.
 """
 
 import os
@@ -21,13 +23,13 @@ from trivet.inference.vllm_names import LogitsProcessorWithLoRA, LoRARequest, Vo
 from trivet.machine import Heap
 
 POLICY_ADAPTER_ID = 2**20
-"""Above the ids of adapters that users load, which vLLM counts from 1."""
+"""The adapter's id in vLLM. It is above the ids of adapters that users load, which vLLM counts from 1."""
 _heap = Heap()
-"""The heap of the worker, which is a process of its own."""
+"""The heap of this worker process. After a load its unused memory is given back to the system."""
 
 
 class PolicyWorkerExtension:
-    """A base class that vLLM adds to its worker class."""
+    """A base class that vLLM adds to its worker class (`worker_extension_cls`)."""
 
     model_runner: Any
     """Set by the worker."""
@@ -40,7 +42,7 @@ class PolicyWorkerExtension:
         _heap.trim_if_grown()
 
     def load_policy_adapter(self, directory: str | None) -> None:
-        """Replace the policy's adapter by the one in `directory`, in place; None: by one that changes nothing."""
+        """Replace the policy's adapter by the one in `directory`, in place; None: by an adapter that changes nothing."""
         worker: Any = self
         request = policy_adapter(directory)
         if directory is None:
@@ -61,7 +63,7 @@ def policy_adapter(directory: str | None = None) -> LoRARequest:
     """Return the LoRARequest under which vLLM knows the policy's adapter.
 
     Args:
-        directory: replace its weights by those in this directory; None keeps them.
+        directory: the directory from which its weights are replaced; None keeps the loaded weights.
     """
     return LoRARequest(
         lora_name="trivet-policy",
@@ -72,10 +74,11 @@ def policy_adapter(directory: str | None = None) -> LoRARequest:
 
 
 def score_prompts_by_plain_head(model: torch.nn.Module) -> None:
-    """Leave the head's adapter out of the logits of prompt tokens. May be called again.
+    """Compute the logits of prompt tokens without the head's adapter. May be called again.
 
-    A prompt's log-probabilities need logits of all its tokens. vLLM 0.32 then applies the head's adapter by the indices of the
-    requests that sample, which are of another number: on the CPU the engine dies. The policy's adapter has no part for the head.
+    A prompt's log-probabilities need the logits of all its tokens. vLLM 0.32 applies the head's adapter to these logits with one
+    index per sampling request, so the lengths differ and on the CPU the engine dies. The policy's adapter never changes the head,
+    so leaving it out changes no result.
     """
     for module in model.modules():
         if isinstance(module, LogitsProcessorWithLoRA):
@@ -86,13 +89,14 @@ def score_prompts_by_plain_head(model: torch.nn.Module) -> None:
 
 
 def _add_sampled_logits(kernels: Any, logits: torch.Tensor, hidden: torch.Tensor, *factors: Any) -> torch.Tensor | None:
+    """Add the head's adapter as vLLM does if there is one line of `hidden` per sampling request, else return `logits` unchanged."""
     if len(hidden) != len(kernels.sampler_indices):
         return logits
     return kernels.add_sampled_logits(logits, hidden, *factors)
 
 
 def forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have the next reload pack the experts of `model`, as the first load did. Does nothing on a GPU."""
+    """Remove the kernels of the experts of `model`, so that the next reload packs the experts. Do nothing on a GPU."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():
@@ -102,7 +106,7 @@ def forget_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_lm_heads(model: torch.nn.Module) -> None:
-    """Pack the current weights of every LM head of `model`. Does nothing on a GPU, where nothing is packed."""
+    """Pack the current weights of every LM head of `model`. Do nothing on a GPU, where nothing is packed."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():

@@ -1,6 +1,6 @@
 from collections import Counter
 
-from trivet.inference.engine_records import EngineRoutes, PolicyLedger, TokenVersions
+from trivet.inference.engine_records import PolicyLedger, RequestEngines, TokenVersions
 from trivet.wire.versions import PolicyVersion, VersionRun
 
 
@@ -51,9 +51,9 @@ class FakeRouting:
             self.engine_inflight[engine] -= 1
 
 
-def open_routes() -> tuple[FakeRouting, EngineRoutes]:
+def open_routes() -> tuple[FakeRouting, RequestEngines]:
     client = FakeRouting()
-    routes = EngineRoutes.install(client)
+    routes = RequestEngines.install(client)
     assert routes is not None
     return client, routes
 
@@ -92,4 +92,4 @@ def test_a_request_that_was_not_sent_again_is_forgotten_at_the_next_switch() -> 
 
 
 def test_a_client_of_a_single_engine_keeps_no_record() -> None:
-    assert EngineRoutes.install(object()) is None
+    assert RequestEngines.install(object()) is None

@@ -65,8 +65,8 @@ class FakeEngine:
         self.calls.append(f"score {samples}")
         return self.scores
 
-    async def discard(self) -> None:
-        self.calls.append("discard")
+    async def undo_score(self) -> None:
+        self.calls.append("undo_score")
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -201,21 +201,21 @@ def test_what_an_engine_does_for_a_policy(
             {"scores": [[[-1.0, -2.0]], [[-1.0, -9.0]]]},
             "1 3",
             r"policy 3 as this server computes it is not.*policy 1 is served again",
-            ["score [[1, 2, 3]]", "discard", "load step_1", "drop_caches", "resume"],
+            ["score [[1, 2, 3]]", "undo_score", "load step_1", "drop_caches", "resume"],
             id="a probe that is not reproduced",
         ),
         pytest.param(
             {"refused": ["step_2"]},
             "1 2",
             r"step_2 .*\(RuntimeError: shapes differ\); policy 1 is served",
-            ["pause", "load step_2", "discard", "load step_1", "drop_caches", "resume"],
+            ["pause", "load step_2", "undo_score", "load step_1", "drop_caches", "resume"],
             id="a failed load",
         ),
         pytest.param(
             {"refused": ["step_1"]},
             "sleep 1",
             "policy 0 is served again",
-            ["wake weights", "load step_1", "discard", "load start", "drop_caches", "wake kv_cache", "resume"],
+            ["wake weights", "load step_1", "undo_score", "load start", "drop_caches", "wake kv_cache", "resume"],
             id="a failed load of an engine that slept",
         ),
     ],

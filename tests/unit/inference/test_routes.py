@@ -12,7 +12,7 @@ from trivet.algorithms.probe import ProbeResult
 from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.arguments import vllm_arguments
-from trivet.inference.routes import add_routes, guard, make_router
+from trivet.inference.routes import add_gate, add_routes, make_router
 from trivet.weights.manifest import Manifest
 from trivet.wire.versions import PolicyVersion
 
@@ -217,7 +217,7 @@ def ask_guarded(method: str, path: str, *, host: str = "127.0.0.1", loader: Any 
     add_routes(app, make_router(loader or FakeLoader(), engine, model_name="m"))
     arguments = vllm_arguments(InferenceConfig(), is_cpu=True, run_secret=TOKEN)
     app.add_middleware(CORSMiddleware, allow_origins=arguments["allowed_origins"], allow_methods=["*"], allow_headers=["*"])
-    guard(app, token=TOKEN, host=host)
+    add_gate(app, token=TOKEN, host=host)
 
     async def scenario() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:

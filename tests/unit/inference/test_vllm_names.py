@@ -14,7 +14,7 @@ from trivet.client.inference_client import ServerLoad, read_load
 from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import InferenceError
 from trivet.inference import arguments, vllm_names
-from trivet.inference.vllm_names import MODULE_OF
+from trivet.inference.vllm_names import MODULE_BY_NAME
 
 SOURCE = Path(__file__).parents[3] / "src" / "trivet"
 
@@ -80,7 +80,7 @@ def has(owner, name):
     return re.search(rf"^ +(self\\.)?{name}\\b *[:=]", sources, re.M) is not None
 
 missing = {}
-for name in vllm_names.MODULE_OF:
+for name in vllm_names.MODULE_BY_NAME:
     try:
         getattr(vllm_names, name)
     except InferenceError as exc:
@@ -118,14 +118,14 @@ from types import SimpleNamespace
 
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from trivet.inference.engine_records import EngineRoutes
+from trivet.inference.engine_records import RequestEngines
 
 client = DPLBAsyncMPClient.__new__(DPLBAsyncMPClient)  # its constructor would start engines
 client.__dict__ |= {"reqs_in_flight": {}, "engine_inflight": Counter(), "client_count": 1, "eng_start_index": 0}
 client.__dict__ |= {"core_engines": [b"0", b"1"], "lb_engines": [[0, 0, 0.0], [0, 0, 0.0]]}
 request = SimpleNamespace(request_id="a", data_parallel_rank=None, pooling_params=None)
 end = lambda: asyncio.run(DPLBAsyncMPClient.process_engine_outputs(client, SimpleNamespace(finished_requests={"a"})))
-routes = EngineRoutes.install(client)
+routes = RequestEngines.install(client)
 seen = []
 client.get_core_engine_for_request(request)
 routes.expect_end_of(["a"])
@@ -133,7 +133,7 @@ for act in (lambda: client.get_core_engine_for_request(request), end, end):
     act()
     seen.append([len(client.reqs_in_flight), client.engine_inflight[b"0"]])
 
-from trivet.inference.versioned_engine import VersionedEngine, _Admitted, _Attempt
+from trivet.inference.versioned_engine import VersionedEngine, _AdmittedRequest, _Attempt
 
 class Queue:
     pass
@@ -155,9 +155,9 @@ class Routes:
         order.append(["expect_end_of", list(request_ids)])
 
 engine = VersionedEngine.__new__(VersionedEngine)  # its constructor would start engines
-queue, admitted = Queue(), _Admitted()
-admitted.attempts[0] = _Attempt(SimpleNamespace(request_id="a", cache_salt="0.0/own"), 0, admitted.versions, since=0.0)
-engine.__dict__ |= {"_admitted": {queue: admitted}, "_routes": Routes(), "engine_core": Core(), "_num_adapter_loads": 0}
+queue, admitted = Queue(), _AdmittedRequest()
+admitted.attempts[0] = _Attempt(SimpleNamespace(request_id="a", cache_salt="0.0/own"), 0, admitted.versions, sent_at=0.0)
+engine.__dict__ |= {"_admitted": {queue: admitted}, "_request_engines": Routes(), "engine_core": Core(), "_num_adapter_loads": 0}
 engine.__dict__ |= {"ledger": SimpleNamespace(num_switches=1), "output_processor": SimpleNamespace(request_states={"a": None})}
 asyncio.run(engine._restart_requests_without_tokens())
 
@@ -267,7 +267,7 @@ def test_the_names_are_imported_when_they_are_asked_for() -> None:
 
 
 def test_a_name_that_the_installed_vllm_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODULE_OF, "EngineCar", "json")
+    monkeypatch.setitem(MODULE_BY_NAME, "EngineCar", "json")
     with pytest.raises(InferenceError, match=r"the installed vLLM has no json\.EngineCar, which trivet uses"):
         _ = vllm_names.EngineCar  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="no_such_name"):
