@@ -1,8 +1,8 @@
-"""Finds the servers of a run, probes the admitted ones, and admits the others once they serve the target policy.
+"""Finds the servers of a run, checks the admitted servers, and admits the others once they serve the target policy.
 
-The servers are those of `client.base_url`, or those behind a DNS name or in a file (`client.elastic`), which may come and go. A
-server that fails a probe is marked unhealthy, asked again with growing pauses, and admitted once it serves what is the target by
-then. Called by `ServerPool`. A wait without any server ends in an error.
+`client.base_url` lists the servers, or `client.elastic` names a DNS name or a file where servers may come and go. An admitted
+server that fails a check is marked unhealthy. A server that is not admitted is asked with growing pauses to load the target policy,
+and admitted when it serves it. `ServerPool` calls this module. If no server is left for too long, an error ends the run.
 """
 
 import asyncio
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT_S = 30.0
+_CHECK_TIMEOUT_S = 30.0
 """Longest time for one answer: a server that loads a large policy answers late."""
-_PROBE_INTERVAL_S = 5.0
-"""Between two probes of an admitted server. A server started again is found after at most this long."""
+_CHECK_INTERVAL_S = 5.0
+"""Seconds between two checks of an admitted server. A server that was restarted is noticed after at most this long."""
 _MAX_TIMEOUTS = 3
-"""Probes in a row that may go unanswered: a busy machine answers late."""
+"""Checks in a row without an answer that make a server unhealthy. One is not enough, because a busy machine answers late."""
 _FIRST_PAUSE_S = 1.0
-"""Before the second attempt to admit a server; doubles with each, to `_MAX_PAUSE_S`."""
+"""Seconds before the second attempt to admit a server; doubled with each attempt, up to `_MAX_PAUSE_S`."""
 _MAX_PAUSE_S = 30.0
-_EMPTY_POLL_INTERVAL_S = 1.0
-"""How often it is looked whether a server is left."""
-_EMPTY_REPORT_INTERVAL_S = 60.0
-"""How often a run without servers is reported."""
+_NO_SERVER_POLL_INTERVAL_S = 1.0
+"""Seconds between two questions whether any server is admitted."""
+_NO_SERVER_REPORT_INTERVAL_S = 60.0
+"""Seconds between two log lines about a run without servers."""
 _LOOKUP_RETRY_INTERVAL_S = 1.0
-"""Between two look-ups at the start, while no server answers."""
+"""Seconds between two look-ups at the start, while no server answers."""
 
 Resolve = Callable[[str], Awaitable[list[str]]]
-"""Maps a host's name to its addresses. Raises OSError when the name is not known now."""
+"""Maps a host's name to its addresses. Raises OSError when the name cannot be resolved now."""
 
 
 async def resolve(hostname: str) -> list[str]:
     """Return the addresses of `hostname`, sorted."""
-    found = await asyncio.get_running_loop().getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
-    return sorted({str(address[4][0]) for address in found})
+    infos = await asyncio.get_running_loop().getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+    return sorted({str(socket_address[0]) for *_, socket_address in infos})
 
 
 class ServerMonitor:
-    """Keeps one task per server, which probes it or tries to admit it, and with `client.elastic` one that looks for servers."""
+    """Runs one task per server, which checks it or tries to admit it. With `client.elastic` a further task looks for servers."""
 
     def __init__(
         self,
@@ -70,12 +70,15 @@ class ServerMonitor:
         self._clock = clock
         self._sleep = sleep
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The task of each server, by its address."""
 
     async def start(self) -> list[Server]:
-        """Return the servers that answer: every listed one; or once one does, those behind the name.
+        """Wait for servers at the start of a run, and return the servers that answer.
+
+        Every server of `client.base_url` must answer; of `client.elastic` at least one.
 
         Raises:
-            InferenceError: that took longer than `client.wait_for_ready_timeout`.
+            InferenceError: the wait took longer than `client.wait_for_ready_timeout`.
         """
         timeout_s = self._config.wait_for_ready_timeout
         if self._config.elastic is None:
@@ -85,18 +88,18 @@ class ServerMonitor:
         deadline = self._clock() + timeout_s
         while True:
             await self._look_up(self._config.elastic)
-            known = list(self._pool.servers.values())
-            questions = [server.client.check_health(timeout_s=_PROBE_TIMEOUT_S) for server in known]
-            answers = list(zip(known, await asyncio.gather(*questions, return_exceptions=True), strict=True))
-            if ready := [server for server, error in answers if error is None]:
+            servers = list(self._pool.servers.values())
+            checks = [server.client.check_health(timeout_s=_CHECK_TIMEOUT_S) for server in servers]
+            results = list(zip(servers, await asyncio.gather(*checks, return_exceptions=True), strict=True))
+            if ready := [server for server, error in results if error is None]:
                 return ready
-            for server, error in answers:
+            for server, error in results:
                 if isinstance(error, InferenceError):
                     server.last_error = str(error)
                 elif error is not None:
                     raise error
             if self._clock() >= deadline:
-                errors = "; ".join(server.last_error for server in known) or "it names no address"
+                errors = "; ".join(server.last_error for server in servers) or "it names no address"
                 raise InferenceError(f"no server of {self._config.elastic.source} was ready within {timeout_s:.0f} s: {errors}")
             await self._sleep(_LOOKUP_RETRY_INTERVAL_S)
 
@@ -104,45 +107,45 @@ class ServerMonitor:
         """Watch the servers until cancelled.
 
         Raises:
-            InferenceError: no server was left for longer than `client.wait_for_ready_timeout`.
-            ForeignPolicy: a server serves what this run did not give it.
+            InferenceError: no server was admitted for longer than `client.wait_for_ready_timeout`.
+            ForeignPolicy: a server serves a policy that this run did not load there.
         """
         async with asyncio.TaskGroup() as tasks:
             for server in self._pool.servers.values():
                 self._watch_in(tasks, server)
             if self._config.elastic is not None:
                 tasks.create_task(self._follow(tasks, self._config.elastic), name="server-names")
-            await self._require_servers(max_empty_s=self._config.wait_for_ready_timeout)
+            await self._require_servers(max_wait_s=self._config.wait_for_ready_timeout)
 
     async def is_at_fault(self, root: str) -> bool:
-        """Return whether the server at `root`, where a group failed, does not answer as it should."""
+        """Return whether the server with address `root`, where a group failed, is removed, unhealthy or does not answer."""
         server = self._pool.servers.get(root)
         if server is None or not server.is_admitted:
             return True
         asked_at = self._clock()
-        async with server.probing:
-            if server.is_admitted and server.probed_at < asked_at:
-                await self._probe(server)
+        async with server.check_lock:
+            if server.is_admitted and server.checked_at < asked_at:  # else another group's failure has had it checked meanwhile
+                await self._check(server)
         return not server.is_admitted or server.num_timeouts > 0
 
     def _watch_in(self, tasks: asyncio.TaskGroup, server: Server) -> None:
         self._tasks[server.root] = tasks.create_task(self._watch(server), name=f"server-{server.root}")
 
     async def _follow(self, tasks: asyncio.TaskGroup, config: ElasticConfig) -> None:
-        """Add and remove servers every `sync_interval`, until cancelled."""
+        """Add and remove servers of `client.elastic` every `sync_interval`, until cancelled."""
         while True:
             await self._sleep(config.sync_interval)
-            came, gone = await self._look_up(config)
-            for server in came:
+            added, removed = await self._look_up(config)
+            for server in added:
                 logger.info("server found url=%s", server.root)
                 self._watch_in(tasks, server)
-            for server in gone:
+            for server in removed:
                 self._tasks.pop(server.root).cancel()
                 self._pool.mark_unhealthy(server, f"{config.source} does not name it any more")
                 await server.client.aclose()
 
     async def _look_up(self, config: ElasticConfig) -> tuple[list[Server], list[Server]]:
-        """Bring the set up to date; return the servers that came and those that went."""
+        """Make the pool's servers those of the DNS name or file. Return the added and the removed servers."""
         try:
             if config.servers_file is not None:
                 text = await asyncio.to_thread(config.servers_file.read_text, "utf-8-sig")
@@ -155,71 +158,73 @@ class ServerMonitor:
             logger.warning("%s cannot be looked up: %s; its servers stay", config.source, exc)
             return [], []
         servers = self._pool.servers
-        gone = [servers.pop(root) for root in list(servers) if root not in roots]
-        return [self._add(root, is_elastic=True) for root in roots if root not in servers], gone
+        removed = [servers.pop(root) for root in list(servers) if root not in roots]
+        return [self._add(root, is_elastic=True) for root in roots if root not in servers], removed
 
     def _add(self, url: str, *, is_elastic: bool = False) -> Server:
         server = Server(client=self._make_client(url), is_elastic=is_elastic)
         return self._pool.servers.setdefault(server.root, server)
 
-    async def _require_servers(self, *, max_empty_s: float) -> None:
-        """Report a time without any admitted server, until cancelled.
+    async def _require_servers(self, *, max_wait_s: float) -> None:
+        """Warn while no server is admitted, until cancelled.
 
         Raises:
-            InferenceError: no server was admitted for longer than `max_empty_s`.
+            InferenceError: no server was admitted for longer than `max_wait_s`.
         """
         warned_at = float("-inf")
         while True:
-            await self._sleep(_EMPTY_POLL_INTERVAL_S)
-            empty_s = self._pool.empty_s
-            if empty_s is None:
+            await self._sleep(_NO_SERVER_POLL_INTERVAL_S)
+            waited_s = self._pool.no_server_s
+            if waited_s is None:
                 continue
             errors = (
                 "; ".join(f"{server.root}: {server.last_error}" for server in self._pool.servers.values()) or "none is known"
             )
-            if empty_s > max_empty_s:
+            if waited_s > max_wait_s:
                 raise InferenceError(
-                    f"no inference server was left for {empty_s:.0f} s (client.wait_for_ready_timeout = {max_empty_s:g}): "
+                    f"no inference server was left for {waited_s:.0f} s (client.wait_for_ready_timeout = {max_wait_s:g}): "
                     f"{errors}; see logs/inference.stdout"
                 )
-            if self._clock() - warned_at >= _EMPTY_REPORT_INTERVAL_S:
+            if self._clock() - warned_at >= _NO_SERVER_REPORT_INTERVAL_S:
                 warned_at = self._clock()
-                logger.warning("no inference server since %.0f s, rollouts wait: %s", empty_s, errors)
+                logger.warning("no inference server since %.0f s, rollouts wait: %s", waited_s, errors)
 
     async def _watch(self, server: Server) -> None:
+        """Check the server while it is admitted, and try to admit it otherwise, until cancelled."""
         while True:
             if server.is_admitted:
-                await self._sleep(_PROBE_INTERVAL_S)
-                async with server.probing:
+                await self._sleep(_CHECK_INTERVAL_S)
+                async with server.check_lock:
                     if server.is_admitted:
-                        await self._probe(server)
+                        await self._check(server)
                 continue
             await self._pool.may_wake.wait()
             if not await self._try_to_admit(server):
                 server.num_attempts += 1
                 await self._sleep(backoff_s(server.num_attempts, first_s=_FIRST_PAUSE_S, max_s=_MAX_PAUSE_S))
 
-    async def _probe(self, server: Server) -> None:
-        reason = await server.probe(
-            self._pool.target, now=self._clock(), timeout_s=_PROBE_TIMEOUT_S, max_timeouts=_MAX_TIMEOUTS
+    async def _check(self, server: Server) -> None:
+        problem = await server.find_problem(
+            self._pool.target, now=self._clock(), timeout_s=_CHECK_TIMEOUT_S, max_timeouts=_MAX_TIMEOUTS
         )
-        if reason is not None:
-            self._pool.mark_unhealthy(server, reason)
+        if problem is not None:
+            self._pool.mark_unhealthy(server, problem)
 
     async def _try_to_admit(self, server: Server) -> bool:
+        """Load the target policy on a server and admit it. Return False if the server failed, so that a pause must follow."""
         target = self._pool.target
         try:
-            await server.client.check_health(timeout_s=_PROBE_TIMEOUT_S)
-            async with server.changing:
+            await server.client.check_health(timeout_s=_CHECK_TIMEOUT_S)
+            async with server.change_lock:
                 if not self._pool.may_wake.is_set():
-                    return True  # the server is asked again when the servers may wake
+                    return True  # `_watch` tries again once the servers may wake
                 await server.ensure_policy(target)
         except ForeignPolicy:
             raise
         except InferenceError as exc:
             server.last_error = str(exc)
             return False
-        # Otherwise the server is asked again: at once for the new target, or when the servers may wake.
+        # If the target has changed meanwhile, `_watch` tries again at once; if servers must sleep now, once they may wake.
         if target is self._pool.target and self._pool.may_wake.is_set():
             self._pool.admit(server)
             logger.info("server admitted url=%s version=%s", server.root, target.version)

@@ -1,7 +1,7 @@
-"""Asks an inference server of ours which policy it serves, to load another, and for tokens.
+"""Sends requests to one inference server: which policy it serves, to load another policy, to generate and score tokens.
 
-The orchestrator, `eval` and the tests go through here. Chat completions of environments do not: verifiers sends those
-itself (environments.apis).
+The orchestrator, `eval` and the tests use this client. Environments do not: verifiers sends their chat completions itself
+(`environments.apis`).
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from trivet.wire.groups import server_root
 from trivet.wire.versions import PolicyStatus, VersionRun
 
 _POLL_INTERVAL_S = 0.5
-"""Between two questions whether a server is ready."""
-_REASON_CHARS = 500
-"""An answer that is no reason of ours is quoted up to this length."""
+"""Seconds between two questions whether a server is ready."""
+_MAX_QUOTED_CHARS = 500
+"""The most characters of an answer of unknown form that an error message quotes."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,32 +33,33 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: list[int]
     logprobs: list[float]
-    """One per token, as sampled, temperature applied."""
+    """One per token, with the temperature applied, as it was sampled."""
     versions: list[VersionRun]
-    """Cover the tokens."""
+    """The policy versions of the tokens, in runs whose lengths add up to the number of tokens."""
     prompt_ids: list[int] = []
-    """Tokens that the model read, for a completion of messages."""
+    """The tokens that the model read; empty for a prompt given as token ids."""
 
 
-_LOAD = re.compile(r"^vllm:num_(requests_running|requests_waiting|preemptions_total)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_LOAD_LINE = re.compile(r"^vllm:num_(requests_running|requests_waiting|preemptions_total)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+"""A line of `/metrics` with one number of one engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoad:
-    """Sums over the engines of one server."""
+    """The load of one server: sums over its engines."""
 
     num_running: int
-    """Sequences in the batch being computed."""
+    """Sequences in the batch that is being computed."""
     num_waiting: int
-    """Requests that have no place in it yet."""
+    """Requests that have no place in that batch yet."""
     num_preemptions: int
-    """Sequences thrown out of the cache since the server started: each is computed again."""
+    """Sequences that were removed from the KV cache since the server started. Each is computed again."""
 
 
 def read_load(text: str) -> ServerLoad | None:
-    """Return the load that an answer of `/metrics` in Prometheus' text form describes; None when a number is missing."""
+    """Return the load in an answer of `/metrics`, which has Prometheus' text form; None when a number is missing."""
     values: dict[str, float] = {}
-    for name, value in _LOAD.findall(text):
+    for name, value in _LOAD_LINE.findall(text):
         values[name] = values.get(name, 0.0) + float(value)
     if len(values) < len(fields(ServerLoad)):
         return None
@@ -84,6 +85,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
+    """The fields that are used of an answer to a generate request or a chat completion."""
+
     choices: list[_Choice]
     prompt_token_ids: list[int] | None = None
 
@@ -97,7 +100,7 @@ class _Answer(msgspec.Struct):
 
 class _Scored(msgspec.Struct):
     prompt_logprobs: list[dict[str, _TokenLogprob] | None]
-    """By token id, as text; None for the first token, which nothing predicts."""
+    """For each token, log-probabilities by token id as text; None for the first token, which nothing predicts."""
 
 
 class _Scores(msgspec.Struct):
@@ -144,10 +147,10 @@ class InferenceClient:
         Args:
             base_url: with or without `/v1`.
             timeout_s: longest time for one request.
-            find_token: the token of the run's secret, asked for when the server is to change; no other request carries it.
+            find_token: returns the token of the run's secret. It is called for requests that change the server; no others carry it.
             headers: sent with every request.
-            is_direct: ask without the proxies that this process's variables name; False for a service of others.
-            transport: for tests; unset: TCP.
+            is_direct: ignore the proxies that environment variables name, as `process.proxies.is_direct` decides for the address.
+            transport: for tests; None: TCP.
 
         Raises:
             ConfigError: the variables name a proxy that cannot be used.
@@ -165,10 +168,10 @@ class InferenceClient:
             raise ConfigError(f"{self.base_url} cannot be asked through the proxy of this machine's variables: {exc}") from exc
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Returns once the server's engine answers.
+        """Wait until the server's engine answers.
 
         Raises:
-            InferenceError: it did not within `timeout_s`; says what the last attempt met.
+            InferenceError: it did not answer within `timeout_s`; the message has the error of the last attempt.
         """
         deadline = self._clock() + timeout_s
         while True:
@@ -184,10 +187,10 @@ class InferenceClient:
             await self._sleep(_POLL_INTERVAL_S)
 
     async def check_health(self, *, timeout_s: float) -> None:
-        """Returns when the server's engine answers.
+        """Ask once whether the server's engine answers.
 
         Raises:
-            InferenceError: it does not, or not in time.
+            InferenceError: it does not answer, or not in time.
         """
         await self._request("GET", "/health", timeout_s=timeout_s)
 
@@ -196,14 +199,16 @@ class InferenceClient:
         return await self._ask("GET", "/policy", PolicyStatus, timeout_s=timeout_s)
 
     async def serves_policies(self, *, timeout_s: float) -> bool:
-        """Ask whether the server is `uv run inference`. Another OpenAI-compatible server never changes its weights.
+        """Return whether the server is a trivet server (`uv run inference`). Other OpenAI-compatible servers have no GET /policy.
 
         Raises:
-            InferenceError: it does not answer, or not now.
+            InferenceError: the server does not answer, or answers with a status of 500 or more.
         """
         response = await self._send("GET", "/policy", timeout_s=timeout_s)
         if response.is_server_error:
-            raise InferenceError(f"GET {self.base_url}/policy was answered with {response.status_code}: {_reason(response)}")
+            raise InferenceError(
+                f"GET {self.base_url}/policy was answered with {response.status_code}: {_read_reason(response)}"
+            )
         try:
             msgspec.json.decode(response.content, type=PolicyStatus)
         except DECODE_ERRORS:
@@ -211,25 +216,24 @@ class InferenceClient:
         return response.is_success
 
     async def server_load(self) -> ServerLoad | None:
-        """Ask how busy the server is; None when it does not say."""
+        """Ask for the server's load; return None when it does not report all numbers."""
         return read_load((await self._request("GET", "/metrics")).text)
 
     async def update_weights(self, directory: Path) -> PolicyStatus:
-        """Have the server load the published weights in `directory`, which it must see under the same path.
+        """Make the server load the published policy in `directory`, which must have the same path on the server's machine.
 
         Raises:
-            PolicyRefused: the directory is not whole.
+            PolicyRefused: the server refuses the policy, for example because its directory is not whole.
         """
-        return await self._ask(
-            "POST", "/update_weights", PolicyStatus, body={"weight_dir": _absolute(directory)}, token=self._find_token()
-        )
+        body = {"weight_dir": str(directory.absolute())}  # noqa: ASYNC240  reads only the working directory
+        return await self._ask("POST", "/update_weights", PolicyStatus, body=body, token=self._find_token())
 
     async def reload_weights(self) -> PolicyStatus:
-        """Have the server go back to the start weights, version 0."""
+        """Make the server go back to the start model, version 0."""
         return await self._ask("POST", "/reload_weights", PolicyStatus, token=self._find_token())
 
     async def sleep(self) -> None:
-        """Have the server free its GPU memory until it loads the next policy. A second call changes nothing.
+        """Make the server free its GPU memory until it loads the next policy. A second call changes nothing.
 
         Raises:
             PolicyRefused: the server was started without `inference.sleep_while_training`.
@@ -238,11 +242,11 @@ class InferenceClient:
         await self._request("POST", "/sleep", token=self._find_token())
 
     async def model_name(self) -> str:
-        """Ask for the name that requests must give; a server of ours names it first."""
+        """Ask for the name that requests must give as their model: the first name. A trivet server lists its policy first."""
         return (await self.model_names())[0]
 
     async def model_names(self) -> list[str]:
-        """Ask for the names that requests may give as their model, at least one."""
+        """Ask for the names that requests may give as their model. There is at least one."""
         models = await self._ask("GET", "/v1/models", _Models)
         if not models.data:
             raise InferenceError(f"GET {self.base_url}/v1/models names no model")
@@ -251,10 +255,10 @@ class InferenceClient:
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None = None
     ) -> Generation:
-        """Tokens in, tokens out: the prompt is not touched by any template.
+        """Generate tokens after `token_ids`, without a chat template.
 
         Args:
-            temperature: 0 takes the likeliest token each time.
+            temperature: 0 takes the most likely token each time.
         """
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": 0}
         body = {"token_ids": list(token_ids), "sampling_params": sampling}
@@ -266,13 +270,13 @@ class InferenceClient:
         """Complete messages under the server's chat template.
 
         Args:
-            fields: further ones of the request's body, such as `temperature`.
+            fields: further fields of the request's body, such as `temperature`.
 
         Raises:
-            InferenceError: the server refused, or does not say what the model read.
+            InferenceError: the server refused, or its answer lacks the tokens that the model read.
         """
-        asked = {"messages": list(messages), "model": model, "logprobs": True, "return_token_ids": True, **fields}
-        answer = await self._ask("POST", "/v1/chat/completions", _Answer, body=asked)
+        body = {"messages": list(messages), "model": model, "logprobs": True, "return_token_ids": True, **fields}
+        answer = await self._ask("POST", "/v1/chat/completions", _Answer, body=body)
         if not answer.prompt_token_ids:
             raise InferenceError(
                 f"{self.base_url} answered a chat completion without prompt_token_ids; is it `uv run inference`?"
@@ -280,20 +284,20 @@ class InferenceClient:
         return answer.generation
 
     async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
-        """Have the server's model score tokens that someone else sampled. Any vLLM server answers, not only ours.
+        """Compute the log-probabilities of given tokens, for example of another model's. Any vLLM server can, not only trivet's.
 
         Returns:
-            The log-probability of each token given those before it, at temperature 1; 0 for the first.
+            The log-probability of each token given the tokens before it, at temperature 1; 0 for the first token.
 
         Raises:
-            InferenceError: it refused, for one because there is no room for one more token, or left tokens out.
+            InferenceError: the server refused, for example because one more token would not fit, or left tokens out.
         """
-        # The answer has to be for a completion; its one token is thrown away.
+        # The API requires a completion of at least one token. That token is thrown away.
         body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = await self._ask("POST", "/v1/completions", _Scores, body=body)
-        scored = answer.choices[0].prompt_logprobs if answer.choices else []
-        found = [entry.get(str(token)) for entry, token in zip(scored[1:], token_ids[1:], strict=False) if entry is not None]
-        values = [0.0, *(token.logprob for token in found if token is not None)]
+        entries = answer.choices[0].prompt_logprobs if answer.choices else []
+        scored = [entry.get(str(token)) for entry, token in zip(entries[1:], token_ids[1:], strict=False) if entry is not None]
+        values = [0.0, *(token.logprob for token in scored if token is not None)]
         if len(values) != len(token_ids):
             raise InferenceError(
                 f"{self.base_url} scored {len(values) - 1} of {len(token_ids) - 1} tokens; it must be a vLLM server, which answers "
@@ -302,7 +306,10 @@ class InferenceClient:
         return values
 
     async def count_tokens(self, messages: Sequence[Mapping[str, Any]], *, model: str) -> tuple[int, int | None]:
-        """Return the tokens of messages under the server's chat template, and the tokens of its context if it says them."""
+        """Return the number of tokens of messages under the server's chat template, and the length of the model's context.
+
+        The length of the context is None if the server does not report it.
+        """
         answer = await self._ask("POST", "/tokenize", _Tokens, body={"model": model, "messages": list(messages)})
         return len(answer.tokens), answer.max_model_len
 
@@ -319,21 +326,25 @@ class InferenceClient:
         """Close the connection. May be called again."""
         await self._http.aclose()
 
-    async def _ask(self, method: str, path: str, kind: type[AnswerT], **options: Any) -> AnswerT:
+    async def _ask(self, method: str, path: str, answer_type: type[AnswerT], **options: Any) -> AnswerT:
+        """Send a request, refuse answers with an error status, and return the decoded answer. `options` are those of `_send`."""
         response = await self._request(method, path, **options)
         try:
-            return msgspec.json.decode(response.content, type=kind)
+            return msgspec.json.decode(response.content, type=answer_type)
         except DECODE_ERRORS as exc:
             raise InferenceError(
-                f"{method} {self.base_url}{path} answered what is not a {kind.__name__.lstrip('_')} ({exc}): "
-                f"{response.text[:_REASON_CHARS]}; is it `uv run inference`?"
+                f"{method} {self.base_url}{path} answered what is not a {answer_type.__name__.lstrip('_')} ({exc}): "
+                f"{response.text[:_MAX_QUOTED_CHARS]}; is it `uv run inference`?"
             ) from exc
 
     async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Send a request and refuse answers with an error status. `options` are those of `_send`."""
         response = await self._send(method, path, **options)
         if response.is_error:
-            kind = PolicyRefused if response.status_code == int(httpx.codes.CONFLICT) else InferenceError
-            raise kind(f"{method} {self.base_url}{path} was answered with {response.status_code}: {_reason(response)}")
+            error_type = PolicyRefused if response.status_code == int(httpx.codes.CONFLICT) else InferenceError
+            raise error_type(
+                f"{method} {self.base_url}{path} was answered with {response.status_code}: {_read_reason(response)}"
+            )
         return response
 
     async def _send(
@@ -345,6 +356,13 @@ class InferenceClient:
         timeout_s: float | None = None,
         token: str | None = None,
     ) -> httpx.Response:
+        """Send a request and return the answer, whatever its status.
+
+        Raises:
+            InferenceTimeout: no answer came in time.
+            ServerGone: every connection was refused.
+            InferenceError: another error of the connection.
+        """
         limit_s = min(self._timeout_s, timeout_s or self._timeout_s)
         request = f"{method} {self.base_url}{path}"
         headers = {"Authorization": f"Bearer {token}"} if token else None
@@ -354,31 +372,27 @@ class InferenceClient:
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise InferenceTimeout(f"{request} was not answered within {limit_s:.0f} s") from exc
         except httpx.HTTPError as exc:
-            kind = ServerGone if _was_refused(exc) else InferenceError
-            raise kind(f"{request} failed: {type(exc).__name__}: {exc}") from exc
+            error_type = ServerGone if _is_refused(exc) else InferenceError
+            raise error_type(f"{request} failed: {type(exc).__name__}: {exc}") from exc
 
 
-def _absolute(directory: Path) -> str:
-    return str(directory.absolute())
-
-
-def _was_refused(error: BaseException | None) -> bool:
-    """Return whether the host refused every connection. Another error, such as a failed name lookup, says nothing about it."""
+def _is_refused(error: BaseException | None) -> bool:
+    """Return whether the cause of `error` is that the host refused the connection, at each of its addresses."""
     while error is not None:
         if isinstance(error, ExceptionGroup):  # one error for each address of the host
-            return all(_was_refused(cause) for cause in cast("ExceptionGroup[Exception]", error).exceptions)
+            return all(_is_refused(cause) for cause in cast("ExceptionGroup[Exception]", error).exceptions)
         if isinstance(error, ConnectionRefusedError):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def _reason(response: httpx.Response) -> str:
-    """Return the reason that the server gives: ours say `reason`, vLLM `error.message`."""
+def _read_reason(response: httpx.Response) -> str:
+    """Return the reason in an answer with an error: `reason` of trivet's routes, `error.message` of vLLM's, else the text."""
     with suppress(ValueError):
         match response.json():
             case {"reason": str(reason)} | {"error": {"message": str(reason)}}:
                 return reason
             case _:
                 pass
-    return response.text[:_REASON_CHARS]
+    return response.text[:_MAX_QUOTED_CHARS]

@@ -1,4 +1,4 @@
-"""Defines one inference server of a run: its client, what is known of it, and how it is made to serve a policy."""
+"""Defines one inference server of a run: its client and its last known state. Loads a policy on it and checks which it serves."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,46 +11,48 @@ from trivet.wire.versions import START_VERSION, PolicyStatus, PolicyVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPolicy:
-    """The policy that servers should serve."""
+    """A policy that servers should serve."""
 
     version: PolicyVersion
     digest: str | None
-    """None: the start model's, which is known once a server has reported it."""
+    """Digest of the policy's manifest. None for the start model until a server has reported its digest."""
     directory: Path | None
-    """None: the start model."""
+    """The directory of the published policy; None for the start model."""
 
     def is_served(self, status: PolicyStatus) -> bool:
-        """Return whether `status` is of this policy; without a digest, of any with its version."""
+        """Return whether a server with `status` serves this policy. If the digest is None, only the version is compared."""
         return status.version == self.version and self.digest in (None, status.digest)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Server:
-    """One server: its client, and what is known of it."""
+    """The client and the last known state of one inference server."""
 
     client: InferenceClient
     is_elastic: bool = False
-    """It was found by `client.elastic`: it may go, and not come back."""
+    """True for a server that `client.elastic` found: it may go away for good."""
     is_admitted: bool = False
-    """Rollouts go there."""
+    """True while the server gets rollouts."""
     is_loading: bool = False
     is_asleep: bool = False
     """True from the server's answer that it has freed its GPU memory until it is asked for a policy."""
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the server is put to sleep, and while it loads the policy with which it can be admitted."""
     num_loads: int = 0
+    """Finished calls of `ensure_policy`. A check compares the number before and after, to notice a load in between."""
     num_in_flight: int = 0
-    """Rollouts that were sent there and did not end."""
+    """Rollouts that were sent to the server and have not ended."""
     num_timeouts: int = 0
-    """Questions in a row that it did not answer in time."""
+    """Checks in a row that the server did not answer in time."""
     num_attempts: int = 0
-    """Tries to admit it since it was marked unhealthy, or since the start."""
+    """Attempts to admit the server since it was marked unhealthy, or since the start."""
     status: PolicyStatus | None = None
-    """Its answer when it was last made to serve a policy."""
+    """The server's answer when it last served the policy that it was asked for; None before."""
     last_error: str = "was never asked"
-    probed_at: float = float("-inf")
-    """When the last probe that it answered began."""
-    probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    checked_at: float = float("-inf")
+    """Monotonic seconds at which the last check that the server answered began."""
+    check_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during a check, so that groups that fail at the same time wait for one check."""
 
     @property
     def root(self) -> str:
@@ -58,14 +60,14 @@ class Server:
         return self.client.base_url
 
     async def ensure_policy(self, policy: TargetPolicy, *, is_known_to_differ: bool = False) -> PolicyStatus:
-        """Have the server serve `policy`, and prove it by its digest.
+        """Make the server serve `policy`, and verify the digest that it reports. Return its status.
 
         Args:
-            is_known_to_differ: skip the question which policy it serves.
+            is_known_to_differ: the server serves another policy, so it need not be asked which.
 
         Raises:
-            InferenceError: it failed, or did not answer in time.
-            ForeignPolicy: it serves something else right after loading.
+            InferenceError: the server failed, or did not answer in time.
+            ForeignPolicy: the server reports another policy right after loading.
         """
         self.is_loading, self.is_asleep = True, False
         try:
@@ -90,14 +92,19 @@ class Server:
         self.status = status
         return status
 
-    async def probe(self, policy: TargetPolicy, *, now: float, timeout_s: float, max_timeouts: int) -> str | None:
+    async def find_problem(self, policy: TargetPolicy, *, now: float, timeout_s: float, max_timeouts: int) -> str | None:
         """Ask an admitted server which policy it serves.
 
+        Args:
+            policy: the policy that it should serve.
+            now: monotonic seconds.
+            max_timeouts: checks in a row without an answer that make it unhealthy.
+
         Returns:
-            Why it is unhealthy, or None.
+            The reason why the server is unhealthy; None while it counts as healthy.
 
         Raises:
-            ForeignPolicy: it serves a policy that this run did not give it.
+            ForeignPolicy: the server serves a policy that this run did not load there.
         """
         num_loads, was_loading, was_asleep = self.num_loads, self.is_loading, self.is_asleep
         try:
@@ -109,7 +116,7 @@ class Server:
         except InferenceError as exc:
             return str(exc)
         self.num_timeouts = 0
-        self.probed_at = now
+        self.checked_at = now
         if was_asleep and self.is_asleep and not status.asleep:
             return "it does not sleep any more, because it was started again"
         if was_loading or self.is_loading or num_loads != self.num_loads or policy.is_served(status):

@@ -1,22 +1,22 @@
-"""Gives a run its inference servers: has them serve a policy, and says which take rollouts.
+"""Keeps the inference servers of a run: makes them serve a policy, and chooses the server of each group.
 
-A server takes rollouts once it is admitted: it answers and serves the target policy, proven by its digest. One that fails is
-marked unhealthy until it serves the target again.
+A server gets rollouts once it is admitted: it answers and serves the target policy, proven by its digest. A server that fails is
+marked unhealthy until it serves the target policy again.
 
     PolicyWatcher --ensure_policy--> ServerPool --update_weights--> inference servers
                                       ^      ^                       ^
-                     pick, on_down    |      | admit, mark unhealthy | find, probe
+                     pick, on_down    |      | admit, mark unhealthy | find, check
     Dispatcher <----------------------+      +-------------------- ServerMonitor
 
 | waits for | unblocked by |
 |---|---|
-| `start`: every listed server, or one behind the name | its answer; `client.wait_for_ready_timeout` |
+| `start`: every server of `client.base_url`, or one of `client.elastic` | its answer; `client.wait_for_ready_timeout` |
 | `ensure_policy`: one server that serves the policy | a load, or an admission; `ServerMonitor` ends the run |
 | `sleep`: every known server | its answer; its refusal, if elastic; `client.wait_for_ready_timeout` |
-| a task per server: the next probe, or the next try to admit | an interval, or a growing pause; after `sleep`: `ensure_policy` |
+| a task per server: the next check, or attempt to admit | an interval, or a growing pause; after `sleep`: `ensure_policy` |
 | `ServerMonitor`: an admitted server | an admission; `client.wait_for_ready_timeout` |
 
-Writes Load, ServerUp and ServerDown events. Nobody else asks a server to load.
+Writes Load, ServerUp and ServerDown events. During a run only this package asks a server to load a policy.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 1.0
 """Seconds between two requests to a server that does not sleep yet."""
 _REPORT_INTERVAL_S = 30.0
-"""Seconds between two reports of the servers that are waited for."""
-_LATE_S = 30.0
-"""When half of the servers have loaded a policy, the others have this time, or as long again if that is more. A server that reads
-weights from busy shared storage takes longer than the others; one that was lost never answers."""
+"""Seconds between two log lines about servers that do not sleep yet."""
+_LATE_LOAD_TIMEOUT_S = 30.0
+"""Once half of the servers have loaded a policy, the others have this long, or as long as the first half took if that is longer.
+The limit is needed because a lost server never answers. It is long because reading weights from busy shared storage takes time."""
 
 
 class ServerPool:
-    """Serves policies with the servers of `client.base_url`, or with those behind a DNS name."""
+    """Serves policies with the servers of `client.base_url` or `client.elastic`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ServerPool:
         """Make a pool without servers; `start` finds them.
 
         Args:
-            make_client: from a server's address to a client of its own.
+            make_client: makes the client of the server at an address.
             resolve: looks up `client.elastic.hostname`.
         """
         self._config = config
@@ -69,14 +69,16 @@ class ServerPool:
         self._clock = clock
         self._sleep = sleep
         self.target = TargetPolicy(version=START_VERSION, digest=None, directory=None)
-        """The policy that every server is to serve. It is set before the first server is admitted."""
+        """The policy that every server should serve. It is set before the first server is admitted."""
         self.may_wake = asyncio.Event()
-        """Not set while every server must leave its GPU's memory to the trainer. Then none is admitted."""
+        """Not set while every server must leave its GPU's memory to the trainer. No server is admitted then."""
         self.may_wake.set()
         self.servers: dict[str, Server] = {}
         """Every server, admitted or not, by its address. `ServerMonitor` adds and removes them."""
         self._has_admitted = asyncio.Event()
-        self._empty_since = 0.0
+        """Set while at least one server is admitted."""
+        self._no_server_since = 0.0
+        """Monotonic seconds at which the last admitted server was lost."""
         self._on_down: list[Callable[[str], None]] = []
         self._on_up: list[Callable[[], None]] = []
         self._monitor = ServerMonitor(config, self, make_client=make_client, resolve=resolve, clock=clock, sleep=sleep)
@@ -94,17 +96,20 @@ class ServerPool:
         return [server.root for server in self.admitted]
 
     @property
-    def empty_s(self) -> float | None:
-        """Seconds since the last admitted server was lost; None while one is admitted, and while none may be."""
-        return None if self._has_admitted.is_set() or not self.may_wake.is_set() else self._clock() - self._empty_since
+    def no_server_s(self) -> float | None:
+        """Seconds since the last admitted server was lost; None while a server is admitted, or while all must sleep."""
+        return None if self._has_admitted.is_set() or not self.may_wake.is_set() else self._clock() - self._no_server_since
 
     def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
-        """Call `on_down` with the address of a server marked unhealthy, whose rollouts are lost, and `on_up` after an admission."""
+        """Register two functions: `on_down` gets the address of each server marked unhealthy; `on_up` follows each admission.
+
+        The rollouts on a server marked unhealthy are lost.
+        """
         self._on_down.append(on_down)
         self._on_up.append(on_up)
 
     def admit(self, server: Server) -> None:
-        """Let `server` take rollouts. It serves `target`."""
+        """Send rollouts to `server` from now on. It must serve `target`."""
         server.is_admitted = True
         server.num_timeouts = server.num_attempts = 0
         self.record_load(server, self.target)
@@ -123,12 +128,12 @@ class ServerPool:
         self._write_event(ServerDown(server=server.root, reason=reason))
         if not self.admitted:
             self._has_admitted.clear()
-            self._empty_since = self._clock()
+            self._no_server_since = self._clock()
         for notify in self._on_down:
             notify(server.root)
 
     def record_load(self, server: Server, policy: TargetPolicy) -> None:
-        """Write the event that `server` serves `policy`."""
+        """Write the event that `server` serves `policy` now."""
         assert server.status is not None, "a load is recorded after the server's answer"
         self._write_event(
             Load(
@@ -141,7 +146,10 @@ class ServerPool:
         )
 
     def pick(self, *, num_rollouts: int) -> str | None:
-        """Return the admitted server with the fewest rollouts in flight, which gets `num_rollouts` more; None without a server."""
+        """Return the address of the admitted server with the fewest rollouts in flight, and count `num_rollouts` more there.
+
+        Return None while no server is admitted.
+        """
         server = min(self.admitted, key=lambda server: server.num_in_flight, default=None)
         if server is None:
             return None
@@ -149,35 +157,35 @@ class ServerPool:
         return server.root
 
     def release(self, root: str, *, num_rollouts: int) -> None:
-        """Count rollouts sent to the server at `root` as ended."""
+        """Count `num_rollouts` rollouts on the server with address `root` as ended."""
         if (server := self.servers.get(root)) is not None:
             server.num_in_flight -= num_rollouts
 
     async def start(self) -> None:
-        """Return once every listed server answers; with a DNS name, once one behind it does.
+        """Wait until every server of `client.base_url` answers, or one server of `client.elastic`.
 
         Raises:
-            InferenceError: that took longer than `client.wait_for_ready_timeout`.
+            InferenceError: the wait took longer than `client.wait_for_ready_timeout`.
         """
         self._answered = await self._monitor.start()
         logger.info("inference ready urls=%s", ", ".join(server.root for server in self._answered))
 
     async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
-        """Have every server serve `policy` and admit it: before the first rollout.
+        """Make every server serve `policy` and admit it. Called before the first rollout.
 
-        They load it at once. One that did not answer at the start is not waited for: `run` admits it when it does.
+        The servers load the policy at the same time. A server that did not answer at the start is left out: `run` admits it later.
 
         Args:
             policy: becomes the target.
-            reset: of the start model: have servers that serve something else go back to it; else they are refused.
+            reset: only for the start model. True: a server that serves another policy goes back to it. False: it is an error.
 
         Returns:
             `policy` with its digest.
 
         Raises:
-            InferenceError: a listed server failed, or all behind a DNS name did; or their start models differ.
+            InferenceError: a server of `client.base_url` failed, or every server of `client.elastic`, or start models differ.
         """
-        self._let_wake()
+        self._allow_wake()
         waiting = [server for server in self.servers.values() if server.is_admitted or server in self._answered]
         for server in waiting if policy.directory is None and not reset else ():
             status = await server.client.served_policy()
@@ -187,7 +195,7 @@ class ServerPool:
                     "orchestrator.reload_weights_on_start = true"
                 )
         errors: list[InferenceError] = []
-        while waiting and policy.digest is None:  # the first that serves the start model says its digest
+        while waiting and policy.digest is None:  # the first server that serves the start model reports its digest
             policy, error = await self._load_and_admit(waiting.pop(0), policy)
             errors += [error] if error is not None else []
         loaded = await asyncio.gather(*(self._load_and_admit(server, policy) for server in waiting))
@@ -196,14 +204,14 @@ class ServerPool:
             raise errors[0]
         return policy
 
-    def _let_wake(self) -> None:
-        """Let servers take GPU memory. The time without an admitted server begins anew."""
+    def _allow_wake(self) -> None:
+        """Let servers take GPU memory again, and count the time without an admitted server from now."""
         if not self.may_wake.is_set():
-            self._empty_since = self._clock()
+            self._no_server_since = self._clock()
             self.may_wake.set()
 
     async def _load_and_admit(self, server: Server, policy: TargetPolicy) -> tuple[TargetPolicy, InferenceError | None]:
-        """Return `policy` with the digest that the server says, and why the server was not admitted."""
+        """Return `policy` with the digest that the server reported, and None; or `policy` as it was and the error of the server."""
         try:
             status = await server.ensure_policy(policy)
         except InferenceError as exc:
@@ -214,32 +222,32 @@ class ServerPool:
         return policy, None
 
     async def ensure_policy(self, policy: TargetPolicy) -> None:
-        """Have the admitted servers serve `policy`, and return once at least one does.
+        """Make the admitted servers serve `policy`, and return once at least one of them does.
 
-        One that fails, or takes much longer than most, is marked unhealthy: a lost node must not hold up the others.
+        A server that fails, or takes much longer than most, is marked unhealthy: a lost node must not delay the others.
 
         Raises:
-            PolicyRefused: every server says that the weights directory is not whole.
-            ForeignPolicy: a server reports something else after loading it.
+            PolicyRefused: every server refused the policy, for example because its directory is not whole.
+            ForeignPolicy: a server reports another policy after loading this one.
         """
         self.target = policy
-        self._let_wake()
+        self._allow_wake()
         admitted = self.admitted
         errors = await self._ensure_on_most(admitted, policy)
-        refused = [error for error in errors if isinstance(error, PolicyRefused)]
-        if admitted and len(refused) == len(admitted):
-            raise refused[0]
+        refusals = [error for error in errors if isinstance(error, PolicyRefused)]
+        if admitted and len(refusals) == len(admitted):
+            raise refusals[0]
         await self._has_admitted.wait()  # `ServerMonitor` bounds the wait
 
     async def sleep(self) -> None:
-        """Have every server free its GPU memory. Until the next `ensure_policy` no server is admitted or woken.
+        """Make every server free its GPU memory. Until the next `ensure_policy` no server is admitted or woken.
 
-        A server counts as done when it says that it sleeps. Any other answer, or none, may mean that it holds its memory, and it is
+        A server counts as done when it answers that it sleeps. After any other answer, or none, it may hold its memory, and it is
         asked again: a server of `client.base_url` that refuses connections may be starting, and takes memory before it listens.
-        A server of `client.elastic` that refuses them counts as done, because it need not come back. A stuck engine gives up and
-        says so after at most 1,200 s (`inference.policy_loader`: 600 s to pause, 600 s to sleep), which is more than
-        `client.admin_timeout` allows for one answer. So the whole wait has the longer limit `client.wait_for_ready_timeout`,
-        which is checked after each round of questions.
+        A server of `client.elastic` that refuses connections counts as done, because it need not come back. A stuck engine gives up
+        and answers with an error after at most 1,200 s (`inference.policy_loader`: 600 s to pause, 600 s to sleep), which is more
+        than `client.admin_timeout` allows for one answer. So the whole wait has the longer limit `client.wait_for_ready_timeout`,
+        which is checked after all servers were asked once.
 
         Raises:
             InferenceError: a server was started without `inference.sleep_while_training`, or kept its memory for
@@ -274,10 +282,10 @@ class ServerPool:
             await self._sleep(_RETRY_INTERVAL_S)
 
     async def _put_to_sleep(self, server: Server) -> InferenceError | None:
-        """Ask the server to sleep. Return why it may still hold its GPU memory; None when it holds none."""
+        """Ask the server to sleep. Return None when it holds no GPU memory, else the error after which it may still hold some."""
         try:
-            async with server.changing:
-                if self.servers.get(server.root) is server:  # else removed meanwhile, and its client closed
+            async with server.change_lock:
+                if self.servers.get(server.root) is server:  # else it was removed meanwhile, and its client closed
                     await server.client.sleep()
                     server.is_asleep = True
         except ServerGone as exc:
@@ -296,19 +304,19 @@ class ServerPool:
         return await self._monitor.is_at_fault(root)
 
     def probe_metrics(self) -> dict[str, float]:
-        """Return `probe/mismatch` of the admitted server that reproduces its policy least closely; nothing without a probe."""
+        """Return the metric `probe/mismatch`: the largest mismatch of an admitted server. Empty for a policy without a probe."""
         statuses = [server.status for server in self.admitted if server.status is not None]
-        known = [status.probe_mismatch for status in statuses if status.probe_mismatch is not None]
-        return {"probe/mismatch": max(known)} if known else {}
+        mismatches = [status.probe_mismatch for status in statuses if status.probe_mismatch is not None]
+        return {"probe/mismatch": max(mismatches)} if mismatches else {}
 
     async def server_loads(self) -> list[ServerLoad]:
-        """Return how busy the admitted servers are. Those that do not say are left out."""
-        questions = [server.client.server_load() for server in self.admitted]
-        answers = await asyncio.gather(*questions, return_exceptions=True)
-        for error in answers:
-            if isinstance(error, BaseException) and not isinstance(error, InferenceError):
-                raise error
-        return [answer for answer in answers if isinstance(answer, ServerLoad)]
+        """Return the load of each admitted server. A server that does not report it, or fails, is left out."""
+        requests = [server.client.server_load() for server in self.admitted]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, InferenceError):
+                raise result
+        return [result for result in results if isinstance(result, ServerLoad)]
 
     async def aclose(self) -> None:
         """Close every client. May be called again."""
@@ -316,29 +324,32 @@ class ServerPool:
             await self.servers.popitem()[1].client.aclose()
 
     async def _ensure_on_most(self, servers: list[Server], policy: TargetPolicy) -> list[InferenceError | None]:
-        """Return the error of each server that ended in time; servers that are much later than half of all are not waited for."""
+        """Load `policy` on `servers` at the same time; mark servers that are much later than half of all as unhealthy.
+
+        Return the results of the servers that ended in time: None for a success, else the error.
+        """
         if not servers:
             return []
-        begun, may_go_on, num_loaded, num_ended = self._clock(), asyncio.Event(), 0, 0
+        begun, enough_ended, num_loaded, num_ended = self._clock(), asyncio.Event(), 0, 0
 
         async def load(server: Server) -> InferenceError | None:
             nonlocal num_loaded, num_ended
-            ends_run = True
+            is_error_of_run = True  # stays True when `_ensure_on` raises: the error ends the run
             try:
                 error = await self._ensure_on(server, policy)
                 num_loaded += error is None
-                ends_run = False
+                is_error_of_run = False
                 return error
             finally:
                 num_ended += 1
-                if ends_run or 2 * num_loaded >= len(servers) or num_ended == len(servers):
-                    may_go_on.set()
+                if is_error_of_run or 2 * num_loaded >= len(servers) or num_ended == len(servers):
+                    enough_ended.set()
 
         loads = {asyncio.create_task(load(server), name=f"load-{server.root}"): server for server in servers}
         try:
-            await may_go_on.wait()
-            more_s = max(_LATE_S, self._clock() - begun)
-            done, late = await asyncio.wait(loads, timeout=more_s, return_when=asyncio.FIRST_EXCEPTION)
+            await enough_ended.wait()
+            timeout_s = max(_LATE_LOAD_TIMEOUT_S, self._clock() - begun)
+            done, late = await asyncio.wait(loads, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             errors = [task.result() for task in loads if task in done]
         finally:
             for task in loads:
@@ -349,6 +360,7 @@ class ServerPool:
         return errors
 
     async def _ensure_on(self, server: Server, policy: TargetPolicy) -> InferenceError | None:
+        """Load `policy` on an admitted server. Return None, or the error for which the server was marked unhealthy."""
         try:
             await server.ensure_policy(policy, is_known_to_differ=True)
         except ForeignPolicy:
