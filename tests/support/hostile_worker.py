@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from trivet.environments.workers.channel import pack_message
-from trivet.environments.workers.main import confine, make_hello
+from trivet.environments.workers.main import limit_resources, make_hello
 from trivet.wire.codec import decode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.rollouts import Rollout, Sample
@@ -104,7 +104,7 @@ def receive(sock: socket.socket) -> WorkerOrder | None:
 
 def main() -> None:
     way = os.environ["HOSTILE_WAY"]
-    confine()
+    limit_resources()
     sock = socket.socket(fileno=int(sys.argv[-1]))
     hello = make_hello()
     if way == "other-protocol":

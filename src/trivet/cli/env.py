@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from trivet.cli.environment_packages import choose_source, install, remove, require_on_hub
 from trivet.dependencies import InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, check_imports, find_environments
-from trivet.environments.packages.interpreters import AUTO, OWN, find_venv_directory, find_venvs
+from trivet.environments.packages.interpreters import AUTO, TRIVET_VENV, find_venv_directory, find_venvs
 from trivet.errors import ConfigError
 
 FOLDER = Path("environments")
@@ -71,10 +71,10 @@ def run_env(arguments: argparse.Namespace) -> int:
         case "install":
             source = choose_source(arguments.what, folder=arguments.path, is_index_allowed=arguments.from_index)
             venv = arguments.venv
-            if venv is not None and (_NAME.fullmatch(venv) is None or venv in (OWN, AUTO)):
+            if venv is not None and (_NAME.fullmatch(venv) is None or venv in (TRIVET_VENV, AUTO)):
                 raise ConfigError(
                     f"--venv {venv} is no name of a virtual environment: it has lower-case letters, digits and dashes, and is "
-                    f"neither {OWN} nor {AUTO}"
+                    f"neither {TRIVET_VENV} nor {AUTO}"
                 )
             require_on_hub(source)
             print("installing:", source.describe(), flush=True)
@@ -141,7 +141,7 @@ def list_environments(directory: Path, installed: InstalledPackages | None = Non
     for venv in find_venvs(directory):
         where = f"{venv.name} (verifiers {venv.version_of('verifiers')})"
         rows += _rows(find_environments(venv.packages()), where, python=str(venv.python))
-    rows += _rows(find_environments(installed), OWN)
+    rows += _rows(find_environments(installed), TRIVET_VENV)
     if not rows:
         print("no environments are installed; `trivet env install NAME` installs one")
         return 0

@@ -10,14 +10,14 @@ from trivet.errors import EnvironmentLoadError
 from trivet.wire.groups import EnvironmentInfo
 
 ROLLOUT_COLUMNS = ("prompt", "answer", "info", "task")
-"""Columns that a rollout and its rewards see."""
+"""The columns of a data set that a rollout and its rewards use."""
 
 
 def require_data(infos: Mapping[str, EnvironmentInfo], *, trained: Collection[str], hash_keys: Sequence[str]) -> None:
     """Check that the environments have examples: those in `trained` to train on, the others to evaluate on.
 
     Raises:
-        EnvironmentLoadError: one or more have none; the message names them all.
+        EnvironmentLoadError: environments have none; the message names all of them.
     """
     problems: list[str] = []
     for name, info in infos.items():
@@ -37,7 +37,7 @@ def require_data(infos: Mapping[str, EnvironmentInfo], *, trained: Collection[st
 
 
 def example_hashes(dataset: Any, keys: Sequence[str]) -> list[str]:
-    """Return the SHA-256 of the fields `keys` of each example; empty if the data set, of `datasets`, has none of them."""
+    """Return the SHA-256 of the fields `keys` of each example; empty if the data set (a `datasets.Dataset`) has none of them."""
     names = [key for key in keys if key in dataset.column_names]
     if not names:
         return []
@@ -45,35 +45,38 @@ def example_hashes(dataset: Any, keys: Sequence[str]) -> list[str]:
 
 
 def data_digest(dataset: Any) -> str:
-    """Return the SHA-256 of everything that verifiers gives a rollout of each example of a data set, or of None, in order."""
+    """Return one SHA-256 over the rollout columns of all examples, in order; empty without a data set or without such columns."""
     if dataset is None:
         return ""
     names = [name for name in ROLLOUT_COLUMNS if name in dataset.column_names]
-    return digest_rows(zip(*(dataset[name] for name in names), strict=True)) if names else ""
+    return digest_records(zip(*(dataset[name] for name in names), strict=True)) if names else ""
 
 
-def digest_rows(rows: Iterable[Any]) -> str:
-    """Return the SHA-256 of `rows`. An object without a JSON form counts by its type: its text may hold its address."""
+def digest_records(records: Iterable[Any]) -> str:
+    """Return one SHA-256 over all `records`, in order.
+
+    For an object without a JSON form the name of its type is hashed: its text may hold its address in memory.
+    """
     digest, encoder = hashlib.sha256(), msgspec.json.Encoder(enc_hook=lambda value: type(value).__name__, order="sorted")
-    for row in rows:
-        digest.update(encoder.encode(row) + b"\n")
+    for record in records:
+        digest.update(encoder.encode(record) + b"\n")
     return digest.hexdigest()
 
 
-def other_data(known: EnvironmentInfo, found: EnvironmentInfo) -> str | None:
-    """Say how the data of an environment differ from those known; None when they do not."""
-    for what, before, now in (
-        ("examples to train on", (known.num_examples, known.train_digest), (found.num_examples, found.train_digest)),
-        ("examples to evaluate on", (known.num_eval_examples, known.eval_digest), (found.num_eval_examples, found.eval_digest)),
+def describe_difference(first: EnvironmentInfo, other: EnvironmentInfo) -> str | None:
+    """Describe how the data in `other` differ from those in `first`; None when they are equal. An empty digest is not compared."""
+    for name, expected, found in (
+        ("examples to train on", (first.num_examples, first.train_digest), (other.num_examples, other.train_digest)),
+        ("examples to evaluate on", (first.num_eval_examples, first.eval_digest), (other.num_eval_examples, other.eval_digest)),
     ):
-        if before[0] != now[0]:
-            return f"{now[0]} {what} instead of {before[0]}"
-        if before[1] and now[1] and before[1] != now[1]:
-            return f"other {what}, {now[0]} as well"
+        if expected[0] != found[0]:
+            return f"{found[0]} {name} instead of {expected[0]}"
+        if expected[1] and found[1] and expected[1] != found[1]:
+            return f"other {name}, {found[0]} as well"
     return None
 
 
 def hash_fields(columns: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the SHA-256 of each row of `columns`."""
+    """Return a SHA-256 for each example, over its values in `columns`. Each column has one value per example."""
     encoder = msgspec.json.Encoder(enc_hook=repr, order="sorted")
     return [hashlib.sha256(encoder.encode(fields)).hexdigest() for fields in zip(*columns, strict=True)]

@@ -1,6 +1,6 @@
-"""Defines the port to environments: the orchestrator and `eval` run groups through it and never touch an environment themselves.
+"""Defines the interface through which the orchestrator and `eval` run groups. They never import an environment themselves.
 
-Adapters: `workers.pool.WorkerPool`, and `nodes.node_pools.NodePools` for several nodes.
+`workers.pool.WorkerPool` implements it, and `nodes.node_pools.NodePools` for several nodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +13,19 @@ from trivet.wire.status import WorkerStatus
 
 
 class EnvironmentPool(Protocol):
-    """Every environment of a run, and whatever runs its groups."""
+    """Runs the groups of every environment of a run."""
 
     @property
     def infos(self) -> Mapping[str, EnvironmentInfo]:
-        """Every environment's data, by its name in the configuration."""
+        """The description of each environment's data, by the environment's name in the configuration."""
         ...
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        """Run a group and return its scored rollouts, `request.num_rollouts` of them. Cancelling the caller cancels the group.
+        """Run a group and return its `request.num_rollouts` scored rollouts. Cancelling the caller cancels the group.
 
         Raises:
-            RolloutFailed: a rollout failed on every attempt, or could not be scored; the message is the first error.
-            WorkerLost: the worker died or was ended while it ran the group; the group may be run again.
+            RolloutFailed: a rollout failed for good or could not be scored, or the group ended its worker too often.
+            WorkerLost: the worker ended while it ran the group; the group may be run again.
         """
         ...
 
@@ -42,15 +42,18 @@ class EnvironmentPool(Protocol):
         ...
 
     def status(self) -> Sequence[WorkerStatus]:
-        """Return what each worker is doing. May be called from another thread."""
+        """Return the state of each worker. May be called from another thread."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Return workers' load, lag and restarts, and failed groups by environment and type of error, since the last call."""
+        """Return pending groups, event loop lag and restarts by worker, and failed groups by environment and type of error.
+
+        Lags and failed groups are those since the last call.
+        """
         ...
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:
-        """Write an event with `write_event` for each environment that is loaded, and at every restart from now on."""
+        """Call `write_event` now with an event for each loaded environment, and from now on at every restart of a worker."""
         ...
 
     async def aclose(self) -> None:

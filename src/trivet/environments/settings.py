@@ -1,4 +1,4 @@
-"""Derives from the configuration the settings of an environment's host, what a group carries, and the variables of a process."""
+"""Derives from the configuration the settings of environments' hosts, sampling arguments, and the variables of worker processes."""
 
 import json
 import os
@@ -30,10 +30,10 @@ def host_settings(
     log_level: str = "info",
     is_plain: bool = False,
 ) -> HostSettings:
-    """Return what the host of `env` needs to know.
+    """Return the settings of the host of `env`.
 
     Args:
-        is_plain: the servers are not trivet servers and answer text alone.
+        is_plain: the servers are not trivet servers. They answer with text, without token ids and policy versions.
 
     Raises:
         EnvironmentLoadError: `env.venv` names a virtual environment that is not there.
@@ -75,7 +75,7 @@ def run_settings(config: OrchestratorConfig) -> dict[str, HostSettings]:
 
 
 def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | None) -> SamplingArguments:
-    """Return what a group that starts at `temperature` carries of its sampling configuration; None leaves it to the server."""
+    """Return the sampling arguments of groups that start at `temperature`; None leaves the temperature to the server."""
     named = set(RequestSamplingConfig.model_fields) - {"seed", "extra_body"}
     fields = sampling.model_dump(include=named) | sampling.extra_body
     return SamplingArguments(temperature=temperature, seed=sampling.seed, fields=fields)
@@ -84,10 +84,10 @@ def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | 
 def worker_environment(
     environ: Mapping[str, str], *, python: str = sys.executable, settings: HostSettings | None = None
 ) -> dict[str, str]:
-    """Return `environ` for a process in which `python` imports environments, without the run's secret and other secrets.
+    """Return the variables of a process in which `python` imports environments: `environ` without the run's and other secrets.
 
-    A variable whose name is that of a secret stays when `settings` name it, as the key of a server or in `env_vars`. An
-    interpreter other than this one finds the programs beside it first.
+    A variable whose name looks like that of a secret stays when `settings` name it, as the key of a server or in `env_vars`. If
+    `python` is another interpreter than this one, the programs in its directory come first in PATH.
     """
     withheld = _withheld_variables(environ, settings)
     kept = {name: value for name, value in environ.items() if name not in withheld}
@@ -99,12 +99,13 @@ def worker_environment(
 
 
 def _withheld_variables(environ: Iterable[str], settings: HostSettings | None) -> set[str]:
+    """Return the names of the variables that `worker_environment` leaves out."""
     kept = () if settings is None else (*settings.env_vars, *settings.servers.key_variables)
     return {name for name in environ if name == SECRET_FILE or (names_secret(name) and name not in kept)}
 
 
 def explain_problem(problem: str, settings: HostSettings) -> str:
-    """Hide the secrets of a problem with an environment, and add the variables that it names and that a worker did not get."""
+    """Hide secrets in the text of a problem with an environment. If it names variables that the worker did not get, add a hint."""
     problem = hide_values(problem, settings.args)
     named = sorted(name for name in _withheld_variables(os.environ, settings) if name in problem)
     if not named:

@@ -1,7 +1,7 @@
 import pytest
 from datasets import Dataset
 
-from trivet.environments.examples import data_digest, digest_rows, example_hashes, require_data
+from trivet.environments.examples import data_digest, digest_records, example_hashes, require_data
 from trivet.errors import EnvironmentLoadError
 from trivet.wire.groups import EnvironmentInfo
 
@@ -47,4 +47,4 @@ def test_a_digest_covers_what_rollouts_get_and_nothing_else() -> None:
 
 
 def test_an_object_counts_by_its_type_in_a_digest_since_its_text_may_hold_an_address() -> None:
-    assert digest_rows([object()]) == digest_rows([object()]) != digest_rows([{"a": object()}])
+    assert digest_records([object()]) == digest_records([object()]) != digest_records([{"a": object()}])

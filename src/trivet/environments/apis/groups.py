@@ -1,8 +1,9 @@
-"""Plays the rollouts of one group at the same time, within one limit of time, and tells what made a rollout fail.
+"""Plays the rollouts of one group at the same time, within one time limit, and decides which failed rollouts are played again.
 
-A rollout that infrastructure failed is played again. One that fails on the policy's own answer is not: played until an answer does
-not break the environment, the group would hold better answers than the policy gives. The type of an error tells which it was.
-Types are compared by name, since each release of verifiers has others and an environment brings its own clients.
+A rollout is played again if infrastructure made it fail, such as a lost connection. It is not played again if the policy's own
+answer made it fail: otherwise only answers that do not break the environment would stay in the group, and these are better than
+the policy's. The type of the error decides. Types are compared by name, because each release of verifiers has other types, and an
+environment brings its own clients.
 """
 
 import asyncio
@@ -22,9 +23,9 @@ from trivet.wire.groups import GroupRequest
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Attempts at one rollout that infrastructure fails, the first included. Then its whole group fails."""
+"""Attempts at one rollout, the first included. If infrastructure makes all of them fail, the whole group fails."""
 _RETRY_DELAY_S = 1.0
-"""Wait before the second attempt; doubled before each later one."""
+"""Seconds before the second attempt; doubled before each later attempt."""
 
 _INFRASTRUCTURE = frozenset(
     {
@@ -33,34 +34,39 @@ _INFRASTRUCTURE = frozenset(
         *("APIConnectionError", "TransportError", "NetworkError", "ClientConnectionError", "ClientPayloadError", "ReadTimeout"),
     }
 )
-"""Types that name infrastructure, with the types derived from them; the last line: openai, httpx, httpcore, aiohttp, requests."""
-_MODEL = "ModelError"
-"""verifiers' v0 type for whatever a model request raised. It counts by its cause; without one the server answered nonsense."""
+"""Error types of infrastructure; types derived from them count too. The last line has types of openai, httpx, httpcore, aiohttp
+and requests."""
+_MODEL_ERROR = "ModelError"
+"""verifiers' v0 type around an error of a model request. Its cause decides; if it has no cause, the server's answer was invalid."""
 _ERRNOS = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENETUNREACH, errno.EHOSTUNREACH})
-"""Errors of a machine that lacks something. Other errors of the operating system may come from a path that the model chose."""
-_PASSING_STATUS = frozenset({408, 409, 425, 429})
-"""HTTP statuses below 500 that a later request may not get. Others refuse what was asked, which the policy may have written."""
+"""Errors of a machine without free resources or network. Other errors of the operating system may come from a path that the model
+chose."""
+_TEMPORARY_STATUSES = frozenset({408, 409, 425, 429})
+"""HTTP statuses below 500 that a later request may not get. Others refuse the request, which the policy may have written."""
 
 PlayedT = TypeVar("PlayedT")
 
 
 class Stage(StrEnum):
-    """The two stages of a group: it waits for the model, or for the environment's own code."""
+    """The two stages of a group."""
 
     GENERATING = "generating"
+    """The rollouts are played: most of the time they wait for the model."""
     SCORING = "scoring"
+    """The environment's reward functions run."""
 
 
 class StageBoard:
-    """The groups that run now, each with its stage. Another thread reads it: a blocked event loop cannot answer itself."""
+    """The groups that run now, each with its stage. The thread that sends pulses reads it while the event loop may be blocked."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: dict[object, tuple[Stage, int, float]] = {}
+        """Stage, number of rollouts and start in monotonic seconds of each group, by a key of its own."""
 
     @contextmanager
     def stage(self, stage: Stage, *, num_rollouts: int) -> Iterator[None]:
-        """Count `num_rollouts` rollouts in `stage` for as long as the block runs."""
+        """Count `num_rollouts` rollouts in `stage` while the `with` block runs."""
         key = object()
         self._entries[key] = (stage, num_rollouts, self._clock())
         try:
@@ -80,7 +86,7 @@ class StageBoard:
 
 @asynccontextmanager
 async def limit_time(timeout_s: float | None, request: GroupRequest) -> AsyncIterator[None]:
-    """Limit the time of a group, from its first request to its last score; raises RolloutFailed when it is over."""
+    """Limit the time of the `with` block, which plays and scores a group. Raises RolloutFailed when the time is over."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -93,21 +99,27 @@ async def limit_time(timeout_s: float | None, request: GroupRequest) -> AsyncIte
 
 
 async def play_group(play: Callable[[int], Awaitable[PlayedT]], request: GroupRequest) -> list[tuple[PlayedT, int]]:
-    """Return what `play` returns for each index of the group, and the attempts before it that infrastructure failed.
+    """Play every rollout of a group with `play`, and again after failures of infrastructure.
+
+    Args:
+        play: plays the rollout of an index.
+
+    Returns:
+        For each index the result of `play`, and the number of failed attempts before it.
 
     Raises:
-        RolloutFailed: `play` raised what infrastructure is not the cause of, or raised on every attempt at one rollout; the message
-            is then the first error.
+        RolloutFailed: `play` failed for another reason than infrastructure, or every attempt at one rollout failed. The message
+            then has the first error.
     """
 
-    async def attempt(index: int) -> tuple[PlayedT, int]:
+    async def play_with_retries(index: int) -> tuple[PlayedT, int]:
         failures: list[RolloutFailed] = []
         while True:
             try:
                 return await play(index), len(failures)
             except RolloutFailed as exc:
                 failures.append(exc)
-            except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  the user's code: it costs this rollout
+            except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  whatever user code raises, only this group fails
                 failures.append(RolloutFailed(describe(exc), kind=type(exc).__name__, is_infrastructure=is_infrastructure(exc)))
                 failures[-1].__cause__ = exc
             where = f"env={request.env} group={request.group_id} index={index} attempt={len(failures)}"
@@ -121,38 +133,42 @@ async def play_group(play: Callable[[int], Awaitable[PlayedT]], request: GroupRe
     try:
         async with asyncio.TaskGroup() as tasks:
             names = [f"group-{request.group_id}-{index}" for index in range(request.num_rollouts)]
-            running = [tasks.create_task(attempt(index), name=name) for index, name in enumerate(names)]
-    except ExceptionGroup as failed:  # the first failure has ended the others
+            running = [tasks.create_task(play_with_retries(index), name=name) for index, name in enumerate(names)]
+    except ExceptionGroup as failed:  # the first failure has cancelled the other rollouts
         raise failed.exceptions[0] from None
     return [task.result() for task in running]
 
 
 def is_infrastructure(error: BaseException, *, has_sampled: bool = True) -> bool:
-    """Return whether `error`, or what caused it, is a failure of infrastructure, as `names_infrastructure` does."""
-    chain, statuses = [error], list[int]()
-    while (cause := chain[-1].__cause__) is not None and cause not in chain:
-        chain.append(cause)
-    for link in chain:  # a client's error carries the HTTP status on itself or on its response
-        for holder in (link, getattr(link, "response", None)):
+    """Return whether infrastructure is the cause of `error`, judged by the error and its chain of causes.
+
+    Args:
+        has_sampled: see `is_infrastructure_type`.
+    """
+    causes, statuses = [error], list[int]()
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
+    for cause in causes:  # an error of an HTTP client has the status as its own attribute or as that of its response
+        for holder in (cause, getattr(cause, "response", None)):
             values = [getattr(holder, name, None) for name in ("status_code", "status")]
             statuses += [value for value in values if isinstance(value, int) and 400 <= value < 600]
     if not statuses:
-        if any(isinstance(link, OSError) and link.errno in _ERRNOS for link in chain):
+        if any(isinstance(cause, OSError) and cause.errno in _ERRNOS for cause in causes):
             return True
-        if any(base.__name__ == _MODEL for base in type(chain[-1]).__mro__):
+        if any(base.__name__ == _MODEL_ERROR for base in type(causes[-1]).__mro__):
             return True
-    names = {base.__name__ for link in chain for base in type(link).__mro__}
-    return names_infrastructure(names, status_code=statuses[0] if statuses else None, has_sampled=has_sampled)
+    names = {base.__name__ for cause in causes for base in type(cause).__mro__}
+    return is_infrastructure_type(names, status_code=statuses[0] if statuses else None, has_sampled=has_sampled)
 
 
-def names_infrastructure(names: Iterable[str], *, status_code: int | None, has_sampled: bool) -> bool:
-    """Return whether an error that is known by its type is a failure of infrastructure.
+def is_infrastructure_type(names: Iterable[str], *, status_code: int | None, has_sampled: bool) -> bool:
+    """Return whether infrastructure is the cause of an error of which only the type and the status are known.
 
     Args:
-        names: of the type and of those that it is derived from, as far as they are known.
-        status_code: the HTTP status that it carries. If there is one, it decides.
-        has_sampled: the policy has said something. What fails before cannot be its doing.
+        names: names of the error's type and of the types that it is derived from, as far as they are known.
+        status_code: the error's HTTP status. If there is one, it decides alone.
+        has_sampled: the policy has sampled something in the rollout. It cannot be the cause of an earlier error.
     """
     if status_code is not None:
-        return status_code >= 500 or status_code in _PASSING_STATUS
+        return status_code >= 500 or status_code in _TEMPORARY_STATUSES
     return not has_sampled or not _INFRASTRUCTURE.isdisjoint(names)

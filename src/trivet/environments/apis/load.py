@@ -1,8 +1,8 @@
-"""Loads an environment with the adapter of the verifiers API that is installed, and says what is wrong when it cannot be loaded.
+"""Loads an environment with the adapter for the installed verifiers API, and explains why an environment cannot be loaded.
 
-The release of verifiers, read from its metadata, decides: 0.3 has the v0 API, 0.4 and newer the v1 API. Each adapter imports
-verifiers in modules of its own, so this one can be imported without it. Nothing here may import pydantic, httpx, torch or
-transformers itself: an environment's process has msgspec, numpy, and what its environment brings.
+There are two adapters: `apis.v0` for verifiers 0.3, and `apis.v1` for verifiers 0.4 and newer. The release in verifiers' metadata
+decides. Only the adapters import verifiers, so this module can be imported without it. Nothing here may import pydantic, httpx,
+torch or transformers: a worker's interpreter has only msgspec, numpy, and the dependencies of its environment.
 """
 
 import difflib
@@ -27,29 +27,32 @@ from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import HostSettings
 
 LIBRARY = "verifiers"
-"""The library that environments are written with. They require it; trivet does not."""
+"""The library that environments are written with. Environments require it; trivet does not."""
 LOADER = "load_environment"
 """The function of an environment's module that verifiers' v0 API calls."""
-FIRST_OF_V0, FIRST_OF_V1 = (0, 3), (0, 4)
-"""Releases of verifiers, major and minor: the oldest that is run, by the v0 API, and the first that is run by the v1 API."""
+FIRST_V0_RELEASE, FIRST_V1_RELEASE = (0, 3), (0, 4)
+"""Releases of verifiers, major and minor: the oldest that trivet can use, by the v0 API, and the first that it uses by the v1
+API."""
 
 _TRACEBACK_LINES = 8
+"""The last lines of a traceback that a message shows."""
 
 
 class EnvironmentHost(Protocol):
-    """A loaded environment, its data sets, and its clients of the servers. Adapters: `V0Host` and `V1Host`."""
+    """A loaded environment with its data sets and its clients of the inference servers. `V0Host` and `V1Host` implement it."""
 
     name: str
     """The environment's name in the configuration."""
     api: str
-    """Generation of the verifiers API that the environment is written for: `v0` or `v1`."""
+    """The verifiers API that the environment is written for: `v0` or `v1`."""
     info: EnvironmentInfo
+    """Describes the data sets."""
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        """Run a group, or score a recorded one, and return its scored rollouts.
+        """Play and score the rollouts of a group, or only score them if they are recorded. Return the scored rollouts.
 
         Raises:
-            RolloutFailed: a rollout could not be completed or scored, or a recorded one is not of today's example.
+            RolloutFailed: a rollout could not be completed or scored, or a recorded rollout is not of today's example.
         """
         ...
 
@@ -58,21 +61,21 @@ class EnvironmentHost(Protocol):
         ...
 
     def serving(self) -> AbstractAsyncContextManager[None]:
-        """Keep up what groups need, such as tool servers of the environment. At the end, close it and the clients of servers."""
+        """Run services that groups need, such as tool servers of the environment. At the end, close them and the clients."""
         ...
 
 
 def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard | None = None) -> EnvironmentHost:
-    """Load the environment that `settings` name. Call it on the main thread: verifiers installs signal handlers.
+    """Load the environment that `settings` name. Must be called on the main thread, because verifiers installs signal handlers.
 
     Args:
-        environ: has the servers' keys.
-        stages: records what each group is doing.
+        environ: the environment variables, with the keys of the servers.
+        stages: records the stage of each group.
 
     Raises:
         EnvironmentLoadError: verifiers or the package is not installed, or the package's own code raised.
     """
-    if require_release(settings.env_id) >= FIRST_OF_V1:
+    if require_release(settings.env_id) >= FIRST_V1_RELEASE:
         from trivet.environments.apis.v1.load import load
     else:
         from trivet.environments.apis.v0.load import load
@@ -83,7 +86,7 @@ def require_release(env_id: str) -> tuple[int, int]:
     """Return the installed release of verifiers, major and minor.
 
     Raises:
-        EnvironmentLoadError: verifiers is not installed, or is older than any that is run.
+        EnvironmentLoadError: verifiers is not installed, or its release is older than `FIRST_V0_RELEASE`.
     """
     try:
         version = importlib.metadata.version(LIBRARY)
@@ -92,9 +95,9 @@ def require_release(env_id: str) -> tuple[int, int]:
             f"env.id = {env_id!r} needs verifiers, which is not installed where it runs; install the environment with: "
             f"uv run trivet env install {env_id}"
         ) from None
-    found = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(found[1]), int(found[2])) if found else (0, 0)
-    if release < FIRST_OF_V0:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(match[1]), int(match[2])) if match else (0, 0)
+    if release < FIRST_V0_RELEASE:
         raise EnvironmentLoadError(
             f"env.id = {env_id!r} runs with verifiers {version}, which trivet cannot run; install verifiers 0.3 for an "
             "environment of the v0 API (load_environment), or 0.4 or newer for one of the v1 API"
@@ -103,25 +106,25 @@ def require_release(env_id: str) -> tuple[int, int]:
 
 
 def find_problem(module: str) -> str:
-    """Import the module of an environment; return why it does not load in one line, or "" when it does.
+    """Import the module of an environment; return in one line why it is not usable, or "" when it is.
 
-    The installed release of verifiers decides what it must have: `load_environment`, or a taskset or environment of the v1 API,
-    exported through its `__all__`.
+    For verifiers' v0 API the module must have `load_environment`; for the v1 API its `__all__` must export a taskset or an
+    environment.
     """
     try:
-        loaded = importlib.import_module(module)
+        imported = importlib.import_module(module)
         release = require_release(module.replace("_", "-"))
     except EnvironmentLoadError as exc:
         return str(exc)
     except (Exception, SystemExit) as exc:  # noqa: BLE001  # whatever an environment raises is reported with its name
         message = " ".join(str(exc).split())
         return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
-    has_loader = callable(getattr(loaded, LOADER, None))
-    if release < FIRST_OF_V1:
+    has_loader = callable(getattr(imported, LOADER, None))
+    if release < FIRST_V1_RELEASE:
         return "" if has_loader else f"the module {module} has no {LOADER}, by which environments are loaded"
     library = importlib.import_module("verifiers.v1")
     bases = (library.Taskset, library.Env)
-    exported = [getattr(loaded, name, None) for name in getattr(loaded, "__all__", ())]
+    exported = [getattr(imported, name, None) for name in getattr(imported, "__all__", ())]
     if any(inspect.isclass(value) and issubclass(value, bases) and value not in bases for value in exported):
         return ""
     if has_loader:
@@ -130,11 +133,14 @@ def find_problem(module: str) -> str:
 
 
 def require_installed(env_id: str, *, environments_dir: Path = Path("environments")) -> None:
-    """Check that the module of `env_id`, or the file of a function, can be found. Imports nothing.
+    """Check without an import that the module of `env_id` can be found. An id may also name a function in a file.
+
+    Args:
+        environments_dir: the directory of a checkout's own environments.
 
     Raises:
-        EnvironmentLoadError: there is none; the message names the environment with nearly this name, or says how to install it,
-            from this checkout when it is there.
+        EnvironmentLoadError: it cannot be found. The message names an environment with a similar name, or the command that installs
+            it.
     """
     if (file := file_of(env_id)) is not None:
         if not file.is_file():
@@ -148,25 +154,28 @@ def require_installed(env_id: str, *, environments_dir: Path = Path("environment
         raise EnvironmentLoadError(
             f"env.id = {env_id!r} is not installed; install it with: uv run trivet env install {package}"
         )
-    here = sorted(path.parent.name.replace("_", "-") for path in environments_dir.glob("*/pyproject.toml"))
+    in_checkout = sorted(path.parent.name.replace("_", "-") for path in environments_dir.glob("*/pyproject.toml"))
     installed = [
-        found.name.replace("_", "-")
-        for found in importlib.metadata.distributions()
-        if any(requirement.startswith(LIBRARY) for requirement in found.requires or ())
+        distribution.name.replace("_", "-")
+        for distribution in importlib.metadata.distributions()
+        if any(requirement.startswith(LIBRARY) for requirement in distribution.requires or ())
     ]
-    if nearest := difflib.get_close_matches(package.replace("_", "-"), [*here, *installed], n=1, cutoff=0.8):
+    if nearest := difflib.get_close_matches(package.replace("_", "-"), [*in_checkout, *installed], n=1, cutoff=0.8):
         raise EnvironmentLoadError(f"env.id = {env_id!r} is not installed (no module {module!r}); did you mean {nearest[0]!r}?")
     raise EnvironmentLoadError(
         f"env.id = {env_id!r} is not installed (no module {module!r}). If you trust it, install it with: "
         f"uv run trivet env install {env_id}{'' if '/' in env_id else ' --from-index'}. "
-        f"Environments of this checkout: {', '.join(here) or 'none'}"
+        f"Environments of this checkout: {', '.join(in_checkout) or 'none'}"
     )
 
 
-def load_failure(settings: HostSettings, error: BaseException, *, called: str) -> EnvironmentLoadError:
-    """Return the error for what `called`, a function of the environment's package, raised.
+def make_load_error(settings: HostSettings, error: BaseException, *, called: str) -> EnvironmentLoadError:
+    """Return an error which reports that user code raised `error` while an environment was loaded.
 
-    Raise it from `error`, so that `traceback_tail` finds the place in the user's code.
+    The caller must raise it from `error`, so that `traceback_tail` finds the place in the user's code.
+
+    Args:
+        called: what was called, for the message, such as `load_environment`.
     """
     cause = error.__cause__ or error
     message = (
@@ -179,7 +188,10 @@ def load_failure(settings: HostSettings, error: BaseException, *, called: str) -
 
 
 def traceback_tail(error: EnvironmentLoadError, args: Mapping[str, Any]) -> str:
-    """Return the last lines of the traceback of the user's own code, without the secrets in its arguments."""
+    """Return the last lines of the traceback of the innermost cause of `error`, with the secrets in `args` hidden.
+
+    Return "" for an error without a cause.
+    """
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__

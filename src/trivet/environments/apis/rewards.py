@@ -1,8 +1,9 @@
-"""Keeps what is no reward from counting as one: an error, or a value that is no number that can be trained on.
+"""Checks the values and errors of reward functions, so that nothing counts as a reward that is not a finite number.
 
-verifiers' v0 API catches what a reward function raises, or what float() raises of its value, logs it and counts 0: the model would
-be trained on a bug. Its v1 API fails the whole episode, and lets a sys.exit end the process. Each adapter wraps every reward
-function with `guard`; whoever scores a group collects what was raised, and decides.
+If a reward function raises, or returns a value that is no number, verifiers' v0 API logs the error and counts 0: the model would be
+trained on a bug. Its v1 API makes the whole episode fail, and does not catch sys.exit, which ends the process. So each adapter
+(`apis.v0`, `apis.v1`) wraps every reward function with `guard`, and scores a group inside `collect_reward_errors`. Then it decides
+by the collected errors whether the group fails.
 """
 
 import functools
@@ -24,13 +25,15 @@ from trivet.wire.rollouts import MAX_REWARD
 logger = logging.getLogger(__name__)
 
 _MAX_VALUE_CHARS = 200
-"""A returned value is shown up to this length."""
+"""The most characters of a returned value that a message shows."""
 _UNMEASURED = -sys.float_info.max
-"""Stands for a metric without a value until `measured` leaves it out. It is finite, so with a weight of 0 it adds 0 to a reward."""
-_GUARDED = "__trivet_guarded__"
+"""The value of a metric that has none, until `drop_unmeasured` removes it. It is finite, so with a weight of 0 it adds 0 to a
+reward."""
+_GUARDED_MARK = "__trivet_guarded__"
+"""The attribute of a function that `guard` has wrapped."""
 
 
-class Scores(StrEnum):
+class ScoreForm(StrEnum):
     """The form in which a reward function returns its numbers."""
 
     ONE = "one"
@@ -51,6 +54,8 @@ class RewardTooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Collection:
+    """The arguments of `collect_reward_errors`, and the errors that it has collected."""
+
     env: str
     value_on_error: float | None
     num_rollouts: int | None
@@ -58,17 +63,19 @@ class _Collection:
 
 
 _collection: ContextVar[_Collection | None] = ContextVar("reward_errors", default=None)
+"""The collection of the current task; None outside of `collect_reward_errors`."""
 
 
 @contextmanager
 def collect_reward_errors(
     env: str, *, value_on_error: float | None = None, num_rollouts: int | None = None
 ) -> Iterator[list[RolloutFailed]]:
-    """Collect what reward functions of an environment raise inside the `with`, in tasks started there too.
+    """Collect the errors of an environment's reward functions in the `with` block, also in tasks that it starts.
 
     Args:
-        value_on_error: is returned by a reward function that raises; None lets it raise.
-        num_rollouts: that are scored together.
+        env: the environment's name, for messages.
+        value_on_error: the value that counts if a reward function raises; None: it still raises.
+        num_rollouts: the number of rollouts that are scored together; None: unknown.
     """
     collection = _Collection(env=env, value_on_error=value_on_error, num_rollouts=num_rollouts)
     token = _collection.set(collection)
@@ -79,45 +86,46 @@ def collect_reward_errors(
 
 
 def guard(
-    function: Callable[..., Any], *, scores: Scores = Scores.ONE, is_metric: bool = False, name: str = ""
+    function: Callable[..., Any], *, scores: ScoreForm = ScoreForm.ONE, is_metric: bool = False, name: str = ""
 ) -> Callable[..., Any]:
-    """Return `function` such that it returns numbers, and what it raises is collected.
+    """Wrap a reward function: its values are checked and converted to floats, and its errors are collected.
 
     Args:
-        is_metric: its weight is 0. A value that is no finite number then costs that metric, and nothing is raised for it.
-        name: shown in errors; the function's own when empty.
+        scores: the form of its values.
+        is_metric: its weight is 0. A value that is no finite number is then left out, without an error.
+        name: shown in errors; empty: the function's own name.
     """
-    if hasattr(function, _GUARDED):
+    if hasattr(function, _GUARDED_MARK):
         return function
     name = name or getattr(function, "__name__", repr(function))
     read = _metric_reader(name) if is_metric else _as_reward
 
-    def checked(value: Any) -> Any:
+    def check(value: Any) -> Any:
         try:
             return _read_all(value, scores, read)
         except (TypeError, ValueError) as exc:
             raise type(exc)(f"returned {exc}") from None
 
-    async def finish(value: Awaitable[Any]) -> Any:
+    async def await_and_check(value: Awaitable[Any]) -> Any:
         try:
-            return checked(await value)
-        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  the user's code
-            return _collect(name, exc)
+            return check(await value)
+        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  user code may raise anything
+            return _handle_error(name, exc)
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
             value = function(*args, **kwargs)
-            return finish(value) if inspect.isawaitable(value) else checked(value)
-        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  the user's code
-            return _collect(name, exc)
+            return await_and_check(value) if inspect.isawaitable(value) else check(value)
+        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  user code may raise anything
+            return _handle_error(name, exc)
 
-    setattr(guarded, _GUARDED, True)
+    setattr(guarded, _GUARDED_MARK, True)
     return guarded
 
 
-def _collect(name: str, error: BaseException) -> float:
-    """Collect what a reward function raised. Return the value that counts instead, or raise where there is none."""
+def _handle_error(name: str, error: BaseException) -> float:
+    """Collect an error of a reward function. Return the collection's `value_on_error`; if it is None, raise the error."""
     collection = _collection.get()
     if collection is not None:
         kind = type(error).__name__
@@ -127,17 +135,18 @@ def _collect(name: str, error: BaseException) -> float:
             return collection.value_on_error
     if isinstance(error, Exception):
         raise error
-    raise RuntimeError(f"{type(error).__name__}: {error}") from error  # else it would end the worker and every group in it
+    # A SystemExit or KeyboardInterrupt would end the worker and every group in it.
+    raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def require_reward(reward: Any, *, env: str, values: Mapping[str, float | None]) -> float:
-    """Return the reward of a scored rollout.
+    """Return the reward of a scored rollout as a float.
 
     Args:
-        values: of the reward functions and metrics, by name, for the message.
+        values: the values of the reward functions and metrics by name, for the message.
 
     Raises:
-        RolloutFailed: it is no number that can be trained on.
+        RolloutFailed: the reward is no finite number, or its size exceeds `MAX_REWARD`.
     """
     try:
         return _as_reward(reward)
@@ -149,13 +158,16 @@ def require_reward(reward: Any, *, env: str, values: Mapping[str, float | None])
         raise RolloutFailed(f"the reward of environment {env!r} is {exc}{scored}", kind=type(exc).__name__) from exc
 
 
-def measured(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the values of reward functions and metrics that have one."""
+def drop_unmeasured(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the values of reward functions and metrics, without those that are missing or not finite."""
     return {name: float(value) for name, value in values.items() if value is not None and _UNMEASURED < value < math.inf}
 
 
 def _metric_reader(name: str) -> Callable[[Any], float]:
-    """Return what reads the values of one metric. A value that is no finite number is left out; the first is reported."""
+    """Return a function that converts the values of one metric. It marks a value that is no finite number as unmeasured.
+
+    Only the first such value is reported.
+    """
     has_reported = False
 
     def read(value: Any) -> float:
@@ -171,20 +183,20 @@ def _metric_reader(name: str) -> Callable[[Any], float]:
     return read
 
 
-def _read_all(value: Any, scores: Scores, read: Callable[[Any], float]) -> Any:
-    """Return the numbers in what a reward function returned; the message of an error is the end of a sentence."""
-    if scores is Scores.NAMED and isinstance(value, Mapping):
+def _read_all(value: Any, scores: ScoreForm, read: Callable[[Any], float]) -> Any:
+    """Convert each number in a reward function's value with `read`. The message of an error is the end of a sentence."""
+    if scores is ScoreForm.NAMED and isinstance(value, Mapping):
         return {key: read(inner) for key, inner in value.items()}
-    if scores is not Scores.GROUP:
+    if scores is not ScoreForm.GROUP:
         return read(value)
     values = value.tolist() if hasattr(value, "tolist") else value
     collection = _collection.get()
     num_rollouts = None if collection is None else collection.num_rollouts
-    wanted = "" if num_rollouts is None else f"{num_rollouts} "
+    count = "" if num_rollouts is None else f"{num_rollouts} "
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise TypeError(f"{_shown(value)}, not a list of {wanted}numbers, one for each rollout of the group")
+        raise TypeError(f"{_describe_value(value)}, not a list of {count}numbers, one for each rollout of the group")
     if num_rollouts is not None and len(values) != num_rollouts:
-        raise ValueError(f"{_shown(value)}, of length {len(values)} for the {wanted}rollouts of the group")
+        raise ValueError(f"{_describe_value(value)}, of length {len(values)} for the {count}rollouts of the group")
     return [read(inner) for inner in values]
 
 
@@ -192,26 +204,32 @@ def _as_reward(value: Any) -> float:
     number = _as_finite(value)
     if abs(number) > MAX_REWARD:
         raise RewardTooLarge(
-            f"{_shown(value)}, too large to train on: it must lie between {-MAX_REWARD:g} and {MAX_REWARD:g}; bound or rescale it"
+            f"{_describe_value(value)}, too large to train on: it must lie between {-MAX_REWARD:g} and {MAX_REWARD:g}; "
+            "bound or rescale it"
         )
     return number
 
 
 def _as_finite(value: Any) -> float:
-    """Return `value` as a float: any real number, a bool, or an array or tensor of one element; no text, and no container."""
+    """Return `value` as a float. It may be a real number, a bool, or an array or tensor of one element, but no text.
+
+    Raises:
+        TypeError: it is no number.
+        RewardNotFinite: it is NaN or infinite.
+    """
     element = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1 else value
     if isinstance(element, str | bytes) or not hasattr(element, "__float__"):
-        raise TypeError(f"{_shown(value)}, not a number")
+        raise TypeError(f"{_describe_value(value)}, not a number")
     try:
         number = float(element)
     except OverflowError:  # an int beyond the range of float64
         number = math.inf
-    except (TypeError, ValueError, RuntimeError):  # an array of several elements, and what only looks like a number
-        raise TypeError(f"{_shown(value)}, not a number") from None
+    except (TypeError, ValueError, RuntimeError):  # for example an array of several elements
+        raise TypeError(f"{_describe_value(value)}, not a number") from None
     if not math.isfinite(number):
-        raise RewardNotFinite(f"{_shown(value)}, not a finite number")
+        raise RewardNotFinite(f"{_describe_value(value)}, not a finite number")
     return number
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return "None" if value is None else f"the {type(value).__name__} {cut(repr(value), _MAX_VALUE_CHARS)}"

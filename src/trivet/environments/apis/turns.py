@@ -1,10 +1,12 @@
 """Makes the arguments of model requests, reads the turns of a rollout from the answers, and joins them into samples. Pure.
 
-A turn is the prompt and the answer of one model request. `branching` makes a sample of each turn. `interleaved` continues the
-newest sample whose tokens are exactly the start of the prompt, and begins a new sample where there is none: a broken prefix is
-counted and never trained on as if it were whole. The inference server keeps the tokens of earlier turns wherever the chat
-template allows it (inference/continuation), so a prefix breaks where the template leaves out earlier text, such as thinking.
-Only sampled tokens are trained on: no policy chose the environment's own tokens, so they have no log-probability.
+A turn is the prompt and the completion of one model request. There are two strategies (`trajectory_strategy`). `branching` makes a
+sample of each turn. `interleaved` appends a turn to the newest sample whose tokens are exactly the start of the turn's prompt. If
+there is no such sample, it begins a new sample and counts a broken prefix. The inference server keeps the tokens of earlier turns
+if the chat template allows it (`inference.continuation`). So a prefix breaks where the template leaves out earlier text, such as
+thinking. Only sampled tokens are trained on: no policy chose the environment's own tokens, so they have no log-probability.
+
+Legend: T counts the tokens of one sample.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +21,8 @@ from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import PolicyVersion, VersionRun, count_tokens, join_versions
 
-_OPENAI = ("max_tokens", "top_p", "presence_penalty", "frequency_penalty")
-"""Fields that the OpenAI client knows; every other travels in `extra_body`."""
+_OPENAI_FIELDS = ("max_tokens", "top_p", "presence_penalty", "frequency_penalty")
+"""Fields that the OpenAI client has arguments for; every other field is sent in `extra_body`."""
 SAMPLING_DEFAULTS: Mapping[str, Any] = {
     "max_tokens": None,
     "min_tokens": 0,
@@ -31,7 +33,8 @@ SAMPLING_DEFAULTS: Mapping[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""Values that change nothing, by the name of the field: the defaults of the sampling section. A test compares them with it."""
+"""The defaults of the configuration's sampling section, by field; they change nothing. Repeated here, because a worker has no
+pydantic. A test compares both."""
 
 
 def rollout_seed(request: GroupRequest, index: int) -> int | None:
@@ -41,27 +44,30 @@ def rollout_seed(request: GroupRequest, index: int) -> int | None:
 
 
 def later_seed(seed: int, kind: Literal["trace", "turn"], number: int) -> int:
-    """Return the seed of a turn, or of a conversation of a rollout, that has `number` others before it; the first has `seed`.
+    """Return the seed of the turn or trace with index `number`. The first has `seed` itself.
 
     With one seed for all, each would draw the same random numbers.
+
+    Args:
+        kind: what is counted: the turns of a trace, or the traces of an episode.
     """
     return derive_seed(seed, kind, number) % 2**31 if number else seed
 
 
 def request_arguments(sampling: SamplingArguments, *, seed: int | None, is_plain: bool = False) -> dict[str, Any]:
-    """Return the arguments of one chat-completions request, in the form that verifiers passes on.
+    """Return the arguments of one chat-completions request, in the form that verifiers passes to the OpenAI client.
 
     Args:
-        seed: this request's own.
-        is_plain: for a server that is not trivet's. It gets only values that differ from their default: such a server may refuse
-            fields that it does not know.
+        seed: the seed of this request.
+        is_plain: the server is not a trivet server. It may refuse fields that it does not have, so it gets only values that differ
+            from their default.
     """
     fields = {name: value for name, value in sampling.fields.items() if not is_plain or value != SAMPLING_DEFAULTS.get(name)}
-    known = {name: fields.pop(name) for name in _OPENAI if name in fields}
-    asked = {"temperature": sampling.temperature, "seed": seed, **known}
+    openai_fields = {name: fields.pop(name) for name in _OPENAI_FIELDS if name in fields}
+    arguments = {"temperature": sampling.temperature, "seed": seed, **openai_fields}
     if not is_plain:
-        return {**asked, "logprobs": True, "extra_body": {**fields, "return_token_ids": True}}
-    return {name: value for name, value in {**asked, "extra_body": fields or None}.items() if value is not None}
+        return {**arguments, "logprobs": True, "extra_body": {**fields, "return_token_ids": True}}
+    return {name: value for name, value in {**arguments, "extra_body": fields or None}.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +79,13 @@ class Turn:
     logprobs: Sequence[float]
     """One per completion token, as sampled."""
     versions: Sequence[VersionRun]
-    """Cover the completion tokens."""
+    """The policy versions of the completion tokens, in runs whose lengths add up to their number."""
     is_truncated: bool = False
+    """The completion was cut at a length limit."""
 
 
 def read_turn(answer: Mapping[str, Any]) -> Turn:
-    """Return the tokens of one chat completion, the JSON object of an answer, as a turn to train on. Raises as `make_turn`."""
+    """Return the turn in the answer to a chat-completions request, decoded from JSON. Raises as `make_turn`."""
     [choice] = answer["choices"]
     logprobs = (choice.get("logprobs") or {}).get("content") or []
     return make_turn(
@@ -98,10 +105,10 @@ def make_turn(
     policy_versions: Iterable[tuple[int, int]] | None,
     is_truncated: bool,
 ) -> Turn:
-    """Return a turn of what an answer carries.
+    """Check the fields of an answer and make a turn of them. A field that is None is missing in the answer.
 
     Raises:
-        RolloutFailed: something is missing, or the lengths differ.
+        RolloutFailed: a field is missing, or the lengths differ.
     """
     versions = [VersionRun(PolicyVersion(version), length) for version, length in policy_versions or []]
     is_whole = prompt_ids is not None and completion_ids is not None and policy_versions is not None
@@ -122,19 +129,23 @@ def make_turn(
 def to_samples(
     turns: Sequence[Turn], *, temperature: float | None, strategy: Literal["interleaved", "branching"]
 ) -> tuple[list[Sample], int]:
-    """Join turns into samples. Return them, and how many turns after the first continue no sample: always 0 for `branching`.
+    """Join turns into samples.
 
     Args:
         turns: in order; turns without completion tokens are left out.
-        temperature: at which the tokens were sampled; None: the server's default, taken to be 1.
+        temperature: the temperature at which the tokens were sampled; None: the server's default, assumed to be 1.
+
+    Returns:
+        The samples, and the number of broken prefixes: turns after the first that continue no sample. It is 0 for `branching`.
     """
-    chains: list[list[Turn]] = []
+    chains: list[list[Turn]] = []  # each becomes a sample; a later turn continues the turn before it
     for turn in turns:
         if not turn.completion_ids:
             continue
         candidates = reversed(chains) if strategy == "interleaved" else ()
-        if (continued := next((chain for chain in candidates if _continues(chain[-1], turn)), None)) is not None:
-            continued.append(turn)
+        continued_chain = next((chain for chain in candidates if _is_continued_by(chain[-1], turn)), None)
+        if continued_chain is not None:
+            continued_chain.append(turn)
         else:
             chains.append([turn])
     samples: list[Sample] = []
@@ -147,7 +158,7 @@ def to_samples(
             end = start + len(turn.completion_ids)
             loss_mask_T[start:end] = True
             logprobs_T[start:end] = turn.logprobs
-        loss_mask_T[0] = False
+        loss_mask_T[0] = False  # nothing predicts the first token
         sample = Sample(
             token_ids_T=np.array(token_ids, dtype=np.int32),
             loss_mask_T=loss_mask_T,
@@ -160,8 +171,11 @@ def to_samples(
     return samples, max(len(chains) - 1, 0) if strategy == "interleaved" else 0
 
 
-def _continues(previous: Turn, turn: Turn) -> bool:
-    """Compare the completion first: a prefix nearly always breaks there, and prompts are long."""
+def _is_continued_by(previous: Turn, turn: Turn) -> bool:
+    """Return whether the prompt of `turn` begins with exactly the tokens of `previous`: its prompt, then its completion.
+
+    The completion is compared first, because a prefix nearly always breaks there, and prompts are long.
+    """
     prompt, start = turn.prompt_ids, len(previous.prompt_ids)
     end = start + len(previous.completion_ids)
     if len(prompt) < end or list(prompt[start:end]) != list(previous.completion_ids):

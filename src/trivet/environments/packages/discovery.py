@@ -1,8 +1,8 @@
-"""Finds the installed environment packages from metadata and source text, and has their own interpreter import them.
+"""Finds the installed environment packages from metadata and source text, and imports them in their own interpreter to check them.
 
-A package is an environment when trivet does not itself depend on it, and either one of its modules names `load_environment` or
-it requires verifiers. The second half keeps a package in the list that is broken or re-exports the function by `*`. verifiers has
-a function of that name too, and is none.
+A package counts as an environment package if trivet itself does not depend on it, and if one of its modules defines or imports
+`load_environment`, or the package requires verifiers. The requirement also finds a package that is broken or that re-exports the
+function by `*`. verifiers itself has a function of that name, but is no environment package.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from trivet.process.lifetime import module_command, tied_command
 _MAX_SOURCE_BYTES = 4 << 20
 """A larger module is not parsed. Sources of environments have a few thousand lines; generated tables may have millions."""
 _IMPORT_TIMEOUT_S = 120.0
-"""For all modules of one process. verifiers alone takes 5 to 20 s on two busy cores."""
+"""Longest time to import all modules of one process. verifiers alone takes 5 to 20 s on two busy cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +67,17 @@ def find_environments(installed: InstalledPackages | None = None) -> list[Enviro
             continue
         modules = list(_module_names(package))
         files = ((module, _source_file(module, search_path=installed.search_path)) for module in modules)
-        named = (module for module, file in files if file is not None and names_loader(file.read_text(errors="replace")))
+        with_loader = (module for module, file in files if file is not None and binds_loader(file.read_text(errors="replace")))
         requires_library = any(canonicalize_name(required.name) == LIBRARY for required in package.active_requirements())
-        if (module := next(named, modules[0] if requires_library else None)) is not None:
+        module = next(with_loader, modules[0] if requires_library else None)
+        if module is not None:
             origin = read_origin(package.distribution.read_text("direct_url.json"))
             environments.append(EnvironmentPackage(name=package.name, version=package.version, module=module, origin=origin))
     return environments
 
 
 def read_origin(direct_url: str | None) -> PackageOrigin:
-    """Read the text of a `direct_url.json`. An installer writes none for what it took from an index."""
+    """Read the text of a `direct_url.json`. An installer writes no such file for a package from an index."""
     if not direct_url:
         return PackageOrigin(kind="index")
     content = json.loads(direct_url)
@@ -92,8 +93,11 @@ def read_origin(direct_url: str | None) -> PackageOrigin:
     return PackageOrigin(kind="wheel" if location.endswith(".whl") else "archive", location=location)
 
 
-def names_loader(source: str) -> bool:
-    """Return whether a module's source binds `load_environment` at its top level: defines, imports or assigns it."""
+def binds_loader(source: str) -> bool:
+    """Return whether a module's source binds `load_environment` at its top level: defines, imports or assigns it.
+
+    Return True for a source with a syntax error that contains the name.
+    """
     if LOADER not in source:
         return False
     try:
@@ -111,7 +115,7 @@ def _module_names(package: InstalledPackage) -> Iterator[str]:
     yield conventional
     files: list[PurePath] = list(package.distribution.files or ())
     origin = read_origin(package.distribution.read_text("direct_url.json"))
-    if origin.kind == "editable":  # its sources are where they were, and the metadata does not list them
+    if origin.kind == "editable":  # its metadata does not list its sources, which stay in their directory
         for root in (Path(origin.location), Path(origin.location) / "src"):
             files += [path.relative_to(root) for pattern in ("*.py", "*/__init__.py") for path in sorted(root.glob(pattern))]
     for file in files:
@@ -137,10 +141,13 @@ def _source_file(module: str, *, search_path: Sequence[str] | None) -> Path | No
 def check_imports(
     modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _IMPORT_TIMEOUT_S
 ) -> dict[str, str]:
-    """Return the problem of each module in one line, by module; "" for one that loads.
+    """Return the problem of each module in one line, by module; "" for a module that loads.
 
-    The modules share a process, so what they share is imported once. If a module ends that process or exceeds the time, it gets
-    the blame, and a new process takes the rest.
+    The modules are imported in one process, so common dependencies are imported once. If a module ends that process or exceeds the
+    time, that is its problem, and a new process imports the remaining modules.
+
+    Args:
+        python: the interpreter of the modules.
     """
     problems: dict[str, str] = {}
     while remaining := [module for module in modules if module not in problems]:

@@ -1,7 +1,7 @@
-"""Finds the interpreter that runs the workers of an environment, and says what is wrong with it before anything is started.
+"""Finds the interpreter that runs the workers of an environment, and reports problems before anything is started.
 
-`trivet env install` makes plain virtual environments, each for one environment and mostly of its name. What is in one is read from
-the metadata of its packages. A directory whose name begins with a dot is being built or removed.
+`trivet env install` makes plain virtual environments: each is for one environment, and usually has its name. Which packages one has
+is read from the packages' metadata. A directory whose name begins with a dot is being built or removed.
 """
 
 import os
@@ -20,37 +20,38 @@ from trivet.dependencies import InstalledPackages
 from trivet.environments.apis.load import LIBRARY, require_installed
 from trivet.errors import EnvironmentLoadError
 
-OWN = "trivet"
-"""Names the interpreter that runs trivet itself."""
+TRIVET_VENV = "trivet"
+"""The value of `env.venv` for the interpreter that runs trivet itself."""
 AUTO = "auto"
+"""The value of `env.venv` for the virtual environment that has the environment's package, or else trivet's interpreter."""
 WORKER_SOURCE = Path(__file__).parents[2] / "worker_distribution"
 """The directory that an installer builds `trivet-worker` from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentVenv:
-    """A virtual environment that has an environment."""
+    """A virtual environment in which an environment is installed."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """The name that a configuration uses."""
+        """The name that `env.venv` of a configuration gives."""
         return self.path.name
 
     @property
     def python(self) -> Path:
-        """The interpreter."""
+        """The path of the interpreter."""
         return self.path / "bin" / "python"
 
     def packages(self) -> InstalledPackages:
-        """Return the packages in it, its own first, then those of editable installations."""
+        """Return its packages: first those in its site-packages, then those of editable installations."""
         sites = list(self.path.glob("lib/python*/site-packages"))
         lines = [line for site in sites for file in site.glob("*.pth") for line in file.read_text().splitlines()]
         return InstalledPackages([*map(str, sites), *(line for line in lines if line.startswith("/") and Path(line).is_dir())])
 
     def version_of(self, package: str) -> str:
-        """Return the version of an installed package, empty when there is none."""
+        """Return the version of an installed package; empty when it is not installed."""
         found = self.packages().find(package)
         return found.version if found is not None else ""
 
@@ -68,18 +69,21 @@ def find_venvs(directory: Path) -> list[EnvironmentVenv]:
 
 
 def find_venvs_of(env_id: str, directory: Path) -> list[EnvironmentVenv]:
-    """Return the virtual environment named after an environment, or else all that have a package of its name."""
+    """Return the virtual environment with the name of an environment, or else all in which a package of that name is installed."""
     name = canonicalize_name(env_id.rpartition("/")[2])
     venvs = find_venvs(directory)
     return [venv for venv in venvs if venv.name == name] or [venv for venv in venvs if venv.version_of(name)]
 
 
 def find_venv_directory(environ: Mapping[str, str] = os.environ, *, prefix: str = sys.prefix) -> Path:
-    """Return the directory of virtual environments: of the project that trivet is installed in, or else of this user.
+    """Return the directory of virtual environments: that of the project in which trivet is installed, or else that of this user.
 
-    A checkout and a workspace have theirs, in `.trivet/venvs` beside the `.venv` that runs this: another project's environments are
-    not mixed in, the working directory does not matter, and making `.venv` anew loses nothing. The variable `TRIVET_VENVS` names
+    The directory of a checkout or workspace is `.trivet/venvs` next to the `.venv` that runs this process. So projects do not share
+    environments, the working directory does not matter, and making `.venv` anew loses nothing. The variable `TRIVET_VENVS` names
     another directory.
+
+    Args:
+        prefix: the virtual environment that runs this process.
     """
     if named := environ.get(VENVS):
         return Path(named).absolute()
@@ -90,11 +94,11 @@ def find_venv_directory(environ: Mapping[str, str] = os.environ, *, prefix: str 
 
 
 def find_interpreter(env: EnvConfig) -> str:
-    """Return the path of the interpreter for `env`; empty for trivet's own.
+    """Return the path of the interpreter for `env`; empty for trivet's own interpreter.
 
     Raises:
-        EnvironmentLoadError: `env.venv` names no virtual environment, several have the environment, or the environment has another
-            version than `env.id` asks for.
+        EnvironmentLoadError: `env.venv` names no virtual environment, several virtual environments have the environment, or its
+            version is not the one that `env.id` names.
     """
     venv = _find_venv(env)
     python = "" if venv is None else str(venv.python)
@@ -115,7 +119,8 @@ def find_interpreter(env: EnvConfig) -> str:
 
 
 def _find_venv(env: EnvConfig) -> EnvironmentVenv | None:
-    if env.venv == OWN:
+    """Return the virtual environment of `env`; None if it uses trivet's own interpreter."""
+    if env.venv == TRIVET_VENV:
         return None
     if os.sep in env.venv:
         venv = EnvironmentVenv(path=Path(env.venv).expanduser().absolute())
@@ -146,17 +151,17 @@ def _find_venv(env: EnvConfig) -> EnvironmentVenv | None:
 
 
 def require_environment(env: EnvConfig) -> None:
-    """Check that `env` can be started, without starting anything.
+    """Check without starting anything that the interpreter and the package of `env` are installed.
 
     Raises:
-        EnvironmentLoadError: its virtual environment or its package is not there; the message says how to get it.
+        EnvironmentLoadError: its virtual environment or its package is missing; the message has the command that installs it.
     """
     if not find_interpreter(env):
         require_installed(env.package)
 
 
 def describe_interpreter(env: EnvConfig) -> str:
-    """Return in one line where the workers of `env` run, and with which versions."""
+    """Return in one line the interpreter of the workers of `env`, and its versions."""
     venv = _find_venv(env)
     if venv is not None and venv.path.parent == find_venv_directory():
         return f"virtual environment {venv.describe()}"

@@ -1,6 +1,6 @@
-"""Matches the answers of one worker with the calls that wait for them, and checks what they hold.
+"""Matches the answers of one worker with the calls that wait for them, and checks the rollouts in an answer.
 
-Owned by `client.WorkerClient`, or `nodes.node`.
+`workers.client.WorkerClient` owns a `PendingCalls`, and so does `nodes.node` for a node of a run over several nodes.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from trivet.wire.versions import count_tokens
 from trivet.wire.workers import AskPrompt, CallFailed, Cancel, GroupDone, PromptFound, RunGroupOrder, WorkerOrder
 
 _DTYPES = {"token_ids_T": np.int32, "loss_mask_T": np.bool_, "logprobs_T": np.float32}
+"""The dtype of each array of a sample. T counts the sample's tokens."""
 
 AnswerT = TypeVar("AnswerT", GroupDone, PromptFound)
 
@@ -27,13 +28,15 @@ class PendingCalls:
     def __init__(self, send: Callable[[WorkerOrder], None]) -> None:
         self._send = send
         self._pending: dict[int, tuple[type[GroupDone | PromptFound], asyncio.Future[Any]]] = {}
+        """The type of the answer, and the future that gets it, by call id."""
         self._loss = ""
+        """How the worker ended; empty while it runs."""
         self.newest = -1
-        """The id of the newest call, -1 before the first."""
+        """The id of the newest call; -1 before the first."""
 
     @property
     def ids(self) -> list[int]:
-        """The calls in flight."""
+        """The ids of the calls in flight."""
         return list(self._pending)
 
     def next_id(self) -> int:
@@ -41,8 +44,8 @@ class PendingCalls:
         self.newest += 1
         return self.newest
 
-    async def call(self, order: RunGroupOrder | AskPrompt, kind: type[AnswerT]) -> AnswerT:
-        """Send `order` and wait for its answer. If the caller is cancelled, the worker is told to cancel the call.
+    async def call(self, order: RunGroupOrder | AskPrompt, answer_type: type[AnswerT]) -> AnswerT:
+        """Send `order` and wait for its answer. If the caller is cancelled, send the worker an order to cancel the call.
 
         Raises:
             RolloutFailed: the worker's answer is a failure.
@@ -51,7 +54,7 @@ class PendingCalls:
         if self._loss:
             raise WorkerLost(self._loss)
         future: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
-        self._pending[order.call_id] = kind, future
+        self._pending[order.call_id] = answer_type, future
         try:
             self._send(WorkerOrder(body=order))
             return await future
@@ -62,57 +65,59 @@ class PendingCalls:
             del self._pending[order.call_id]
 
     def resolve(self, answer: GroupDone | PromptFound | CallFailed) -> None:
-        """Hand `answer` to its caller; an answer whose caller was cancelled is dropped.
+        """Pass `answer` to its caller, or drop it if the caller was cancelled.
 
         Raises:
-            MessageRefused: its call was never made, or asked for something else.
+            MessageRefused: no call has its id, or the call needs an answer of another type.
         """
         if not 0 <= answer.call_id <= self.newest:
             raise MessageRefused(f"an answer to call {answer.call_id}, which was never made")
-        kind, future = self._pending.get(answer.call_id, (None, None))
-        if kind is None or future is None or future.done():
+        answer_type, future = self._pending.get(answer.call_id, (None, None))
+        if answer_type is None or future is None or future.done():
             return
         if isinstance(answer, CallFailed):
             failure = RolloutFailed(answer.message, kind=answer.kind, is_infrastructure=answer.is_infrastructure)
             future.set_exception(failure)
-        elif isinstance(answer, kind):
+        elif isinstance(answer, answer_type):
             future.set_result(answer)
         else:
-            raise MessageRefused(f"a {type(answer).__name__} in answer to call {answer.call_id}, which needs a {kind.__name__}")
+            raise MessageRefused(
+                f"a {type(answer).__name__} in answer to call {answer.call_id}, which needs a {answer_type.__name__}"
+            )
 
     def lose(self, call_id: int, loss: str) -> None:
-        """Fail one call with WorkerLost, if it is still in flight."""
+        """Make one call fail with WorkerLost, if it is still in flight. `loss` says which worker ended and how."""
         _, future = self._pending.get(call_id, (None, None))
         if future is not None and not future.done():
             future.set_exception(WorkerLost(loss))
 
     def fail_all(self, loss: str) -> None:
-        """Fail every call in flight, and every later one, with WorkerLost. `loss` says which worker ended and how."""
+        """Make every call in flight, and every later call, fail with WorkerLost. `loss` says which worker ended and how."""
         self._loss = loss
         for call_id in self.ids:
             self.lose(call_id, loss)
 
 
 def find_fault(rollouts: Sequence[Rollout], request: GroupRequest) -> str | None:
-    """Return what is wrong with the answer to `request`, as the end of a sentence; None when the run may use it."""
+    """Return the fault of the answer to `request`, as the end of a sentence; None when the answer is valid."""
     if [rollout.index for rollout in rollouts] != list(range(request.num_rollouts)):
         return f"has {len(rollouts)} rollouts, where {request.num_rollouts} in order were asked for"
     for rollout in rollouts:
         numbers = {"reward": rollout.reward, **rollout.scores}
-        found = [f"with {name} = {value}" for name, value in numbers.items() if not math.isfinite(value)]
-        found += [fault for sample in rollout.samples for fault in _sample_faults(sample)]
-        if found:
-            return f"has a rollout (index {rollout.index}) {found[0]}"
+        faults = [f"with {name} = {value}" for name, value in numbers.items() if not math.isfinite(value)]
+        faults += [fault for sample in rollout.samples for fault in _find_sample_faults(sample)]
+        if faults:
+            return f"has a rollout (index {rollout.index}) {faults[0]}"
     return None
 
 
-def _sample_faults(sample: Sample) -> Iterator[str]:
+def _find_sample_faults(sample: Sample) -> Iterator[str]:
     shape, num_versioned = sample.token_ids_T.shape[:1], count_tokens(sample.versions)
     for name, dtype in _DTYPES.items():
         array = getattr(sample, name)
         if array.dtype != dtype or array.shape != shape:
             yield f"whose {name} has the shape {array.shape} and dtype {array.dtype}, where its tokens need {shape} and {dtype}"
-    # The first token of a sample is never trained on, so the model may have sampled one more than the mask has.
+    # The first token of a sample is never trained on. If the model sampled it, it has a version and is not in the loss mask.
     if num_versioned - sample.num_loss_tokens not in (0, 1):
         yield f"that has {sample.num_loss_tokens} sampled tokens and policy versions for {num_versioned}"
     if not np.isfinite(sample.logprobs_T).all():

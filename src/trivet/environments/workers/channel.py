@@ -1,6 +1,6 @@
-"""Carries messages between a pool and a worker over a socket: a length of eight bytes, then an encoded struct.
+"""Sends messages between a pool and a worker over a socket. A message is its length in eight bytes, then an encoded struct.
 
-A socket pair has no name that another process could find, and each side notices at once when the other is gone.
+The socket is one of a pair: it has no name that another process could find, and each side notices at once when the other ends.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from trivet.errors import MessageRefused
 from trivet.wire.codec import decode, encode
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-"""A longer message is refused by both sides: a wrong length must not make the receiver fill its memory."""
+"""Both sides refuse a longer message, so that a wrong length cannot make the receiver fill its memory."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -35,7 +35,7 @@ class Channel:
         return cls(*await asyncio.open_connection(sock=sock, limit=_BUFFER_BYTES))
 
     def post(self, message: msgspec.Struct) -> None:
-        """Send a message without waiting. If the other side is gone it is dropped, and `receive` reports the end.
+        """Send a message without waiting. If the other side has ended, drop the message; `receive` then reports the end.
 
         Raises:
             MessageRefused: the message is too large.
@@ -43,11 +43,11 @@ class Channel:
         if not self._writer.is_closing():
             self._writer.write(pack_message(message))
 
-    async def receive(self, kind: type[StructT]) -> StructT | None:
-        """Return the next message; None when the other side is gone. Arrays in it are views of its bytes.
+    async def receive(self, message_type: type[StructT]) -> StructT | None:
+        """Return the next message; None when the other side has ended. Arrays in it are views of the received bytes.
 
         Raises:
-            MessageRefused: the bytes are not a `kind`, or are more than a message may have.
+            MessageRefused: the bytes are not a `message_type`, or are more than a message may have.
         """
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
@@ -55,7 +55,7 @@ class Channel:
             data = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return None
-        return decode(data, kind)
+        return decode(data, message_type)
 
     async def aclose(self) -> None:
         """Close this side; the other side sees the end. May be called again."""
@@ -67,7 +67,7 @@ class Channel:
 
 
 def pack_message(message: msgspec.Struct) -> bytes:
-    """Return the bytes of `message` on the wire; raises MessageRefused when it is too large."""
+    """Return the bytes of `message` with its length before them. Raises MessageRefused when it is too large."""
     data = encode(message)
     _require_fits(len(data))
     return _LENGTH.pack(len(data)) + data

@@ -1,8 +1,8 @@
-"""One worker as its pool sees it: started, asked, listened to, ended. Knows nothing of other workers or of restarts.
+"""Starts one worker process, sends it calls, receives its answers and pulses, and ends it. `workers.pool` restarts it.
 
-The worker is a process of its own session, with a directory of its own for temporary files. It runs the interpreter that the
-settings name, which may be that of another virtual environment. One that speaks another version of the protocol is refused, and
-one that sends what it must not is ended.
+The worker leads a session of its own, and has its own directory for temporary files. It runs the interpreter that the settings
+name, which may be one of another virtual environment. A worker with another version of the protocol is refused, and a worker that
+sends an invalid message is ended.
 """
 
 import asyncio
@@ -47,14 +47,14 @@ from trivet.wire.workers import (
 )
 
 _EXIT_TIMEOUT_S = 10.0
-"""Longest time from the end of the channel to the end of the process, or the other way round."""
+"""Longest time between the end of the channel and the end of the process, whichever comes first."""
 _BLOCKED_AFTER_S = 3 * PULSE_INTERVAL_S
-"""A worker counts as blocked when no pulse came, or its event loop did not turn, for longer than this. One late pulse is common
-on a busy machine."""
+"""A worker counts as blocked when no pulse came, or its event loop ran nothing, for longer than this. It is several pulses, because
+one late pulse is common on a busy machine."""
 
 
 class WorkerClient:
-    """A started worker: its process, its channel, the calls in flight, and its pulses."""
+    """A worker that was started: its process, its channel, the calls in flight, and its pulses."""
 
     def __init__(
         self,
@@ -71,23 +71,24 @@ class WorkerClient:
         """Take over a started process and the channel to it.
 
         Args:
-            log_offset: where its output begins in `log`, in bytes.
-            directory: of its temporary files; it is removed when the process is.
-            end_session: kills every process of the session that a pid leads.
+            log_offset: position in `log` at which the worker's output begins, in bytes.
+            directory: has its temporary files; it is removed after the process has ended.
+            end_session: kills every process of the session whose leader has the given pid.
         """
         self.name = settings.name
-        """The environment's."""
+        """The environment's name."""
         self.pid = process.pid
         self.pulses = PulseMonitor(clock)
         self.load_event: EnvLoad | None = None
-        """Describes the worker and its environment; None before that is loaded."""
+        """Describes the worker and its environment; None before the environment is loaded."""
         self._env_id = settings.env_id
         self._process = process
         self._channel = channel
         self._log, self._log_offset = log, log_offset
         self._directory = directory
         self._end_session = end_session
-        self._cause = ""
+        self._end_cause = ""
+        """Why the pool ended the worker, as the end of a sentence; empty if the pool did not."""
         self._calls = PendingCalls(channel.post)
         self._loading: asyncio.Future[EnvironmentInfo] = asyncio.get_running_loop().create_future()
         self._ended = asyncio.Event()
@@ -97,7 +98,7 @@ class WorkerClient:
     async def start(
         cls, settings: HostSettings, *, log: WorkerLog, clock: Callable[[], float] = time.monotonic
     ) -> "WorkerClient":
-        """Start a worker and have it load its environment. Its output is appended to `log`."""
+        """Start a worker and order it to load its environment. Its output is appended to `log`."""
         log.path.parent.mkdir(parents=True, exist_ok=True)
         python = settings.python or sys.executable
         environ = worker_environment(os.environ, python=python, settings=settings)
@@ -129,9 +130,9 @@ class WorkerClient:
         """Wait for the worker to load its environment.
 
         Raises:
-            EnvironmentLoadError: it could not load its environment.
-            WorkerLost: it ended first.
-            WaitTimeout: it took too long.
+            EnvironmentLoadError: the environment could not be loaded, or the worker has another version of the protocol.
+            WorkerLost: the worker ended first.
+            WaitTimeout: loading took longer than `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -148,8 +149,8 @@ class WorkerClient:
         """Run a group. Cancelling the caller cancels the group.
 
         Raises:
-            RolloutFailed: as the worker says, or its answer cannot be true.
-            WorkerLost: it ended first.
+            RolloutFailed: the worker reports a failure, or its answer is invalid.
+            WorkerLost: the worker ended first.
         """
         done = await self._calls.call(RunGroupOrder(call_id=self._calls.next_id(), request=request), GroupDone)
         if fault := find_fault(done.rollouts, request):
@@ -166,15 +167,15 @@ class WorkerClient:
         return (await self._calls.call(order, PromptFound)).messages
 
     async def ended(self) -> str:
-        """Wait until the process is gone; return how it ended, as the end of a sentence.
+        """Wait until the process has ended; return how it ended, as the end of a sentence.
 
-        It returns before the calls in flight fail, so that the pool gives no retry of theirs to this worker.
+        This method returns before the calls in flight fail. So the pool cannot send a retry of such a call to this worker.
         """
         await self._ended.wait()
         return self._describe_end()
 
     def status(self, *, num_restarts: int) -> WorkerStatus:
-        """Return what the worker does now, as far as its last pulse tells. Its slot knows `num_restarts`."""
+        """Return the state of the worker, by its last pulse. The pool's slot counts `num_restarts`."""
         return WorkerStatus(
             env=self.name,
             pid=self.pid,
@@ -188,13 +189,13 @@ class WorkerClient:
         )
 
     def end(self, cause: str = "", *, with_stacks: bool = False) -> None:
-        """End the worker, and everything that it started and left.
+        """End the worker and every process that it started.
 
         Args:
-            cause: why, as the end of a sentence; `ended` returns it. Empty keeps the cause that is known.
-            with_stacks: it writes its stacks to its log before.
+            cause: why, as the end of a sentence; `ended` returns it. If it is empty, an earlier cause stays.
+            with_stacks: let the worker first write its stacks to its log.
         """
-        is_ending, self._cause = bool(self._cause), cause or self._cause
+        is_ending, self._end_cause = bool(self._end_cause), cause or self._end_cause
         if not with_stacks:
             self._end_session(self.pid)
         elif not is_ending and self._process.returncode is None:
@@ -202,7 +203,7 @@ class WorkerClient:
             asyncio.get_running_loop().call_later(STACKS_WITHIN_S, self.end)
 
     async def aclose(self, *, timeout_s: float) -> None:
-        """Let the worker finish by itself for `timeout_s`, then end it and everything that it left. May be called again."""
+        """Give the worker `timeout_s` to end by itself, then end it and every process that it started. May be called again."""
         await self._channel.aclose()
         try:
             async with asyncio.timeout(timeout_s):
@@ -216,9 +217,9 @@ class WorkerClient:
         return self._log.last_lines(since=self._log_offset)
 
     def _describe_end(self) -> str:
-        """Return how the process ended, or why it was ended, as the end of a sentence."""
-        exit_code, how = self._process.returncode, describe_exit(self._process.returncode)
-        return self._cause or (f"was {how}" if exit_code is not None and exit_code < 0 else how)
+        """Return how the process ended, or why the pool ended it, as the end of a sentence."""
+        exit_code, description = self._process.returncode, describe_exit(self._process.returncode)
+        return self._end_cause or (f"was {description}" if exit_code is not None and exit_code < 0 else description)
 
     async def _watch(self) -> None:
         """Wait for the process to exit, then fail every pending call."""
@@ -227,20 +228,21 @@ class WorkerClient:
         both: set[asyncio.Task[Any]] = {listening, exiting}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(both, timeout=_EXIT_TIMEOUT_S)
-        listening.cancel()  # still open only when something that the worker left behind holds the other end
+        listening.cancel()  # still running only when a process that the worker started has the other end of the channel
         self.end()
         await exiting
         await self._channel.aclose()
         if self._directory is not None:
-            await asyncio.to_thread(self._directory.remove)  # in a thread, because an engine of containers may take its time
+            await asyncio.to_thread(self._directory.remove)  # in a thread, because removing containers may take long
         self._ended.set()
         loss = f"the worker of environment {self.name!r} (pid {self.pid}) {self._describe_end()}"
         self._calls.fail_all(loss)
         if not self._loading.done():
             self._loading.set_exception(WorkerLost(loss))
-        self._loading.exception()  # marks it as retrieved: nobody may have waited for it
+        self._loading.exception()  # marks the exception as retrieved, in case nobody waited for the load
 
     async def _listen(self) -> None:
+        """Receive the worker's messages until the channel ends; end a worker that sends an invalid one."""
         try:
             hello = await self._channel.receive(WorkerHello)
             if hello is None:
@@ -273,24 +275,24 @@ class WorkerClient:
                         self._loading.set_result(loaded.info)
                     case EnvironmentLoadFailed(message=message):
                         self._loading.set_exception(EnvironmentLoadError(message))
-                    case GroupDone() | PromptFound() | CallFailed() as done:
-                        self._calls.resolve(done)
+                    case GroupDone() | PromptFound() | CallFailed() as call_answer:
+                        self._calls.resolve(call_answer)
         except MessageRefused as exc:
             self.end(f"sent what is not an answer: {exc}")
 
 
 class PulseMonitor:
-    """The newest pulse of one worker, and when it came: says for how long the worker's event loop has been blocked."""
+    """Keeps the newest pulse of one worker and its time, and computes how long the worker's event loop has been blocked."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.newest = Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[])
         self._clock = clock
-        self._heard_at: float | None = None
-        """None while the worker loads its environment, and need not send any."""
+        self._silent_since: float | None = None
+        """Monotonic seconds. None while the worker loads its environment, and need not send pulses."""
         self._lags: list[float] = []
 
     def receive(self, pulse: Pulse) -> None:
-        """Note a pulse; raises MessageRefused for one whose times are no numbers."""
+        """Record a pulse. Raises MessageRefused for a pulse whose times are not finite numbers."""
         if not all(map(math.isfinite, (pulse.loop_age_s, pulse.scoring_for_s, *pulse.lags_s))):
             raise MessageRefused("a pulse whose times are no numbers")
         self.newest = pulse
@@ -298,15 +300,15 @@ class PulseMonitor:
         self.expect()
 
     def expect(self) -> None:
-        """Count the worker's silence from now: it has just loaded, or the pool itself did not run, so it could not hear."""
-        self._heard_at = self._clock()
+        """Count the worker's silence from now: it has sent a pulse or loaded, or the pool was suspended and could not receive."""
+        self._silent_since = self._clock()
 
     def scoring_for_s(self) -> float:
         """Return the age of the oldest group that is being scored, in seconds."""
         return self.newest.scoring_for_s + self._silent_for_s() if self.newest.num_scoring else 0.0
 
     def blocked_for_s(self) -> float:
-        """Return for how many seconds the worker's event loop has not turned; 0 while it is well, and while it loads."""
+        """Return for how many seconds the worker's event loop has run nothing; 0 if it is not blocked, and while it loads."""
         silent_s, loop_age_s = self._silent_for_s(), self.newest.loop_age_s
         return loop_age_s + silent_s if max(silent_s, loop_age_s) > _BLOCKED_AFTER_S else 0.0
 
@@ -316,4 +318,4 @@ class PulseMonitor:
         return lags
 
     def _silent_for_s(self) -> float:
-        return 0.0 if self._heard_at is None else self._clock() - self._heard_at
+        return 0.0 if self._silent_since is None else self._clock() - self._silent_since

@@ -1,7 +1,8 @@
-"""Removes the containers that a worker started and left. No signal reaches them: an engine's daemon is their parent.
+"""Removes the containers that a worker started and left running. Signals do not reach them: an engine's daemon is their parent.
 
-verifiers labels each container with the variable `SCOPE`. A worker that is about to start one notes the engine in the directory of
-its temporary files, whose name is the label. Whoever removes that directory removes the containers before.
+verifiers gives each container a label with the value of the variable `SCOPE`, which is the name of the worker's directory for
+temporary files. Before a worker starts a container, it records the engine (docker, podman, apptainer) in a file of that directory.
+Before a pool removes the directory, it removes the containers with that label from the recorded engines.
 """
 
 import logging
@@ -11,48 +12,50 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SCOPE = "VF_RUN_ID"
-"""Variable of a worker with the name of its directory, which verifiers gives its containers as a label."""
+"""Variable of a worker with the name of its directory. verifiers gives its value to containers as a label."""
 APPTAINER = "apptainer"
-"""The engine that knows no labels: the names of its instances begin with that of the directory."""
+"""The engine that has no labels. The names of its instances begin with the name of the directory instead."""
 
 _LABEL = "verifiers.run"
-_NOTE = "container-engines"
+_ENGINES_FILE = "container-engines"
+"""The file of a worker's directory that lists the engines which the worker used, one a line."""
 _TIMEOUT_S = 30.0
-"""For one command of an engine. One that hangs must not hold up the end of a run."""
+"""Longest time for one command of an engine. A command that hangs must not delay the end of a run further."""
 
 
-def note_engine(directory: Path, engine: str) -> None:
-    """Note in a worker's directory that it starts containers with `engine`."""
-    note = directory / _NOTE
-    if not note.exists() or engine not in note.read_text().split():
-        with note.open("a") as file:
+def record_engine(directory: Path, engine: str) -> None:
+    """Record in a worker's directory that the worker starts containers with `engine`."""
+    path = directory / _ENGINES_FILE
+    if not path.exists() or engine not in path.read_text().split():
+        with path.open("a") as file:
             file.write(f"{engine}\n")
 
 
 def remove_containers(directory: Path) -> int:
-    """Remove the containers of the worker that had `directory`; return how many there were. The worker has ended."""
+    """Remove the containers of the worker that had `directory`, and has ended; return how many containers there were."""
     try:
-        engines = (directory / _NOTE).read_text().split()
-    except OSError:  # mostly it started none
+        engines = (directory / _ENGINES_FILE).read_text().split()
+    except OSError:  # most workers start no containers
         return 0
-    return sum(_remove_of(engine, directory.name) for engine in engines)
+    return sum(_remove_from_engine(engine, directory.name) for engine in engines)
 
 
-def _remove_of(engine: str, scope: str) -> int:
+def _remove_from_engine(engine: str, scope: str) -> int:
+    """Remove the containers of one engine with the label `scope`; return how many there were."""
     try:
         if engine == APPTAINER:
             # The first line has the names of the columns.
-            found = _run(engine, "instance", "list", f"{scope}*").splitlines()[1:]
-            remove = ("instance", "stop", "--force", f"{scope}*")
+            containers = _run(engine, "instance", "list", f"{scope}*").splitlines()[1:]
+            remove_command = ("instance", "stop", "--force", f"{scope}*")
         else:
-            found = _run(engine, "ps", "--all", "--quiet", "--filter", f"label={_LABEL}={scope}").split()
-            remove = ("rm", "--force", *found)
-        if found:
-            _run(engine, *remove)
+            containers = _run(engine, "ps", "--all", "--quiet", "--filter", f"label={_LABEL}={scope}").split()
+            remove_command = ("rm", "--force", *containers)
+        if containers:
+            _run(engine, *remove_command)
     except (OSError, subprocess.SubprocessError) as exc:
         logger.warning("containers of %s with the label %s=%s cannot be removed: %s", engine, _LABEL, scope, exc)
         return 0
-    return len(found)
+    return len(containers)
 
 
 def _run(*command: str) -> str:

@@ -1,10 +1,10 @@
 """Runs one environment in a worker process: many groups at a time on its own event loop.
 
-Started by `workers.client` as `python -m trivet.environments.workers.main --channel FD`, tied to the pool's process. The
-interpreter may be one that has the distribution `trivet-worker` alone, so this module and all that it imports need msgspec and
-numpy, and nothing else of trivet's. The first message says which release this is. A thread sends what goes out: the answers, and
-pulses, which go on while the event loop is blocked. The process ends when the pool closes the channel. With `--check MODULE …` it
-only imports modules, for `packages.discovery`.
+`workers.client` starts it as `python -m trivet.environments.workers.main --channel FD` and ties it to the pool's process. The
+interpreter may be one of a virtual environment that has only the distribution `trivet-worker`. So this module, and every module
+that it imports, may use msgspec and numpy, but no other dependency of trivet. The first message has the release of the worker. A
+thread sends the answers and the pulses, so pulses go on while the event loop is blocked. The process ends when the pool closes the
+channel. With `--check MODULE …` it only imports modules, for `packages.discovery`.
 """
 
 import argparse
@@ -58,41 +58,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_PULSE_LAGS = 100
-"""Measurements of lag in one pulse. Ten are made a second; after a longer block the older ones are dropped."""
+"""The most measurements of the event loop's lag in one pulse. Ten are made a second; older measurements are dropped."""
 _SEND_TIMEOUT_S = 3600.0
-"""A pool that reads nothing for so long is gone. Its end is noticed at once; this bounds the wait for one that is stopped."""
+"""Longest time for a message to be sent. The end of the pool's process is noticed at once; this limit is for a suspended pool."""
 _MAX_OPEN_FILES = 16_384
-"""Open files of a worker and of each process that it starts. A rollout in flight has a connection or two; a leak of one per group
-reaches this within a day, and then costs the worker its groups and not the machine its file table."""
+"""The most open files of a worker and of each process that it starts. A rollout in flight has one or two connections. A leak of one
+file per group reaches the limit within a day. Then the worker's groups fail, and the machine's file table does not overflow."""
 _OOM_SCORE = "500"
-"""Added to the badness of the process, from 0 to 1000: when the machine runs out of memory the kernel ends a worker, which is
-restarted, and not the trainer."""
+"""Added to the kernel's out-of-memory score, from 0 to 1000. When the machine has no memory left, the kernel then ends a worker,
+which is restarted, and not the trainer."""
 _DISTRIBUTIONS = ("trivet-worker", "trivet")
 """Distributions with a worker's code: environments' virtual environments have the first, trivet's interpreter the second."""
 
 
 class Outbox:
-    """Sends the worker's answers, and a pulse about once a second whatever its event loop does, from a thread of its own."""
+    """Sends answers, and a pulse about once a second, from a thread of its own. So pulses go on while the event loop is blocked."""
 
     def __init__(self, sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
         """Begin to send over `sock`, from which the event loop reads meanwhile."""
         self._sock = sock.dup()
-        self._sock.settimeout(_SEND_TIMEOUT_S)  # has Python wait for a socket that the event loop has made non-blocking
+        self._sock.settimeout(_SEND_TIMEOUT_S)  # makes Python wait, although the event loop has made the socket non-blocking
         self._lag = lag
         self._stages = stages
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
 
     def fileno(self) -> int:
-        """Return the descriptor that it sends over."""
+        """Return the file descriptor of the socket over which messages are sent."""
         return self._sock.fileno()
 
     def put(self, answer: WorkerAnswer) -> None:
-        """Send `answer`; raises MessageRefused when it is too large."""
+        """Queue `answer` for sending. Raises MessageRefused when it is too large."""
         self._messages.put(pack_message(answer))
 
     def _send(self) -> None:
-        """Send until the pool is gone."""
+        """Send messages and pulses until the socket fails, because the pool's process has ended."""
         next_pulse = time.monotonic()
         with contextlib.suppress(OSError):
             while True:
@@ -112,7 +112,7 @@ class Outbox:
 
 
 class Worker:
-    """Carries out the orders of the pool until the channel ends."""
+    """Carries out the orders of the pool until the pool closes the channel."""
 
     def __init__(self, host: "EnvironmentHost", outbox: Outbox, *, lag: LoopLag) -> None:
         self._host = host
@@ -129,44 +129,45 @@ class Worker:
             async with self._host.serving(), asyncio.TaskGroup() as calls:
                 while (order := await channel.receive(WorkerOrder)) is not None:
                     match order.body:
-                        case RunGroupOrder() | AskPrompt() as asked:
-                            task = calls.create_task(self._answer(asked), name=f"call-{asked.call_id}")
-                            self._running[asked.call_id] = task
-                            task.add_done_callback(lambda _, call_id=asked.call_id: self._running.pop(call_id))
+                        case RunGroupOrder() | AskPrompt() as call:
+                            task = calls.create_task(self._answer(call), name=f"call-{call.call_id}")
+                            self._running[call.call_id] = task
+                            task.add_done_callback(lambda _, call_id=call.call_id: self._running.pop(call_id))
                         case Cancel(call_id=call_id):
                             if (task := self._running.get(call_id)) is not None:
                                 task.cancel()
                         case LoadEnvironment():
                             raise MessageRefused("a second environment was sent to a worker that has one")
-                self._leave_if_forked()
+                self._exit_if_forked()
                 for task in self._running.values():
                     task.cancel()
             measuring.cancel()
 
-    async def _answer(self, asked: RunGroupOrder | AskPrompt) -> None:
+    async def _answer(self, call: RunGroupOrder | AskPrompt) -> None:
+        """Carry out a call of the pool and send the answer; after an error send its failure."""
         try:
-            if isinstance(asked, AskPrompt):
-                messages = self._host.prompt(split=asked.split, example_id=asked.example_id)
-                answer = PromptFound(call_id=asked.call_id, messages=messages)
+            if isinstance(call, AskPrompt):
+                messages = self._host.prompt(split=call.split, example_id=call.example_id)
+                answer = PromptFound(call_id=call.call_id, messages=messages)
             else:
-                answer = GroupDone(call_id=asked.call_id, rollouts=await self._host.run_group(asked.request))
-        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # an error of the user's code fails its own group alone
+                answer = GroupDone(call_id=call.call_id, rollouts=await self._host.run_group(call.request))
+        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # an error of the user's code fails only its own group
             if not isinstance(exc, RolloutFailed):
                 logger.exception("call failed env=%s", self._host.name)
-            answer = _failure(asked.call_id, exc)
-        self._leave_if_forked()
+            answer = _make_failure(call.call_id, exc)
+        self._exit_if_forked()
         try:
             self._outbox.put(WorkerAnswer(body=answer))
         except MessageRefused as exc:
-            self._outbox.put(WorkerAnswer(body=_failure(asked.call_id, exc)))
+            self._outbox.put(WorkerAnswer(body=_make_failure(call.call_id, exc)))
 
-    def _leave_if_forked(self) -> None:
-        """End this process if it is a child that user code forked and that returned from there: the parent does its work."""
+    def _exit_if_forked(self) -> None:
+        """End this process if user code has forked it and then returned into the worker's code. The parent process goes on."""
         if os.getpid() != self._pid:
             os._exit(0)
 
 
-def _failure(call_id: int, error: BaseException) -> CallFailed:
+def _make_failure(call_id: int, error: BaseException) -> CallFailed:
     if not isinstance(error, RolloutFailed):
         kind = type(error).__name__
         error = RolloutFailed(f"{kind}: {error}", kind=kind)
@@ -179,7 +180,7 @@ def _failure(call_id: int, error: BaseException) -> CallFailed:
 
 
 def make_hello() -> WorkerHello:
-    """Return what this process is."""
+    """Return the first message to the pool: the versions of the worker, of Python and of verifiers."""
     worker = next((f"{name} {version}" for name in _DISTRIBUTIONS if (version := installed_version(name))), "")
     return WorkerHello(
         protocol=PROTOCOL, worker=worker, python=platform.python_version(), verifiers=installed_version("verifiers")
@@ -194,23 +195,23 @@ def installed_version(distribution: str) -> str:
         return ""
 
 
-def confine() -> None:
-    """Limit the open files of this process and of what it starts, and offer it to the kernel first when memory runs out.
+def limit_resources() -> None:
+    """Limit the open files of this process and its children, and make the kernel end them first when no memory is left.
 
-    The pool limits memory from outside (`workers.limits`): the kernel's limits count address space, of which libraries reserve many
-    times what they use.
+    Memory is limited by the pool, from outside (`workers.limits`). The kernel's own limits would count address space, and libraries
+    reserve many times the address space that they use.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with contextlib.suppress(OSError):  # a container may forbid it, and the machine then chooses by itself
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _MAX_OPEN_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _MAX_OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    with contextlib.suppress(OSError):  # a container may forbid it; the kernel's own choice then stays
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
 def run(sock: socket.socket, selector: selectors.BaseSelector, runner: asyncio.Runner) -> int:
-    """Say which release this is, load the environment that the first order names, and serve it; return the exit code.
+    """Send the release of the worker, load the environment that the first order names, and serve it; return the exit code.
 
-    The event loop of `runner`, which listens with `selector`, stands still while the environment is loaded.
+    The environment is loaded outside of `runner`'s event loop, whose selector is `selector`.
     """
     channel = runner.run(Channel.open(sock))
     channel.post(make_hello())
@@ -244,38 +245,39 @@ def run(sock: socket.socket, selector: selectors.BaseSelector, runner: asyncio.R
     outbox = Outbox(sock, lag=lag, stages=stages)
     outbox.put(WorkerAnswer(body=EnvironmentLoaded(info=host.info, api=host.api, package=package)))
 
-    def detach() -> None:
-        """Keep a child that the environment forks from speaking for the worker.
+    def detach_child() -> None:
+        """Keep a child that the environment forks from sending messages in the worker's name.
 
-        What it would speak over is replaced by /dev/null. It is not closed: that would take it out of the poll set, which both
-        processes share.
+        In the child the worker's sockets are replaced by /dev/null. They are not closed, because that would remove them from the
+        poll set, which both processes share.
         """
-        nowhere = os.open(os.devnull, os.O_RDWR)
+        null_descriptor = os.open(os.devnull, os.O_RDWR)
         for descriptor in {sock.fileno(), outbox.fileno(), *(key.fd for key in selector.get_map().values())}:
-            os.dup2(nowhere, descriptor, inheritable=False)
-        os.close(nowhere)
+            os.dup2(null_descriptor, descriptor, inheritable=False)
+        os.close(null_descriptor)
 
-    os.register_at_fork(after_in_child=detach)
+    os.register_at_fork(after_in_child=detach_child)
     runner.run(Worker(host, outbox, lag=lag).serve(channel))
     return 0
 
 
 def check_modules(modules: Sequence[str]) -> None:
-    """Import modules of environments and print an answer for each, then end the process. No `load_environment` is called.
+    """Import modules of environments, print a line of JSON for each, and end the process. `load_environment` is not called.
 
-    An answer is printed at once: a module that ends the process is known by its missing answer.
+    A line has the module's name and its problem. It is printed at once, so the module that ends the process is the one without a
+    line.
     """
     from trivet.environments.apis.load import find_problem
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the modules' own output must not mix with the answers
     for module in modules:
         print(json.dumps([module, find_problem(module)]), file=answers, flush=True)
-    os._exit(0)  # does not wait for threads that the environments have started
+    os._exit(0)  # a normal exit would wait for threads that the environments have started
 
 
 def main() -> int:
-    """Run the worker on the socket that the command line names, or only import modules; return the exit code."""
+    """Run a worker on the socket with the given file descriptor, or with `--check` only import modules; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--channel", type=int)
     parser.add_argument("--check", nargs="+", metavar="MODULE")
@@ -285,8 +287,8 @@ def main() -> int:
     sock = socket.socket(fileno=arguments.channel)
     sock.set_inheritable(False)
     show_stacks_on_signal()
-    confine()
-    tie_forks()  # a scoring pool that the environment forks must not outlive a worker that is killed
+    limit_resources()
+    tie_forks()  # processes that the environment forks, for example to score, must end when the worker is killed
     selector = selectors.DefaultSelector()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
         return run(sock, selector, runner)

@@ -1,9 +1,9 @@
 """Runs environments in worker processes: chooses the worker of a group, and restarts a worker that ends or hangs.
 
-Owned by the orchestrator (and `eval`), which asks through `environments.port`. User code never runs in their process.
+The orchestrator and `eval` each own a pool, and use it through `environments.port`. User code never runs in their process.
 If a worker ends, the groups that it ran raise WorkerLost and the worker is restarted. A group that is lost for the third time
-raises RolloutFailed: it is treated as the cause. After its second loss a group runs alone among such groups of its environment, so
-that the one that ends its worker does not fail the others.
+raises RolloutFailed, because it is treated as the cause. A group that was lost twice is a suspect: the suspects of an environment
+run one at a time, so that the group which ends its worker does not make other suspects fail.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import msgspec
 
 from trivet.backoff import backoff_s
 from trivet.config.schema.environment import EnvWorkersConfig
-from trivet.environments.examples import other_data, require_data
+from trivet.environments.examples import describe_difference, require_data
 from trivet.environments.settings import explain_problem
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.limits import WorkerLog, measure_sessions, memory_limit, sweep_directories
@@ -37,20 +37,22 @@ from trivet.wire.workers import HostSettings
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
-"""A group that is lost this often is treated as the cause: other groups of the same worker are rarely lost three times."""
+"""A group that is lost this many times is treated as the cause: other groups of the same worker are rarely lost three times."""
 
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 30.0
-"""Pause before a worker is restarted: doubled with each consecutive restart, up to this."""
+"""Longest pause before a worker is restarted. The pause doubles with each consecutive restart."""
 _WATCH_INTERVAL_S = 0.5
-"""Seconds between two looks at workers. One can take a few GiB of memory in that time."""
+"""Seconds between two checks of the workers. A worker can take a few GiB of memory in that time."""
 _SUSPENDED_AFTER_S = 3.0
-"""A look that comes so late means that this process did not run, and could not hear its workers."""
+"""If this long passes between two checks, this process was suspended, and could not receive its workers' pulses."""
 _WARN_BLOCKED_S = 10.0
-"""A worker whose event loop is blocked for longer is reported once: reward functions often compute for a few seconds."""
+"""A worker whose event loop is blocked for longer is reported once. It is not reported sooner, because reward functions often
+compute for a few seconds."""
 _CLOSE_TIMEOUT_S = 5.0
+"""Longest time for a worker to end by itself when the pool closes."""
 _TIMEOUT_GRACE_S = 30.0
-"""How long a worker has, beyond a group's own time limit, to report itself that the group exceeded it."""
+"""Seconds beyond a group's time limit in which its worker should report itself that the limit was exceeded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class RestartBudget:
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """The place of one worker; each restart puts a new worker in it."""
+    """The place of one worker. After each restart it holds the new worker."""
 
     name: str
     settings: HostSettings
@@ -82,9 +84,9 @@ class _Slot:
     worker: WorkerClient | None = None
     """None before the first start."""
     is_ready: bool = False
-    """The worker has loaded its environment and has not ended."""
-    is_warned: bool = False
-    """The log has a warning that the worker is blocked."""
+    """True while the worker has its environment loaded and has not ended."""
+    is_block_reported: bool = False
+    """True when the log has a warning that the worker is blocked now."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,9 +94,9 @@ class _Environment:
     slots: list[_Slot]
     log: WorkerLog
     info: EnvironmentInfo | None = None
-    """That of the first worker, with which later ones are compared; None before all have loaded."""
-    suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the one group that was lost twice and may run now."""
+    """Describes the first worker's data, with which those of later workers are compared; None before all have loaded."""
+    suspect_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one suspect that may run now."""
 
 
 class WorkerPool:
@@ -109,11 +111,12 @@ class WorkerPool:
         name_suffix: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with no worker.
+        """Make a pool without workers; `start` starts them.
 
         Args:
-            log_of: returns the file that the output of an environment's workers is appended to, given its name.
-            name_suffix: of the names of workers, where a run has several pools.
+            settings: one entry for each environment.
+            log_of: returns the log file of an environment's workers, given the environment's name.
+            name_suffix: appended to the names of workers, where a run has several pools.
         """
         self._limits = limits
         self._max_memory_bytes = memory_limit(limits.max_worker_memory)
@@ -123,7 +126,7 @@ class WorkerPool:
             slots = [
                 _Slot(
                     name=f"{env.name}-{index}{name_suffix}",
-                    # The first worker's hashes name the examples; `_compare` says when another has other data.
+                    # Only the first worker's hashes of examples are used; `_check_data` reports a worker with other data.
                     settings=env if index == 0 else msgspec.structs.replace(env, hash_keys=[]),
                     budget=RestartBudget(limit=limits.max_env_worker_restarts),
                 )
@@ -131,8 +134,11 @@ class WorkerPool:
             ]
             self._environments[env.name] = _Environment(slots=slots, log=WorkerLog(log_of(env.name)))
         self._losses: Counter[tuple[str, Split, int]] = Counter()
+        """Lost workers of each unfinished group, by environment, split and group id."""
         self._failures: Counter[tuple[str, str]] = Counter()
-        self._changed = asyncio.Condition()
+        """Failed groups since the last call of `metrics`, by environment and type of error."""
+        self._slot_ready = asyncio.Condition()
+        """Notified when a worker has loaded its environment."""
         self._write_event: Callable[[Event], None] = lambda event: None
 
     @property
@@ -141,7 +147,7 @@ class WorkerPool:
         return {name: environment.info for name, environment in self._environments.items() if environment.info is not None}
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:
-        """Write an event for each environment that is loaded, and at every restart from now on."""
+        """See `EnvironmentPool.report_to`."""
         self._write_event = write_event
         for environment in self._environments.values():
             worker = environment.slots[0].worker
@@ -153,11 +159,12 @@ class WorkerPool:
         environment, key = self._environments[request.env], (request.env, request.split, request.group_id)
         where = f"group {request.group_id} (example {request.example_id} of environment {request.env!r})"
         is_suspect = self._losses[key] == MAX_LOSSES - 1
-        async with environment.suspects if is_suspect else nullcontext():
+        failure: Exception
+        async with environment.suspect_lock if is_suspect else nullcontext():
             slot, worker = await self._choose(environment)
             timeout_s = slot.settings.rollout_timeout_s
             try:
-                # The worker limits the time itself, unless its environment swallows the cancellation or blocks the event loop.
+                # The worker limits the time too. This limit is for code that catches the cancellation or blocks the event loop.
                 async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
                     rollouts = await worker.run_group(request)
             except WorkerLost as exc:
@@ -165,7 +172,7 @@ class WorkerPool:
                 if self._losses[key] < MAX_LOSSES:
                     raise
                 lost = f"{where} was lost with its worker {MAX_LOSSES} times, the last time because {exc}"
-                failure: Exception = RolloutFailed(lost, kind="WorkerLost")
+                failure = RolloutFailed(lost, kind="WorkerLost")
                 failure.__cause__ = exc
             except (RolloutFailed, TimeoutError) as exc:
                 failure, slot.budget.num_consecutive = exc, 0
@@ -174,7 +181,7 @@ class WorkerPool:
                 del self._losses[key]
                 return rollouts
         del self._losses[key]
-        if not isinstance(failure, RolloutFailed):
+        if not isinstance(failure, RolloutFailed):  # the TimeoutError of this process's own limit
             late = f"{where} did not end when its time was over (rollout_timeout_s, {timeout_s:g} s)"
             failure = RolloutFailed(f"{late}: its code must let asyncio.CancelledError pass", kind="TimeoutError")
         self._failures[request.env, failure.kind] += 1
@@ -186,20 +193,20 @@ class WorkerPool:
         return await worker.prompt(split=split, example_id=example_id)
 
     async def _choose(self, environment: _Environment) -> tuple[_Slot, WorkerClient]:
-        """Return the ready worker with the fewest pending groups. The wait while none is ready ends when `_keep_alive` gives up."""
+        """Return the ready worker with the fewest pending groups. While none is ready, wait; `_keep_alive` may end the run then."""
         while True:
             ready = [(slot, slot.worker) for slot in environment.slots if slot.is_ready and slot.worker is not None]
             if ready:
                 return min(ready, key=lambda pair: pair[1].num_pending)
-            async with self._changed:
-                await self._changed.wait_for(lambda: any(slot.is_ready for slot in environment.slots))
+            async with self._slot_ready:
+                await self._slot_ready.wait_for(lambda: any(slot.is_ready for slot in environment.slots))
 
     def status(self) -> list[WorkerStatus]:
-        """Return what each worker is doing. May be called from another thread."""
+        """See `EnvironmentPool.status`."""
         return [worker.status(num_restarts=slot.budget.num_restarts) for slot, worker in self._workers()]
 
     def metrics(self) -> dict[str, float]:
-        """Return load, lag and restarts by worker, and failed groups by environment and type of error, since the last call."""
+        """See `EnvironmentPool.metrics`."""
         values: dict[str, float] = {}
         for slot, worker in self._workers():
             values[f"worker/{slot.name}/pending"] = float(worker.num_pending)
@@ -213,30 +220,30 @@ class WorkerPool:
         """Start all workers and wait until they have loaded their environments.
 
         Raises:
-            EnvironmentLoadError: an environment cannot be loaded. The message names every one that cannot.
-            WorkerLost: a worker ended while it loaded.
-            WaitTimeout: one took too long.
+            EnvironmentLoadError: an environment cannot be loaded. The message names every environment that cannot be loaded.
+            WorkerLost: a worker ended while it loaded its environment.
+            WaitTimeout: a worker took too long.
         """
         await asyncio.to_thread(sweep_directories)
         slots = [slot for environment in self._environments.values() for slot in environment.slots]
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._watch(), name="watch-workers")
-            started = await asyncio.gather(*(self._start_worker(slot) for slot in slots), return_exceptions=True)
+            results = await asyncio.gather(*(self._start_worker(slot) for slot in slots), return_exceptions=True)
             watching.cancel()
         problems: dict[str, str] = {}
-        for slot, result in zip(slots, started, strict=True):
+        for slot, result in zip(slots, results, strict=True):
             if isinstance(result, EnvironmentLoadError | WorkerLost | WaitTimeout):
                 problems.setdefault(slot.settings.name, explain_problem(str(result), slot.settings))
             elif isinstance(result, BaseException):
                 raise result
         if problems:
-            first = next(result for result in started if isinstance(result, TrivetError))
-            raise type(first)("\n- ".join(problems.values())) from first
-        for slot, info in zip(slots, started, strict=True):
+            first_error = next(result for result in results if isinstance(result, TrivetError))
+            raise type(first_error)("\n- ".join(problems.values())) from first_error
+        for slot, info in zip(slots, results, strict=True):
             assert isinstance(info, EnvironmentInfo)
             environment = self._environments[slot.settings.name]
             environment.info = environment.info or info
-            self._compare(slot, environment.info, info)
+            self._check_data(slot, environment.info, info)
 
     async def run(self) -> None:
         """Restart workers that end or hang, until cancelled.
@@ -256,36 +263,41 @@ class WorkerPool:
             environment.log.limit_size()
 
     def _workers(self) -> list[tuple[_Slot, WorkerClient]]:
-        """Return the workers that were started, those too that load or have ended."""
+        """Return the workers that were started, also those that still load and those that have ended."""
         slots = [slot for environment in self._environments.values() for slot in environment.slots]
         return [(slot, slot.worker) for slot in slots if slot.worker is not None]
 
     async def _start_worker(self, slot: _Slot) -> EnvironmentInfo:
+        """Start a worker in a slot and wait until it has loaded its environment; raises as `start`."""
         environment = self._environments[slot.settings.name]
         slot.worker = await WorkerClient.start(slot.settings, log=environment.log, clock=self._clock)
         info = await slot.worker.wait_loaded(timeout_s=self._limits.env_start_timeout_s)
         if environment.info is not None:
-            self._compare(slot, environment.info, info)
-        slot.is_ready, slot.is_warned = True, False
-        async with self._changed:
-            self._changed.notify_all()
+            self._check_data(slot, environment.info, info)
+        slot.is_ready, slot.is_block_reported = True, False
+        async with self._slot_ready:
+            self._slot_ready.notify_all()
         return info
 
-    def _compare(self, slot: _Slot, known: EnvironmentInfo, info: EnvironmentInfo) -> None:
-        """Say when a worker has other data than those that the run knows the environment by."""
-        difference = other_data(known, info)
+    def _check_data(self, slot: _Slot, first: EnvironmentInfo, info: EnvironmentInfo) -> None:
+        """Warn when a worker's data differ from those of the environment's first worker; with `strict_data` raise."""
+        difference = describe_difference(first, info)
         if difference is None:
             return
-        what = (
+        message = (
             f"environment worker {slot.name} has {difference}: the same example is another one there. Data that are drawn at every "
             "start need a seed, for example in args of the environment"
         )
         if self._limits.strict_data:
-            raise EnvironmentLoadError(f"{what}; strict_data = true refuses that")
-        logger.warning("%s", what)
+            raise EnvironmentLoadError(f"{message}; strict_data = true refuses that")
+        logger.warning("%s", message)
 
     async def _keep_alive(self, slot: _Slot, worker: WorkerClient) -> None:
-        """Restart the worker of a slot whenever it ends."""
+        """Restart the worker of a slot whenever it ends, until cancelled.
+
+        Raises:
+            RoleFailed: the worker ended too often.
+        """
         cause = await worker.ended()
         while True:
             slot.is_ready = False
@@ -309,17 +321,18 @@ class WorkerPool:
                 await worker.aclose(timeout_s=0.0)
 
     async def _watch(self) -> None:
-        """End workers that are blocked or take too much memory, and cut logs that are too long. Loading counts too."""
-        before = self._clock()
-        for look in itertools.count(1):
+        """End workers that take too much memory, also while they load, or that are blocked; cut logs that are too long."""
+        checked_at = self._clock()
+        for check_number in itertools.count(1):
             await asyncio.sleep(_WATCH_INTERVAL_S)
             now = self._clock()
-            was_suspended, before = now - before > _SUSPENDED_AFTER_S, now
-            taken = await measure_sessions([worker.pid for _, worker in self._workers()], look=look)
+            was_suspended, checked_at = now - checked_at > _SUSPENDED_AFTER_S, now
+            bytes_by_pid = await measure_sessions([worker.pid for _, worker in self._workers()], check_number=check_number)
             for _, worker in self._workers():
-                if taken.get(worker.pid, 0) > self._max_memory_bytes:
-                    has, most = (f"{number / 2**30:.2f} GiB" for number in (taken[worker.pid], self._max_memory_bytes))
-                    worker.end(f"was ended because it had {has} of memory, and max_worker_memory is {most}")
+                num_bytes = bytes_by_pid.get(worker.pid, 0)
+                if num_bytes > self._max_memory_bytes:
+                    used, limit = (f"{number / 2**30:.2f} GiB" for number in (num_bytes, self._max_memory_bytes))
+                    worker.end(f"was ended because it had {used} of memory, and max_worker_memory is {limit}")
             for slot, worker in self._workers():
                 if slot.is_ready and was_suspended:
                     worker.pulses.expect()
@@ -329,7 +342,7 @@ class WorkerPool:
                 environment.log.limit_size()
 
     def _handle_blocked(self, slot: _Slot, worker: WorkerClient) -> None:
-        """Report, and in the end kill, a worker whose event loop is blocked."""
+        """Report a worker whose event loop is blocked, and end it when that lasts for `env_worker_timeout_s`."""
         blocked_s = worker.pulses.blocked_for_s()
         if blocked_s > self._limits.env_worker_timeout_s:
             cause = (
@@ -337,7 +350,7 @@ class WorkerPool:
                 "its log"
             )
             worker.end(cause, with_stacks=True)
-        elif blocked_s > _WARN_BLOCKED_S and not slot.is_warned:
+        elif blocked_s > _WARN_BLOCKED_S and not slot.is_block_reported:
             logger.warning(
                 "environment worker %s (pid %s) has been blocked for %.0f s: synchronous code of the environment holds its "
                 "event loop; %s groups wait in it",
@@ -346,14 +359,14 @@ class WorkerPool:
                 blocked_s,
                 worker.num_pending,
             )
-        slot.is_warned = blocked_s > _WARN_BLOCKED_S
+        slot.is_block_reported = blocked_s > _WARN_BLOCKED_S
 
 
 @asynccontextmanager
 async def open_worker_pool(
     settings: Sequence[HostSettings], *, log_of: Callable[[str], Path], limits: EnvWorkersConfig, name_suffix: str = ""
 ) -> AsyncIterator[WorkerPool]:
-    """Open a pool with every environment loaded; `WorkerPool.run` keeps its workers alive. Arguments are those of `WorkerPool`."""
+    """Open a pool and load every environment. The caller runs `WorkerPool.run`. The arguments are those of `WorkerPool`."""
     pool = WorkerPool(settings, log_of=log_of, limits=limits, name_suffix=name_suffix)
     try:
         await pool.start()
@@ -365,13 +378,13 @@ async def open_worker_pool(
 def require_loadable(
     settings: Sequence[HostSettings], *, trained: Collection[str], timeout_s: float
 ) -> Mapping[str, EnvironmentInfo]:
-    """Load every environment in a worker, as a run does, and end the workers. Return what is known of each environment.
+    """Load every environment in a worker, as a run does, and end the workers. Return the description of each environment's data.
 
     Args:
         trained: names of the environments that need examples to train on.
 
     Raises:
-        EnvironmentLoadError: one or more cannot be loaded or have no data; the message names them all.
+        EnvironmentLoadError: environments cannot be loaded or have no data. The message names all of them.
     """
 
     async def load(directory: Path) -> Mapping[str, EnvironmentInfo]:

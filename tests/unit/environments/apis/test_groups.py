@@ -16,8 +16,8 @@ from trivet.environments.apis.groups import (
     Stage,
     StageBoard,
     is_infrastructure,
+    is_infrastructure_type,
     limit_time,
-    names_infrastructure,
     play_group,
 )
 from trivet.errors import RolloutFailed
@@ -178,4 +178,4 @@ def test_a_chain_that_returns_to_itself_ends() -> None:
     ],
 )
 def test_the_types_that_the_v1_api_records(name: str, status: int | None, expected: bool) -> None:
-    assert names_infrastructure([name], status_code=status, has_sampled=True) is expected
+    assert is_infrastructure_type([name], status_code=status, has_sampled=True) is expected

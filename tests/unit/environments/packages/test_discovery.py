@@ -5,7 +5,7 @@ import pytest
 
 from support.packages import write_installed
 from trivet.dependencies import InstalledPackages
-from trivet.environments.packages.discovery import PackageOrigin, check_imports, find_environments, names_loader, read_origin
+from trivet.environments.packages.discovery import PackageOrigin, binds_loader, check_imports, find_environments, read_origin
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from trivet.environments.packages.discovery import PackageOrigin, check_imports,
     ],
 )
 def test_a_source_names_the_loader_when_it_binds_it_at_its_top_level(source: str, expected: bool) -> None:
-    assert names_loader(source) is expected
+    assert binds_loader(source) is expected
 
 
 @pytest.mark.parametrize(

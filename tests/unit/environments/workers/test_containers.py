@@ -9,7 +9,7 @@ import pytest
 
 from support.stand_in_docker import install
 from trivet.cli.doctor import diagnose, machine_facts
-from trivet.environments.workers.containers import note_engine, remove_containers
+from trivet.environments.workers.containers import record_engine, remove_containers
 from trivet.environments.workers.limits import WorkerDirectory, sweep_directories
 
 
@@ -38,8 +38,8 @@ def leave(directory: WorkerDirectory) -> None:
 @pytest.mark.parametrize("engine", ["docker", "podman"])
 def test_the_containers_of_a_worker_go_with_its_directory(engine: str, containers: Path) -> None:
     directory = WorkerDirectory()
-    note_engine(directory.path, engine)
-    note_engine(directory.path, engine)
+    record_engine(directory.path, engine)
+    record_engine(directory.path, engine)
     other = start_container("trivet-worker-of-another-run", engine=engine)
     start_container(directory.path.name, engine=engine)
     start_container(directory.path.name, engine=engine)
@@ -51,7 +51,7 @@ def test_the_containers_of_a_worker_go_with_its_directory(engine: str, container
 def test_the_containers_of_a_killed_pool_go_at_the_next_start_and_those_of_a_live_one_stay(containers: Path) -> None:
     killed, live = WorkerDirectory(), WorkerDirectory()
     for each in (killed, live):
-        note_engine(each.path, "docker")
+        record_engine(each.path, "docker")
     start_container(killed.path.name)
     stays = start_container(live.path.name)
     leave(killed)
@@ -63,7 +63,7 @@ def test_the_containers_of_a_killed_pool_go_at_the_next_start_and_those_of_a_liv
 
 def test_the_doctor_removes_what_a_killed_run_left_and_says_so(tmp_path: Path, containers: Path) -> None:
     killed = WorkerDirectory()
-    note_engine(killed.path, "docker")
+    record_engine(killed.path, "docker")
     start_container(killed.path.name)
     leave(killed)
     found = [item.found for item in diagnose(machine_facts(tmp_path, environ={})) if item.subject == "containers"]
@@ -74,7 +74,7 @@ def test_the_doctor_removes_what_a_killed_run_left_and_says_so(tmp_path: Path, c
 def test_an_engine_that_fails_or_has_gone_is_said_and_holds_nothing_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    note_engine(tmp_path, "no-such-engine")
+    record_engine(tmp_path, "no-such-engine")
     assert remove_containers(tmp_path) == 0
     assert f"containers of no-such-engine with the label verifiers.run={tmp_path.name} cannot be removed" in caplog.text
 

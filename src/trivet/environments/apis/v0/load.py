@@ -6,7 +6,7 @@ import verifiers as vf
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from trivet.environments.apis.groups import StageBoard
-from trivet.environments.apis.load import LOADER, load_failure, require_installed
+from trivet.environments.apis.load import LOADER, make_load_error, require_installed
 from trivet.environments.apis.v0.play import ModelClient, V0Host
 from trivet.environments.apis.v0.score import guard_rewards
 from trivet.errors import EnvironmentLoadError
@@ -24,7 +24,7 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
 
 
 def make_client(settings: HostSettings, environ: Mapping[str, str], base_url: str) -> ModelClient:
-    """Return a client of one server. Proxies of `environ` apply to servers of others alone."""
+    """Return the client of the server at `base_url`. `is_direct` decides whether it uses the proxies that `environ` names."""
     servers = settings.servers
     client = AsyncOpenAI(
         base_url=f"{server_root(base_url)}/v1",
@@ -48,7 +48,7 @@ def load_environment(settings: HostSettings) -> vf.Environment:
         if not isinstance(env, vf.Environment):
             raise TypeError(f"it returned {type(env).__name__}, not a verifiers.Environment")
         return env
-    except (Exception, SystemExit) as exc:  # an environment is the user's code: whatever it raises is reported with its name
+    except (Exception, SystemExit) as exc:  # user code may raise anything: it is reported with the environment's name
         cause = exc.__cause__ or exc
         if isinstance(cause, AttributeError) and LOADER in str(cause):
             raise EnvironmentLoadError(
@@ -56,4 +56,4 @@ def load_environment(settings: HostSettings) -> vf.Environment:
                 f"taskset of the v1 API needs verifiers 0.4: install it into a virtual environment of its own with: "
                 f"uv run trivet env install {env_id}"
             ) from None
-        raise load_failure(settings, exc, called=LOADER) from exc
+        raise make_load_error(settings, exc, called=LOADER) from exc

@@ -1,7 +1,8 @@
-"""Answers group requests with one environment of the v0 API: plays the rollouts of an example, scores them together.
+"""Runs groups with one environment of the v0 API: plays the rollouts of an example, then scores them together.
 
-The client of the inference servers keeps what verifiers would drop: the policy version of each sampled token, and the token ids of
-earlier turns. It sends these ids with the next turn, so that the server need not tokenize the text again.
+`ModelClient`, the client of the inference servers, keeps two things that verifiers would drop: the policy version of each sampled
+token, and the token ids of earlier turns. It sends these ids with the next turn, so that the server does not tokenize their text
+again.
 """
 
 import time
@@ -36,7 +37,7 @@ class V0Host:
         make_client: Callable[[str], Any],
         stages: StageBoard | None = None,
     ) -> None:
-        """Read the data sets of `env`. `make_client` makes the verifiers client of the server at a base URL, a `ModelClient`."""
+        """Build the data sets of `env`. `make_client` makes the client of the server at a base URL: a `ModelClient`."""
         self.name = settings.name
         self._env = env
         self._settings = settings
@@ -80,9 +81,12 @@ class V0Host:
     async def _play(
         self, example: Mapping[str, Any], request: GroupRequest, index: int, *, client: Any
     ) -> tuple[dict[str, Any], float]:
-        """Play one rollout; return its state, which is not scored yet, and the seconds it took.
+        """Play one rollout; return its state, which is not scored yet, and the time it took in seconds.
 
-        A rollout that a call of the policy to a tool has ended is complete: it is scored like any other, as verifiers scores it.
+        A rollout that ended because the policy's call of a tool failed is complete: it is scored like any other, as in verifiers.
+
+        Raises:
+            RolloutFailed: another error ended the rollout.
         """
         started = time.monotonic()
         arguments = request_arguments(request.sampling, seed=rollout_seed(request, index), is_plain=self._settings.is_plain)
@@ -97,6 +101,7 @@ class V0Host:
         raise RolloutFailed(describe(cause), kind=type(cause).__name__, is_infrastructure=is_retryable) from error
 
     def _to_rollout(self, state: dict[str, Any], index: int, *, temperature: float | None) -> Rollout:
+        """Return the scored `state` as rollout `index` of its group. With plain servers it has no samples."""
         strategy, is_plain, steps = self._settings.trajectory_strategy, self._settings.is_plain, state["trajectory"]
         reward, scores = read_scores(state, name=self.name)
         turns: list[Turn] = []
@@ -115,7 +120,7 @@ class V0Host:
         if strategy == "interleaved" and len(turns) > 1:
             scores["broken_prefixes"] = float(num_broken_prefixes)
         responses = [step["response"] for step in steps]
-        counted = [response.usage.completion_tokens for response in responses if is_plain and response.usage]
+        token_counts = [response.usage.completion_tokens for response in responses if is_plain and response.usage]
         return Rollout(
             index=index,
             reward=reward,
@@ -127,7 +132,7 @@ class V0Host:
             ended_by=_error_of_policy(state),
             ran_out_of_context=bool(state.get("prompt_too_long")),
             is_cut=is_plain and any(response.message.is_truncated for response in responses),
-            counted_tokens=sum(counted),
+            counted_tokens=sum(token_counts),
         )
 
     def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
@@ -145,9 +150,9 @@ class V0Host:
 
 
 def _error_of_policy(state: Mapping[str, Any]) -> str:
-    """Return the type of the error by which the policy's own call to a tool has ended the rollout; empty when none has."""
+    """Return the type of the error of a tool, called by the policy, that ended the rollout; empty when no such error did."""
     error: Any = state.get("error")
-    # verifiers' type of a call that broke a tool whose environment ends the rollout on such errors.
+    # verifiers raises a ToolError if a tool failed whose environment ends the rollout on such an error.
     is_from_tool = any(base.__name__ == "ToolError" for base in type(error).__mro__)
     return type(error).__name__ if is_from_tool and state["trajectory"] and not is_infrastructure(error) else ""
 
@@ -156,7 +161,7 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
     """The verifiers client of one server. Each response carries the `policy_versions` of its sampled tokens."""
 
     def __init__(self, client: AsyncOpenAI, *, keeps_tokens: bool = False) -> None:
-        """Ask through `client`. With `keeps_tokens` a turn begins with the tokens of the turn that it continues."""
+        """Send requests through `client`. With `keeps_tokens` a turn begins with the exact tokens of the turn that it continues."""
         super().__init__(client)
         self._keeps_tokens = keeps_tokens
 
@@ -171,18 +176,18 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
             sampling_args["seed"] = later_seed(sampling_args["seed"], "turn", len(trajectory))
         for step in reversed(trajectory) if self._keeps_tokens else ():
             tokens, messages = step["response"].message.tokens, [*step["prompt"], *step["completion"]]
-            if tokens is not None and prompt[: len(messages)] == messages:  # the last turn that this one continues
+            if tokens is not None and prompt[: len(messages)] == messages:  # the newest turn that `prompt` continues
                 known = [*tokens.prompt_ids, *tokens.completion_ids]
                 sampling_args["extra_body"] = {**sampling_args.get("extra_body", {}), "known_token_ids": known}
                 break
         return await super().get_response(prompt, model, sampling_args, tools, **kwargs)
 
     async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
-        """Translate a prompt that fills the whole context into OverlongPromptError."""
+        """Raise OverlongPromptError, as verifiers expects, for a prompt that fills the whole context."""
         try:
             return await super().get_native_response(*args, **kwargs)
         except BadRequestError as exc:
-            # vLLM says this of a prompt as long as the context; what it says of a longer one verifiers recognizes itself.
+            # vLLM's message for a prompt as long as the context. verifiers itself recognizes the message for a longer prompt.
             if "max_tokens must be at least 1" in exc.response.text:
                 raise vf.OverlongPromptError from exc
             raise

@@ -1,8 +1,8 @@
-"""Scores rollouts with the rubric of a v0 environment: those that were just played, and recorded ones.
+"""Scores rollouts with the rubric of a v0 environment: rollouts that were just played, and recorded rollouts.
 
-A recorded rollout is neither sampled again nor are its tools called. The state that the rubric gets holds the example's fields, the
-recorded messages and a trajectory with one step per turn. What the environment itself kept in its state during the rollout was not
-saved: a reward function that reads it raises, and its error names the key.
+A recorded rollout is not sampled again, and its tools are not called. The state that the rubric gets has the example's fields, the
+recorded messages and a trajectory with one step per turn. Other keys that the environment kept in its state during the rollout were
+not saved. A reward function that reads such a key raises, and its error names the key.
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import Any
 import verifiers as vf
 
 from trivet.environments.apis.messages import describe, require_same_prompt, shorten_messages
-from trivet.environments.apis.rewards import Scores, collect_reward_errors, guard, measured, require_reward
+from trivet.environments.apis.rewards import ScoreForm, collect_reward_errors, drop_unmeasured, guard, require_reward
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import RecordedConversation
 from trivet.wire.rollouts import Rollout
@@ -22,8 +22,8 @@ def guard_rewards(env: vf.Environment) -> None:
     """Wrap every reward function of `env`, its sub-rubrics and sub-environments."""
     for rubric in _rubrics(env.rubric):
         rubric.funcs = [
-            # verifiers has no public name for the kind of a function
-            guard(function, scores=Scores.GROUP if rubric._is_group_func(function) else Scores.ONE, is_metric=weight == 0)
+            # verifiers has no public method that tells whether a function scores a group
+            guard(function, scores=ScoreForm.GROUP if rubric._is_group_func(function) else ScoreForm.ONE, is_metric=weight == 0)
             for function, weight in zip(rubric.funcs, rubric.weights, strict=False)
         ]
 
@@ -35,17 +35,21 @@ def _rubrics(rubric: vf.Rubric) -> Iterator[vf.Rubric]:
 
 
 async def score_group(env: vf.Environment, states: Sequence[Any], *, name: str, drops_errors: bool) -> float:
-    """Score the rollouts of a group together: write `reward` and `metrics` into each state. Return the seconds it took.
+    """Score the rollouts of a group together: write `reward` and `metrics` into each state. Return the time it took in seconds.
 
     Args:
-        drops_errors: a reward function that raises or returns no reward fails the group; otherwise verifiers counts 0.
+        name: the environment's name, for messages.
+        drops_errors: if a reward function raises or returns no valid number, the group fails. False: verifiers counts 0.
+
+    Raises:
+        RolloutFailed: the group fails.
     """
     started = time.monotonic()
     with collect_reward_errors(name, num_rollouts=len(states)) as errors:
         try:
             score = env.rubric.score_group if env.score_rollouts else env.rubric.dummy_score_group
             await score(list(states))
-        except Exception as exc:  # the user's code
+        except Exception as exc:  # user code may raise anything
             raise RolloutFailed(f"scoring failed: {describe(exc)}", kind=type(exc).__name__) from exc
         finally:
             for state in states:
@@ -58,7 +62,7 @@ async def score_group(env: vf.Environment, states: Sequence[Any], *, name: str, 
 def read_scores(state: Mapping[str, Any], *, name: str) -> tuple[float, dict[str, float]]:
     """Return the reward of a scored state, and the value of each reward function and metric by its name."""
     metrics: dict[str, Any] = state.get("metrics") or {}
-    return require_reward(state.get("reward"), env=name, values=metrics), measured(metrics)
+    return require_reward(state.get("reward"), env=name, values=metrics), drop_unmeasured(metrics)
 
 
 async def rescore(
@@ -70,7 +74,12 @@ async def rescore(
     model_name: str,
     name: str,
 ) -> list[Rollout]:
-    """Return the recorded rollouts of `example` with the scores of today's rubric. `client` is not asked."""
+    """Return the recorded rollouts of `example` with the scores of today's rubric.
+
+    Args:
+        client: put into the states, as verifiers requires; no request is sent.
+        name: the environment's name, for messages.
+    """
     states = [await _make_state(env, example, conversation, client=client, model_name=model_name) for conversation in recorded]
     scoring_s = await score_group(env, states, name=name, drops_errors=True)
     rollouts: list[Rollout] = []
@@ -93,28 +102,28 @@ async def rescore(
 async def _make_state(
     env: Any, example: Mapping[str, Any], recorded: RecordedConversation, *, client: Any, model_name: str
 ) -> dict[str, Any]:
-    """Return the state of a finished rollout, before it is scored."""
+    """Return a verifiers state of the recorded rollout, finished and not scored yet."""
     state = await env.init_state(dict(example), client, model_name, {})
     require_same_prompt(shorten_messages(state["prompt"]), recorded)
     messages: Any = [dict(message) for message in recorded.completion]
     if [message.get("role") for message in messages] == ["text"]:
-        messages = messages[0]["content"]  # of a text completion, which the environment had as one text
-    # `init_state` brings messages into the form that rubrics read, those of the completion too.
+        messages = messages[0]["content"]  # the role "text" marks a text completion, which the environment had as a string
+    # `init_state` converts a prompt into the form that rubrics read. A second call converts the completion in the same way.
     answered = await env.init_state({**example, "prompt": messages}, client, model_name, {})
     prompt, completion = state["prompt"], answered["prompt"]
     state["completion"], state["is_completed"], state["is_truncated"] = completion, True, recorded.is_truncated
-    # A step for each message of the model, without its response and tokens, which were not saved.
-    unsaved = dict.fromkeys(("response", "tokens", "reward", "advantage"))
+    # The trajectory has a step for each message of the model, without its response and tokens, which were not saved.
+    unsaved_fields = dict.fromkeys(("response", "tokens", "reward", "advantage"))
     state["trajectory"] = [
         {
-            **unsaved,
-            "prompt": [*prompt, *completion[:place]],
+            **unsaved_fields,
+            "prompt": [*prompt, *completion[:index]],
             "completion": [message],
-            "is_truncated": recorded.is_truncated and place == len(completion) - 1,
+            "is_truncated": recorded.is_truncated and index == len(completion) - 1,
             "trajectory_id": "recorded",
             "extras": {},
         }
-        for place, message in enumerate([] if isinstance(completion, str) else completion)
+        for index, message in enumerate([] if isinstance(completion, str) else completion)
         if (message.get("role") if isinstance(message, dict) else getattr(message, "role", None)) == "assistant"
     ]
     return state

@@ -1,9 +1,9 @@
-"""Answers group requests with one environment of the v1 API: tasks numbered like examples, one episode for each rollout.
+"""Runs groups with one environment of the v1 API. A task is an example with its index as id; an episode is a rollout.
 
-verifiers catches every model request of a harness program at its interception endpoint, which calls a client. The client here sends
-the program's own chat-completions request on to a trivet server, with the tokens of the turn that it continues. The server has the
-tokenizer, the chat template and the tool parser, so a worker needs none of them, and what is trained on is what the server reports.
-verifiers' own train client would tokenize the conversation itself, with a template of its own.
+An agent's harness is a program. verifiers catches its model requests at an interception endpoint, which passes them to a client.
+`TrivetClient` sends such a chat-completions request on to a trivet server, with the tokens of the turn that it continues. The
+server has the tokenizer, the chat template and the tool parser, so a worker needs none of them. The tokens that the server reports
+are trained on. verifiers' own train client would tokenize the conversation itself, with its own template.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from trivet.environments.apis.groups import Stage, StageBoard, limit_time, play_
 from trivet.environments.apis.messages import find_example, shorten_messages
 from trivet.environments.apis.rewards import collect_reward_errors
 from trivet.environments.apis.turns import Turn, later_seed, read_turn, request_arguments, rollout_seed
-from trivet.environments.apis.v1.score import OUT_OF_CONTEXT, incomplete, rescore, task_messages, to_rollout
+from trivet.environments.apis.v1.score import OUT_OF_CONTEXT, make_failure, rescore, task_messages, to_rollout
 from trivet.errors import RolloutFailed
 from trivet.process.proxies import is_direct
 from trivet.wire.groups import OVERLONG_REFUSALS, EnvironmentInfo, GroupRequest, Split, server_root
@@ -36,9 +36,12 @@ from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import HostSettings
 
 _CONNECT_TIMEOUT_S = 30.0
-"""verifiers' own: an address that does not exist is reported soon, whatever the limit of a request is."""
-_STREAMED = ("stream", "stream_options")
+"""Longest time to connect to a server, as in verifiers. So an address that does not exist is reported soon, however long a request
+may take."""
+_STREAM_FIELDS = ("stream", "stream_options")
+"""Fields of a request that are left out: only a complete answer has policy versions."""
 _TOKEN_FIELDS = ("token_ids", "logprobs", "policy_versions")
+"""Fields of an answer's choice that the harness program does not get."""
 
 
 class V1Host:
@@ -49,7 +52,7 @@ class V1Host:
     def __init__(
         self, env: Env, tasks: Sequence[Task], settings: HostSettings, *, info: EnvironmentInfo, stages: StageBoard
     ) -> None:
-        """Take a loaded environment and its tasks. They are both what is trained on and what is evaluated."""
+        """Run a loaded environment. The same `tasks` are used to train and to evaluate."""
         self._env = env
         self._tasks = tasks
         self._settings = settings
@@ -78,7 +81,11 @@ class V1Host:
                 self._turns.forget(trace_id)
 
     async def _play(self, task: Task, request: GroupRequest, index: int, trace_ids: list[str]) -> Any:
-        """Play and score one episode. Add the ids of its traces to `trace_ids`."""
+        """Play and score one episode. Add the ids of its traces to `trace_ids`; their turns must be forgotten after the group.
+
+        Raises:
+            RolloutFailed: the episode is not complete, or a reward function failed.
+        """
         settings = self._settings
         arguments = request_arguments(request.sampling, seed=rollout_seed(request, index), is_plain=settings.is_plain)
         context = ModelContext(
@@ -100,7 +107,7 @@ class V1Host:
         if errors and value_on_error is None:
             raise errors[0]
         if not self._env.complete(episode):
-            raise incomplete(episode)
+            raise make_failure(episode)
         return episode
 
     def _make_client_config(self, base_url: str) -> ClientConfig:
@@ -123,26 +130,27 @@ class V1Host:
         return shorten_messages(task_messages(self._tasks[example_id].data))
 
     def serving(self) -> AbstractAsyncContextManager[None]:
-        """Keep up what the environment serves: interception endpoints and shared tool servers. verifiers wants one task for it."""
+        """Run the interception endpoints and shared tool servers. Enter and leave it in one task, as verifiers requires."""
         env: Any = self._env  # pyright reads verifiers 0.3.1
         return env.serving()
 
 
 class ServedTurns:
-    """The tokens behind the sampled messages of running episodes, by their trace and by the message that each turn sampled.
+    """Keeps the tokens of the turns of running episodes, by trace and by the message that a turn sampled.
 
-    verifiers puts the message object of an answer into its graph as it is, so the object itself names the turn. A message that an
-    environment has rewritten is another object: its text was not sampled, and is not trained on.
+    verifiers puts the message object of an answer into its graph of messages as it is, so the object identifies the turn. A message
+    that an environment has rewritten is another object: its text was not sampled, and is not trained on.
     """
 
     def __init__(self) -> None:
         self._turns: dict[str, dict[int, tuple[Any, Turn]]] = {}
+        """By trace id and the `id()` of the message: the message and its turn."""
         self.numbers: dict[str, int] = {}
-        """Says which trace of its episode each is, from 0: each needs seeds of its own."""
+        """The index of each trace in its episode, by trace id, from 0. Seeds are derived from it."""
 
     def record(self, trace_id: str, message: Any, turn: Turn) -> None:
         """Keep `turn`, which sampled `message`."""
-        # Holding the message keeps its id from being given to another object.
+        # The message is stored too: while it exists, Python gives its id to no other object.
         self._turns.setdefault(trace_id, {})[id(message)] = (message, turn)
 
     def find(self, trace_id: str, message: Any) -> Turn | None:
@@ -151,7 +159,7 @@ class ServedTurns:
         return None if found is None else found[1]
 
     def forget(self, trace_id: str) -> None:
-        """Drop a trace. May be called again."""
+        """Drop the turns of a trace. May be called again."""
         self._turns.pop(trace_id, None)
         self.numbers.pop(trace_id, None)
 
@@ -161,7 +169,7 @@ class ServedTurns:
 
 
 class TrivetClientConfig(TrainClientConfig):
-    """Names a trivet server in the context of an episode. verifiers treats it as one that answers whole and reports tokens."""
+    """Configures a `TrivetClient`. Its base class makes verifiers expect complete answers with tokens."""
 
     _turns: ServedTurns = PrivateAttr()
     _settings: HostSettings = PrivateAttr()
@@ -171,7 +179,7 @@ class TrivetClient(EvalClient):
     """The client of one server. It records the tokens, log-probabilities and policy versions of each turn."""
 
     def __init__(self, config: TrivetClientConfig) -> None:
-        """Make the connections."""
+        """Make a client of the server that `config` names."""
         super().__init__(config)
         self._turns = config._turns
         self._model_name = config._settings.model_name
@@ -186,7 +194,11 @@ class TrivetClient(EvalClient):
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """Complete one turn."""
+        """Send a harness program's request to the server, record the turn of the answer, and return the answer.
+
+        Raises:
+            ProviderError: the request is no chat completion of a rollout, or the server refused it.
+        """
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"the harness speaks the {type(dialect).__name__.removesuffix('Dialect')} API; only chat completions can be "
@@ -195,37 +207,37 @@ class TrivetClient(EvalClient):
             )
         if turn is None:
             raise ProviderError("a model request outside of a rollout cannot be trained on", status_code=400)
-        asked = {name: value for name, value in body.items() if name not in _STREAMED}
-        if asked.get("seed") is not None:
-            seed = later_seed(asked["seed"], "trace", self._turns.numbers.get(turn.trace.id, 0))
-            asked["seed"] = later_seed(seed, "turn", turn.trace.num_turns)
-        if self._keeps_tokens:  # those of the last turn that the prompt continues, as read and sampled
+        request = {name: value for name, value in body.items() if name not in _STREAM_FIELDS}
+        if request.get("seed") is not None:
+            seed = later_seed(request["seed"], "trace", self._turns.numbers.get(turn.trace.id, 0))
+            request["seed"] = later_seed(seed, "turn", turn.trace.num_turns)
+        if self._keeps_tokens:
             messages = (turn.trace.nodes[node_id].message for node_id in reversed(turn.prefix_node_ids))
-            if (
-                known := next(filter(None, (self._turns.find(turn.trace.id, message) for message in messages)), None)
-            ) is not None:
-                asked["known_token_ids"] = [*known.prompt_ids, *known.completion_ids]
+            # The newest turn that the prompt continues; None for the first turn.
+            previous = next(filter(None, (self._turns.find(turn.trace.id, message) for message in messages)), None)
+            if previous is not None:
+                request["known_token_ids"] = [*previous.prompt_ids, *previous.completion_ids]
         try:
-            response = await super().get_response(dialect, asked, sampling, session_id, turn, headers)
+            response = await super().get_response(dialect, request, sampling, session_id, turn, headers)
         except ProviderError as exc:
-            # A harness that compacts shortens a conversation that has become too long, and goes on.
-            compacts = getattr(turn.trace.agent.config.harness, "compaction", None) is not None
-            if exc.status_code == 400 and any(refusal in str(exc) for refusal in OVERLONG_REFUSALS) and not compacts:
+            # A harness with compaction shortens a conversation that has become too long, and goes on.
+            has_compaction = getattr(turn.trace.agent.config.harness, "compaction", None) is not None
+            if exc.status_code == 400 and any(refusal in str(exc) for refusal in OVERLONG_REFUSALS) and not has_compaction:
                 turn.trace.stop(OUT_OF_CONTEXT)
             raise
         answer = response.raw
         assert answer is not None
         if body["model"] == self._model_name and turn.trace.agent.trainable:
             try:
-                served = read_turn(answer)
+                answered_turn = read_turn(answer)
             except RolloutFailed as exc:
                 raise ProviderError(str(exc), status_code=400) from exc
-            self._turns.record(turn.trace.id, response.message, served)
-            # Built without validation, which would copy every token. verifiers' own views of the trace then have the same tokens.
+            self._turns.record(turn.trace.id, response.message, answered_turn)
+            # verifiers' own views of the trace get the same tokens. Validation is skipped, because it would copy every token.
             response.tokens = TurnTokens.model_construct(
-                prompt_ids=list(served.prompt_ids),
-                completion_ids=list(served.completion_ids),
-                completion_logprobs=list(served.logprobs),
+                prompt_ids=list(answered_turn.prompt_ids),
+                completion_ids=list(answered_turn.completion_ids),
+                completion_logprobs=list(answered_turn.logprobs),
             )
         # The harness program has no use for the tokens.
         choices = [{name: value for name, value in choice.items() if name not in _TOKEN_FIELDS} for choice in answer["choices"]]
@@ -234,8 +246,9 @@ class TrivetClient(EvalClient):
 
 
 def use_trivet_clients() -> None:
-    """Have verifiers' interception endpoints make a `TrivetClient` for a `TrivetClientConfig`, on connections that use a proxy only
-    where `is_direct` says no. May be called again.
+    """Replace the functions with which verifiers' interception endpoints make clients. May be called again.
+
+    For a `TrivetClientConfig` they then make a `TrivetClient`. A connection uses a proxy only if `is_direct` returns False.
     """
     original: Callable[[Any], Client] = interception_server.resolve_client
     if getattr(original, "makes_trivet_clients", False):

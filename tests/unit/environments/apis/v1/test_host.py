@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from trivet.algorithms.arithmetic import derive_seed
-from trivet.environments.apis.load import FIRST_OF_V1, EnvironmentHost, load_host, require_release
+from trivet.environments.apis.load import FIRST_V1_RELEASE, EnvironmentHost, load_host, require_release
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.wire.groups import GroupRequest, SamplingArguments, ServerAccess, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
-if require_release("talks") < FIRST_OF_V1:
+if require_release("talks") < FIRST_V1_RELEASE:
     pytest.skip("needs verifiers 0.4", allow_module_level=True)
 
 from support.served_turns import assert_trains_on_what_was_sampled

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trivet.environments.apis.load import FIRST_OF_V1, load_host, require_release
+from trivet.environments.apis.load import FIRST_V1_RELEASE, load_host, require_release
 from trivet.environments.apis.messages import EXAMPLE_GONE, PROMPT_DIFFERS
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments, ServerAccess
@@ -15,7 +15,7 @@ from trivet.wire.rollouts import Rollout
 from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
-if require_release("talks") < FIRST_OF_V1:
+if require_release("talks") < FIRST_V1_RELEASE:
     pytest.skip("needs verifiers 0.4", allow_module_level=True)
 
 QUESTION = [{"role": "user", "content": "What is two and three?"}]
