@@ -1,7 +1,7 @@
-"""Reads servers by name, for the command `eval`: the table ENDPOINTS of a Python file (`configs/endpoints.py`).
+"""Reads named servers for the command `eval`: the table ENDPOINTS of a Python file (`configs/endpoints.py`).
 
-The file is a program of the user's. It runs in a process of its own, with the environment's variables, and only its table comes
-back. Whatever else it does there (exit, print, hang) becomes an error that names it. Keys are never written to disk.
+The file is a Python program of the user. It runs in a process of its own, with the environment variables of this process, and only
+its table is read. If it exits, fails or hangs, an error names the file. Keys are never written to disk.
 """
 
 import json
@@ -23,9 +23,9 @@ KEY_VARIABLE = "EVAL_ENDPOINT_KEY"
 """The environment variable that carries a key which the file itself contains, within this command's processes."""
 
 _READ_TIMEOUT_S = 30.0
-"""For a file that should only define a table."""
-_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
-_READ = """
+"""Longest time for the file to run. It should only define a table."""
+_VARIABLE_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
+_READER_PROGRAM = """
 import json, os, runpy, sys
 result = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the file prints is no part of the result
@@ -40,9 +40,11 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str | None = None
     url: str | None = None
     base_url: str | None = None
+    """Another name of `url`."""
     key: str | None = None
     """The key itself, or the name of the environment variable that has it."""
     api_key: str | msgspec.UnsetType | None = msgspec.UNSET
+    """The key itself. None: the file read it from a variable that is not set."""
 
     @property
     def address(self) -> str:
@@ -52,11 +54,11 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def key_variable(self) -> str | None:
         """The environment variable that has the key."""
-        return self.key if self.key is not None and _VARIABLE.fullmatch(self.key) else None
+        return self.key if self.key is not None and _VARIABLE_NAME.fullmatch(self.key) else None
 
     @property
-    def own_key(self) -> str | None:
-        """The key that the file itself contains."""
+    def literal_key(self) -> str | None:
+        """The key itself, if the file contains it; None if the file names a variable, or nothing."""
         return self.api_key or (None if self.key_variable else self.key)
 
 
@@ -68,14 +70,14 @@ def read_endpoints(path: Path, *, timeout_s: float = _READ_TIMEOUT_S) -> dict[st
     """
     if not path.is_file():
         raise ConfigError(f"endpoints_path ({path}) is not a file; it must be a Python file with a table ENDPOINTS")
-    command = [sys.executable, "-P", "-c", _READ, str(path)]
+    command = [sys.executable, "-P", "-c", _READER_PROGRAM, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False)
     except subprocess.TimeoutExpired as exc:
         raise ConfigError(f"{path} did not end within {timeout_s:g} s; it should only define ENDPOINTS") from exc
     if done.returncode or not done.stdout:
-        last = (done.stderr.strip().splitlines() or [f"it exited with {done.returncode}"])[-1]
-        raise ConfigError(f"{path} failed: {last}")
+        reason = (done.stderr.strip().splitlines() or [f"it exited with {done.returncode}"])[-1]
+        raise ConfigError(f"{path} failed: {reason}")
     table = as_table(json.loads(done.stdout))
     if table is None:
         raise ConfigError(f"{path} defines no table ENDPOINTS = {{name: {{...}}}}")
@@ -95,7 +97,7 @@ def read_endpoints(path: Path, *, timeout_s: float = _READ_TIMEOUT_S) -> dict[st
 def choose_client(
     config: EvalClientConfig, *, endpoints_path: Path, environ: Mapping[str, str]
 ) -> tuple[ClientConfig, Endpoint | None]:
-    """Return the servers to use, and the endpoint that names them, if any.
+    """Return the configuration of the servers, and the endpoint that `config` names; None if it names the servers itself.
 
     Raises:
         ConfigError: there is no endpoint of that name, or the variable with its key is not set.
@@ -119,7 +121,7 @@ def choose_client(
             f"endpoint {config.endpoint!r} in {endpoints_path} has no api_key: the variable it is read from is not set; "
             "export it, or take the line out for a server that needs none"
         )
-    variable = endpoint.key_variable or (KEY_VARIABLE if endpoint.own_key else config.api_key_var[0])
+    variable = endpoint.key_variable or (KEY_VARIABLE if endpoint.literal_key else config.api_key_var[0])
     try:
         return ClientConfig(**{**fields, "base_url": [endpoint.address], "api_key_var": [variable]}), endpoint
     except ValidationError as exc:

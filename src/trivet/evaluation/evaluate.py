@@ -1,7 +1,7 @@
-"""The engine of evaluations: plays the examples of environments on one policy, scores them and writes the results.
+"""Evaluates environments on one policy: plays their examples, scores the rollouts and writes the results.
 
-Called by the command `eval`, and by the orchestrator during a run. It waits while no server takes rollouts; the pool of servers
-ends that wait with an error when it lasts too long.
+The command `eval` calls it, and the orchestrator during a run. It waits while no server is admitted. `ServerPool` ends a run in
+which that wait lasts too long.
 """
 
 import asyncio
@@ -29,23 +29,27 @@ from trivet.wire.versions import GroupId, PolicyVersion
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 1.0
+"""Seconds between two questions for an admitted server."""
 _MAX_SERVER_ATTEMPTS = 3
-"""Attempts at a group whose server or worker is lost each time."""
+"""The most attempts at a group whose server or worker is lost each time."""
 
 
 class PlacementServers(Protocol):
-    """Chooses the server of a group. Adapters: `client.server_pool.ServerPool`, `evaluation.servers.PlainServers`."""
+    """Chooses the server of a group. `client.server_pool.ServerPool` and `evaluation.servers.PlainServers` implement it."""
 
     def pick(self, *, num_rollouts: int) -> str | None:
-        """Return the server with the fewest rollouts and count these there; None while no server takes rollouts."""
+        """Return the address of the server with the fewest rollouts in flight, and count `num_rollouts` more there.
+
+        Return None while no server is admitted.
+        """
         ...
 
     def release(self, root: str, *, num_rollouts: int) -> None:
-        """Stop counting rollouts that `pick` counted."""
+        """Count `num_rollouts` rollouts on the server with address `root` as ended."""
         ...
 
     async def is_at_fault(self, root: str) -> bool:
-        """Return whether the server, and not the environment, made a group fail."""
+        """Return whether the server with address `root`, and not the environment, made a group fail."""
         ...
 
 
@@ -54,18 +58,20 @@ class EvalSeries:
     """An environment that is evaluated on one policy after another."""
 
     name: str
-    """Directory inside evals/step_N/, and part of metric names."""
+    """Name of the directory inside evals/step_N/, and part of metric names."""
     env: EnvConfig
     pool_name: str
     """Name of the environment in the pool."""
     interval: int
+    """It is evaluated on every `interval`-th step."""
     num_examples: int
-    """At most; -1 is all. They come from the environment's evaluation data, or from what it trains on where it has none of its
-    own, as in verifiers."""
+    """The most examples; -1: all. They are the environment's evaluation examples or, if it has none, its training examples, as in
+    verifiers."""
     rollouts_per_example: int
     sampling: Callable[[int], SamplingArguments]
-    """Returns the sampling for a policy version."""
+    """Returns the sampling arguments for a policy version."""
     skip_first: int = 0
+    """Examples at the start of the data that are left out."""
 
     def make_task(self, info: EnvironmentInfo, *, step: int, digest: str) -> TaskRecord:
         """Return the task of evaluating the policy of `step`, whose weights have `digest`.
@@ -74,8 +80,8 @@ class EvalSeries:
             ConfigError: nothing is left to evaluate.
         """
         split, available = (Split.EVAL, info.num_eval_examples) if info.num_eval_examples else (Split.TRAIN, info.num_examples)
-        left = available - self.skip_first
-        if left <= 0:
+        num_left = available - self.skip_first
+        if num_left <= 0:
             raise ConfigError(
                 f"environment {self.env.label!r} has nothing to evaluate on: {available} examples, skip_first = "
                 f"{self.skip_first}; check its args, lower skip_first, or take it out"
@@ -88,7 +94,7 @@ class EvalSeries:
             step=step,
             digest=digest,
             first_example=self.skip_first,
-            num_examples=left if self.num_examples < 0 else min(self.num_examples, left),
+            num_examples=num_left if self.num_examples < 0 else min(self.num_examples, num_left),
             rollouts_per_example=self.rollouts_per_example,
             sampling=self.sampling(step),
             data_digest=info.eval_digest if split is Split.EVAL else info.train_digest,
@@ -96,7 +102,7 @@ class EvalSeries:
 
 
 def make_series(env: EvalEnvConfig, config: EvalConfig | OnlineEvalConfig, *, pool_name: str) -> EvalSeries:
-    """Return the series of `env`, with the numbers and sampling of `config` where it has none of its own."""
+    """Return the series of `env`. Values that `env` leaves unset come from `config`."""
     sampling = env.sampling.over(config.sampling)
     arguments = sampling_arguments(sampling, temperature=sampling.temperature)
     return EvalSeries(
@@ -127,9 +133,9 @@ class Evaluator:
         """Evaluate in the workers of `pool`.
 
         Args:
-            max_concurrent: rollouts in flight.
-            retry: repeats of an example that failed; None: no repeats.
-            has_versions: the servers say which policy sampled each token.
+            max_concurrent: the most rollouts in flight.
+            retry: how often a failed example is repeated; None: never.
+            has_versions: the servers report which policy sampled each token.
         """
         self.pool = pool
         self._servers = servers
@@ -152,22 +158,25 @@ class Evaluator:
         Args:
             step: version of the policy that the servers serve.
             digest: digest of its weights.
-            earlier: what happens to results that are there already.
-            on_start: called with each series and its number of examples; returns what is called after each example.
+            earlier: how to treat results that exist already.
+            on_start: called with each series and its number of examples. It returns a function that is called after each example.
 
         Raises:
             ConfigError: nothing is left to evaluate, or the results to continue are of another evaluation.
             ExceptionGroup: an example failed, and `retry.reraise` is set.
         """
         infos = self.pool.infos
-        tasks = [one.make_task(infos[one.pool_name], step=step, digest=digest) for one in series]
+        all_series = series
+        tasks = [series.make_task(infos[series.pool_name], step=step, digest=digest) for series in all_series]
+        # The examples of all series share the slots. A slot is a group of the largest size.
         slots = asyncio.Semaphore(max(self._max_concurrent // max(task.rollouts_per_example for task in tasks), 1))
         async with asyncio.TaskGroup() as running:
             evaluations = [
                 running.create_task(
-                    self._evaluate(one, task, slots, earlier, on_start(one, task.num_examples)), name=f"eval-{one.name}"
+                    self._evaluate(series, task, slots, earlier, on_start(series, task.num_examples)),
+                    name=f"eval-{series.name}",
                 )
-                for one, task in zip(series, tasks, strict=True)
+                for series, task in zip(all_series, tasks, strict=True)
             ]
         return [evaluation.result() for evaluation in evaluations]
 
@@ -179,6 +188,7 @@ class Evaluator:
         earlier: EarlierResults,
         on_progress: Callable[[], None],
     ) -> Summary:
+        """Evaluate the examples of one task that have no results yet; write the summary and return it."""
         started = time.monotonic()
         directory = self._layout.evals_step(task.step, series.name)
         results = ResultsFile(directory, task, earlier)
@@ -186,7 +196,7 @@ class Evaluator:
 
         async def run_example(example_id: int) -> None:
             request = GroupRequest(
-                group_id=GroupId(-1 - example_id),  # below 0, so that no group of a run has it: seeds are derived from it
+                group_id=GroupId(-1 - example_id),  # seeds are derived from it; a run's own groups have ids from 0 on
                 env=series.pool_name,
                 split=task.split,
                 example_id=example_id,
@@ -197,7 +207,7 @@ class Evaluator:
             async with slots:
                 try:
                     rollouts = await self._run_with_retries(request, PolicyVersion(task.step))
-                except Exception as exc:  # an environment is the user's code: its error fails this example only
+                except Exception as exc:  # user code may raise anything: only this example fails
                     if self._retry.reraise:
                         raise
                     errors[example_id] = f"{type(exc).__name__}: {exc}"
@@ -222,6 +232,7 @@ class Evaluator:
             results.close()
 
     async def _run_with_retries(self, request: GroupRequest, version: PolicyVersion) -> list[Rollout]:
+        """Run a group, and again after a failure as `retry` allows; raises as `_run_on_least_loaded`."""
         for attempt in range(1, self._retry.max_attempts):
             try:
                 return await self._run_on_least_loaded(request, version)
@@ -266,6 +277,7 @@ class Evaluator:
 def _summarize(
     task: TaskRecord, finished: Mapping[int, Sequence[ResultRecord]], *, errors: Mapping[int, str], seconds: float
 ) -> Summary:
+    """Compute the scores of a task from the results of finished examples and the errors of failed ones, both by example id."""
     groups = [finished[example_id] for example_id in sorted(finished)]  # float sums depend on the order
     records = [record for group in groups for record in group]
     rewards = [[record.reward for record in group] for group in groups]

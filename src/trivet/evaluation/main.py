@@ -1,7 +1,7 @@
 """Runs the command `eval`: evaluates the start model and published policies on running servers, one after the other.
 
-Consumes targets (evaluation/targets). Produces evals/step_N/<env>/ and W&B points. Waits for groups, each bounded by the pool of
-environments, and for servers, bounded by theirs.
+Consumes targets: the policies to evaluate (`evaluation.targets`). Produces evals/step_N/<env>/ and W&B points. Waits for groups
+(`WorkerPool` bounds each wait) and for servers (`ServerPool` bounds each wait).
 """
 
 import asyncio
@@ -38,9 +38,9 @@ from trivet.telemetry.logs import setup_logging
 logger = logging.getLogger(__name__)
 
 _LOG_WIDTH = 120
-"""Characters of the table where stdout is not a terminal, which has a width of its own."""
+"""Width of the table of scores, in characters, where stdout is no terminal."""
 _REPORT_INTERVAL_S = 10.0
-"""How often the progress is logged where there are no bars."""
+"""Seconds between two log lines about the progress, where no progress bars are shown."""
 
 
 def main() -> int:
@@ -49,12 +49,12 @@ def main() -> int:
 
 
 def check(config: EvalConfig) -> None:
-    """Refuse what cannot be evaluated, before anything is started."""
+    """Check that the evaluation can be planned, before anything is started; raises as `make_plan`."""
     make_plan(config, environ=os.environ)
 
 
 def start(config: EvalConfig) -> int:
-    """Evaluate; return 0 when it is done, 1 when an evaluation has no score at all, 130 or 143 when a signal ended it."""
+    """Evaluate; return the exit code of `evaluate_targets`, or 130 or 143 when a signal ended it."""
     setup_logging("eval", level=config.log.level, as_json=config.log.json_logging)
     plan = make_plan(config, environ=os.environ)
     console = Console() if sys.stdout.isatty() else Console(width=_LOG_WIDTH)
@@ -66,8 +66,9 @@ def start(config: EvalConfig) -> int:
 
 
 async def _run(plan: EvalPlan, console: Console) -> int:
+    """Connect to the servers, start the workers and evaluate; return the exit code."""
     config = plan.config
-    if plan.endpoint is not None and (key := plan.endpoint.own_key):
+    if plan.endpoint is not None and (key := plan.endpoint.literal_key):
         os.environ[KEY_VARIABLE] = key
     os.environ.update(direct_variables(os.environ, [url for url in plan.client.base_url if is_direct(url, os.environ)]))
     servers = await connect(plan.client, environ=os.environ, weights_dir=config.weights_dir)
@@ -89,7 +90,7 @@ async def _run(plan: EvalPlan, console: Console) -> int:
             require_resumable(plan, pool, base_digest=base_digest)
             if config.wandb is None:
                 return await evaluate_targets(plan, servers, pool, console, lambda version, values: None)
-            # Importing W&B costs a second that an evaluation without it need not pay.
+            # W&B is imported late, because the import takes a second.
             from trivet.telemetry.wandb_sink import WandbSink
 
             plan.layout.root.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,14 @@ async def evaluate_targets(
     console: Console,
     write_scores: Callable[[int, Mapping[str, float]], None],
 ) -> int:
-    """Evaluate every policy, watch the servers and workers meanwhile, and print the scores; return the exit code.
+    """Evaluate every policy, watch the servers and workers meanwhile, and print the scores.
+
+    Args:
+        write_scores: gets the step and the metrics of each evaluated policy.
+
+    Returns:
+        The exit code: 1 when a policy was removed before its evaluation, nothing was evaluated, or an environment has no score at
+        all; else 0.
 
     Raises:
         ConfigError: the results to continue are of another evaluation.
@@ -164,9 +172,9 @@ async def evaluate_targets(
 
 @contextmanager
 def _show_progress(console: Console, *, has_bars: bool) -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """Yield a function that shows an evaluation's progress: bars on a terminal, elsewhere a log line from time to time.
+    """Yield a function that begins to show the progress of an evaluation: bars on a terminal, elsewhere log lines.
 
-    It takes a label and the number of examples, and returns the function to call after each example.
+    The function takes a label and the number of examples. It returns a second function, which must be called after each example.
     """
     if has_bars:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())

@@ -1,4 +1,4 @@
-"""Plans an evaluation from its configuration, files and the names of the servers, before anything is written."""
+"""Plans an evaluation from its configuration, the published policies and the servers' models, before anything is written."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,21 +32,22 @@ class EvalPlan:
     """The policies that can be evaluated now."""
     client: ClientConfig
     endpoint: Endpoint | None
+    """The entry of the endpoints file that names the server; None if the configuration names the servers itself."""
     layout: RunLayout
-    """The directory of the results."""
+    """The output directory, in which results are written to `evals/`."""
 
     def series_of(self, target: Target) -> list[EvalSeries]:
-        """Return the series that are due on a policy."""
+        """Return the series of the environments that must be evaluated on the policy of `target`."""
         config, is_base = self.config, target.directory is None
         envs = [env for env in self.envs if is_base or is_due(config, target.step, env)]
         return [make_series(env, config, pool_name=env.label) for env in envs]
 
 
 def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> EvalPlan:
-    """Decide what to evaluate, on what, and where the results go.
+    """Decide which policies and environments to evaluate, on which servers, and where to write the results.
 
     Raises:
-        ConfigError: something that is asked for does not exist.
+        ConfigError: something that the configuration names does not exist, or a live run uses one of the servers.
         EnvironmentLoadError: an environment is not installed.
     """
     origin = read_origin(config.weights_dir)
@@ -70,11 +71,12 @@ def results_layout(config: EvalConfig) -> RunLayout:
         ConfigError: `resume_path` holds no evaluation.
     """
     if (path := config.resume_path) is None:
-        near = config.weights_dir.absolute().parent if config.weights_dir is not None else DEFAULT_OUTPUT_DIR
-        return RunLayout(config.output_dir or near)
+        default = config.weights_dir.absolute().parent if config.weights_dir is not None else DEFAULT_OUTPUT_DIR
+        return RunLayout(config.output_dir or default)
     directory = path.parent if path.is_file() else path
     if (directory / TASK_FILE).is_file() or (directory.name == "evals" and directory.is_dir()):
-        evals = next((place for place in (directory.absolute(), *directory.absolute().parents) if place.name == "evals"), None)
+        ancestors = (directory.absolute(), *directory.absolute().parents)
+        evals = next((ancestor for ancestor in ancestors if ancestor.name == "evals"), None)
         if evals is not None:
             return RunLayout(evals.parent)
     if (directory / "evals").is_dir():
@@ -85,20 +87,24 @@ def results_layout(config: EvalConfig) -> RunLayout:
 
 
 async def check_servers(plan: EvalPlan, servers: EvalServers) -> tuple[str, str]:
-    """Check that the servers can do what is planned; return the model name that requests give and the start model's digest.
+    """Check that the servers can serve the planned policies.
 
-    The first weights are loaded once, then the start model: so a directory that a server cannot read, or adapters of another base
-    model, are found before the first result. The digest is empty where the start model is not evaluated.
+    The first published policy is loaded once, then the start model. So a directory that a server cannot read, or an adapter of
+    another base model, is found before the first result.
+
+    Returns:
+        The model name that requests give, and the digest of the start model. The digest is empty if the start model was not loaded.
 
     Raises:
         ConfigError: they cannot.
     """
     try:
-        asked = plan.config.model.name or (plan.endpoint.model if plan.endpoint else None)
-        if servers.is_plain and asked is not None:
-            name = asked  # such a server may serve more than it lists, or list nothing
+        configured = plan.config.model.name or (plan.endpoint.model if plan.endpoint else None)
+        if servers.is_plain and configured is not None:
+            name = configured  # a server that is not trivet's may serve models that it does not list
         else:
-            name = _choose_model_name(plan, await servers.model_names(), asked=asked, is_plain=servers.is_plain)
+            served = await servers.model_names()
+            name = _choose_model_name(plan, served, configured=configured, is_plain=servers.is_plain)
         for target in plan.targets:
             if target.directory is None or not is_adapter(target.directory):
                 continue
@@ -107,10 +113,10 @@ async def check_servers(plan: EvalPlan, servers: EvalServers) -> tuple[str, str]
                     f"{target.directory} is an adapter for {base}, and the server serves {name}: start one with "
                     f"`uv run inference --model.name {base} --enable-lora`"
                 )
-        first = next((target for target in plan.targets if target.directory is not None), None)
-        if first is not None:
-            await servers.ensure_policy(first)
-        base_digest = await servers.ensure_policy(BASE) if BASE in plan.targets or first is None else ""
+        first_published = next((target for target in plan.targets if target.directory is not None), None)
+        if first_published is not None:
+            await servers.ensure_policy(first_published)
+        base_digest = await servers.ensure_policy(BASE) if BASE in plan.targets or first_published is None else ""
     except ForeignPolicy:
         raise
     except (InferenceError, WeightsError) as exc:
@@ -118,18 +124,23 @@ async def check_servers(plan: EvalPlan, servers: EvalServers) -> tuple[str, str]
     return name, base_digest
 
 
-def _choose_model_name(plan: EvalPlan, served: Sequence[str], *, asked: str | None, is_plain: bool) -> str:
-    """Return the name to ask for among those that the servers list; a trivet server lists that of its model first."""
-    wanted = asked or plan.origin.model_name
+def _choose_model_name(plan: EvalPlan, served: Sequence[str], *, configured: str | None, is_plain: bool) -> str:
+    """Return the model name that requests give.
+
+    Args:
+        served: the names that the servers list, which may be none. A trivet server lists its own model first.
+        configured: the name that the user gave; None: the start model of the run, or else the first listed name.
+    """
+    wanted = configured or plan.origin.model_name
     if not served and wanted is None:
         raise ConfigError("the servers do not tell what they serve: set model.name")
     if wanted is None or not served:
         return wanted or served[0]
-    if (found := next((name for name in served if is_same_model(name, wanted)), None)) is not None:
-        return found
+    if (matching := next((name for name in served if is_same_model(name, wanted)), None)) is not None:
+        return matching
     where = ", ".join(plan.client.base_url)
-    if asked is not None:
-        raise ConfigError(f"model.name ({asked}) is not served by {where}, which serves: {', '.join(served)}")
+    if configured is not None:
+        raise ConfigError(f"model.name ({configured}) is not served by {where}, which serves: {', '.join(served)}")
     same = "" if is_plain else f", or add --model.name {served[0]} if it is the same model"
     raise ConfigError(
         f"the run that wrote {plan.config.weights_dir} started from {wanted}, and {where} serves {', '.join(served)}; start "
@@ -138,14 +149,14 @@ def _choose_model_name(plan: EvalPlan, served: Sequence[str], *, asked: str | No
 
 
 def require_resumable(plan: EvalPlan, pool: EnvironmentPool, *, base_digest: str) -> None:
-    """Check that `resume_path`, if set, has results of what is planned, and no results of something else in their place.
+    """Check that `resume_path`, if set, has results of the planned tasks, and no results of other tasks in their directories.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it has none of the planned tasks, or results of other tasks.
     """
     if (resume_path := plan.config.resume_path) is None:
         return
-    found: list[Path] = []
+    resumable: list[Path] = []
     for target in plan.targets:
         digest = base_digest if target.directory is None else read_manifest(target.directory).digest
         for series in plan.series_of(target):
@@ -154,13 +165,13 @@ def require_resumable(plan: EvalPlan, pool: EnvironmentPool, *, base_digest: str
             if difference := explain_difference(directory, task):
                 raise ConfigError(difference)
             if difference is not None:
-                found.append(directory.resolve())
+                resumable.append(directory.resolve())
     named = resume_path.parent if resume_path.is_file() else resume_path
-    if not found or ((named / TASK_FILE).is_file() and named.resolve() not in found):
-        there = sorted(
+    if not resumable or ((named / TASK_FILE).is_file() and named.resolve() not in resumable):
+        present = sorted(
             str(path.parent.relative_to(plan.layout.root)) for path in plan.layout.evals.glob(f"step_*/**/{TASK_FILE}")
         )
         raise ConfigError(
             f"resume_path ({resume_path}) is none of the evaluations asked for; in {plan.layout.root} there are: "
-            f"{', '.join(there) or 'none'}"
+            f"{', '.join(present) or 'none'}"
         )

@@ -1,6 +1,7 @@
-"""Scores saved rollouts with today's reward functions, and compares the scores with the saved ones. Used by `trivet replay`.
+"""Scores saved rollouts with today's reward functions, and compares the new scores with the saved scores. For `trivet replay`.
 
-The rollouts are those that a run trained on, or that an evaluation sampled. Nothing in their directory is changed.
+A run saved the rollouts that it trained on, or an evaluation saved the rollouts that it sampled. Nothing in their directory is
+changed.
 """
 
 import asyncio
@@ -32,13 +33,15 @@ from trivet.wire.versions import GroupId
 from trivet.wire.workers import HostSettings
 
 REWARD = "reward"
-"""Name under which the reward itself is listed with the reward functions."""
+"""The name of the reward itself in a list of reward functions."""
 _NOT_COMPARABLE = {EXAMPLE_GONE: "example gone", PROMPT_DIFFERS: "prompt differs"}
+"""The reasons for which a rollout cannot be compared, by the kind of the group's failure."""
 _TOLERANCE = 1e-6
-"""Scores that differ by less, relatively and absolutely, are equal: some rewards are sums in another order."""
+"""Scores that differ by less, relatively or absolutely, count as equal: some rewards are sums, whose order may differ."""
 _MAX_CONCURRENT_GROUPS = 64
-"""Groups that are scored at the same time: enough for judges that wait for a service, and few enough for their limits."""
+"""The most groups that are scored at the same time: judges wait for a service, which limits concurrent requests."""
 _PREVIEW_CHARS = 200
+"""The most characters of a completion that are kept to be shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class SavedFile:
     step: int
     """The training step, or the version of the evaluated policy."""
     task: TaskRecord | None = None
-    """The evaluation; None for rollouts that were trained on."""
+    """The task of the evaluation; None for rollouts that were trained on."""
 
     def groups(self) -> list[tuple[str, list[RolloutRecord]]]:
         """Return the environment's name and the rollouts of each group, in the order of the file.
@@ -71,7 +74,7 @@ class SavedFile:
 
 
 class RescoredRollout(msgspec.Struct, kw_only=True):
-    """A saved rollout with its scores then and today: a line of the file that `--write` names."""
+    """A saved rollout with its saved scores and its scores of today: a line of the file that `--write` names."""
 
     step: int
     env: str
@@ -85,14 +88,14 @@ class RescoredRollout(msgspec.Struct, kw_only=True):
     scores_before: dict[str, float]
     scores_after: dict[str, float] = {}
     not_comparable: str = ""
-    """`example gone` or `prompt differs`: today's data does not have what the rollout was sampled for."""
+    """`example gone` or `prompt differs`: the example of the rollout is not in today's data. Empty: it can be compared."""
     error: str = ""
     """Why scoring failed; empty when it did not."""
     completion: str
-    """The beginning of what the model said."""
+    """The beginning of the completion."""
 
     def pairs(self) -> Iterator[tuple[str, float, float]]:
-        """Yield name, value then and value today of the reward and of each function that scored both times."""
+        """Yield name, saved value and value of today, for the reward and for each function with both values."""
         if self.reward_after is not None:
             yield REWARD, self.reward_before, self.reward_after
         for name in self.scores_before.keys() & self.scores_after.keys():
@@ -100,7 +103,7 @@ class RescoredRollout(msgspec.Struct, kw_only=True):
 
 
 class FunctionChange(msgspec.Struct, kw_only=True):
-    """One reward function over the rollouts that it scored then and today."""
+    """The change of one reward function, over the rollouts that it scored both times."""
 
     name: str
     mean_before: float | None
@@ -126,13 +129,20 @@ class EnvironmentChange(msgspec.Struct, kw_only=True):
 
 
 def find_trained(layout: RunLayout, steps: range | None) -> list[SavedFile]:
-    """Return the files of the rollouts that were trained, by step; `steps` None: all."""
-    found = list_steps(layout.rollouts, marker=ROLLOUTS_FILE)
-    return [SavedFile(path=path / ROLLOUTS_FILE, step=step) for step, path in found.items() if steps is None or step in steps]
+    """Return the files of rollouts that were trained on, ordered by step.
+
+    Args:
+        steps: the steps to read; None: all.
+    """
+    directories = list_steps(layout.rollouts, marker=ROLLOUTS_FILE).items()
+    return [SavedFile(path=path / ROLLOUTS_FILE, step=step) for step, path in directories if steps is None or step in steps]
 
 
 def find_evaluated(layout: RunLayout, steps: range | None) -> list[SavedFile]:
-    """Return the files of the rollouts that evaluations sampled, by the version of the policy; `steps` None: all.
+    """Return the files of rollouts that evaluations sampled, ordered by the version of the policy.
+
+    Args:
+        steps: the policy versions to read; None: all.
 
     Raises:
         ConfigError: the task of an evaluation cannot be read.
@@ -158,30 +168,34 @@ def read_run_config(layout: RunLayout) -> OrchestratorConfig | None:
     if not path.is_file():
         return None
     config = load_config(OrchestratorConfig, ["@", str(path)], environ={}).config
-    return config.model_copy(update={"replay": None})  # a replay loads no environment, and names those of its record
+    # `replay` is removed, because a configuration with it loads no environments.
+    return config.model_copy(update={"replay": None})
 
 
 def settings_for(config: OrchestratorConfig | None, files: Sequence[SavedFile]) -> Mapping[str, HostSettings]:
-    """Return the settings of each environment that the files may name, by its name in them.
+    """Return the settings of each environment that the files may name, by the environment's name in the files.
+
+    Args:
+        config: the configuration of the run that wrote the files; None if there is none.
 
     Raises:
-        ConfigError: they are unknown.
+        ConfigError: the arguments of an environment are unknown.
         EnvironmentLoadError: a virtual environment is not there.
     """
     settings = {} if config is None else dict(run_settings(config))
     envs = [] if config is None else list(config.environments.values())
     for task in (file.task for file in files if file.task is not None):
-        # The task has the environment's arguments without their secrets.
+        # The secrets in a task's arguments are hidden. So the environment is searched in the configuration, which has them.
         env = next((env for env in envs if (env.package, mask_table(env.args)) == (task.env_id, task.env_args)), None)
         if env is None and HIDDEN in str(task.env_args):
             raise ConfigError(
                 f"the arguments of environment {task.env_id!r} hold a secret that {TASK_FILE} does not keep, and no configs/"
                 "orchestrator.toml has it: its rollouts cannot be scored again"
             )
-        made = host_settings(
+        task_settings = host_settings(
             env or EnvConfig(id=task.env_id, args=task.env_args), model_name="", client=ClientConfig(), is_plain=True
         )
-        settings[task.env] = msgspec.structs.replace(made, name=task.env)
+        settings[task.env] = msgspec.structs.replace(task_settings, name=task.env)
     return settings
 
 
@@ -191,8 +205,8 @@ async def rescore(
     """Score the rollouts of a file in the workers of their environments.
 
     Args:
-        envs: names of the environments to score; rollouts of others are left out.
-        zeroes_truncated: a rollout that was cut got reward 0 (`zero_truncated_completions`), and gets it again.
+        envs: names of the environments to score; rollouts of other environments are left out.
+        zeroes_truncated: the run gave reward 0 to truncated rollouts (`zero_truncated_completions`), and they get it again.
     """
     slots, wanted = asyncio.Semaphore(_MAX_CONCURRENT_GROUPS), set(envs)
 
@@ -216,7 +230,7 @@ async def rescore(
             split=Split.TRAIN if file.task is None else file.task.split,
             example_id=saved[0].example_id,
             num_rollouts=len(saved),
-            base_url="http://127.0.0.1:9/v1",  # the discard port: nothing is asked
+            base_url="http://127.0.0.1:9/v1",  # no request is sent; this port discards all data
             sampling=SamplingArguments(temperature=None),
             recorded=[
                 RecordedConversation(prompt=rollout.prompt, completion=rollout.completion, is_truncated=rollout.is_truncated)
@@ -228,7 +242,7 @@ async def rescore(
                 try:
                     scored = await pool.run_group(request)
                     break
-                except WorkerLost:  # until the pool treats the group as the cause
+                except WorkerLost:  # the third loss raises RolloutFailed instead
                     continue
                 except RolloutFailed as exc:
                     for rollout in rescored:
@@ -275,19 +289,19 @@ def compare(rescored: Sequence[RescoredRollout]) -> list[EnvironmentChange]:
 
 
 def most_changed(rescored: Iterable[RescoredRollout], *, limit: int) -> list[RescoredRollout]:
-    """Return the rollouts whose reward, and then whose reward functions, changed most; none that did not change."""
+    """Return at most `limit` changed rollouts: first those whose reward changed most, then whose reward functions did."""
 
-    def size(rollout: RescoredRollout) -> tuple[float, float]:
-        sizes = {name: abs(before - after) for name, before, after in rollout.pairs() if not _is_equal(before, after)}
-        return sizes.get(REWARD, 0.0), max(sizes.values(), default=0.0)
+    def change_of(rollout: RescoredRollout) -> tuple[float, float]:
+        changes = {name: abs(before - after) for name, before, after in rollout.pairs() if not _is_equal(before, after)}
+        return changes.get(REWARD, 0.0), max(changes.values(), default=0.0)
 
-    changed = [rollout for rollout in rescored if rollout.reward_after is not None and size(rollout) > (0.0, 0.0)]
-    return sorted(changed, key=size, reverse=True)[:limit]
+    changed = [rollout for rollout in rescored if rollout.reward_after is not None and change_of(rollout) > (0.0, 0.0)]
+    return sorted(changed, key=change_of, reverse=True)[:limit]
 
 
 def _compare_function(name: str, scored: Sequence[RescoredRollout]) -> FunctionChange:
-    pairs = [(before, after) for rollout in scored for found, before, after in rollout.pairs() if found == name]
-    # Where it scored no rollout both times, the mean of the time when it did.
+    pairs = [(before, after) for rollout in scored for pair_name, before, after in rollout.pairs() if pair_name == name]
+    # A function that exists only now, or only then, has no pairs. Its mean is over the values that it has.
     before = [pair[0] for pair in pairs] or [rollout.scores_before[name] for rollout in scored if name in rollout.scores_before]
     after = [pair[1] for pair in pairs] or [rollout.scores_after[name] for rollout in scored if name in rollout.scores_after]
     return FunctionChange(

@@ -27,17 +27,17 @@ TASK_FILE, SUMMARY_FILE = "task.json", "summary.json"
 
 
 class EarlierResults(StrEnum):
-    """Names the ways to treat results that an evaluation's directory holds already."""
+    """How an evaluation treats earlier results in its directory."""
 
     REPLACE = "replace"
     CONTINUE = "continue"
-    """Continue results of the same task, replace others."""
+    """Continue results of the same task, replace results of another task."""
     REQUIRE_SAME = "require_same"
-    """Continue results of the same task, refuse others."""
+    """Continue results of the same task, raise an error for results of another task."""
 
 
 class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One environment under one policy. Results of one task are never mixed with those of another."""
+    """The task of an evaluation: one environment on one policy, as in task.json. Results of two tasks are never mixed."""
 
     env: str
     env_id: str
@@ -51,15 +51,15 @@ class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_per_example: int
     sampling: SamplingArguments
     data_digest: str = ""
-    """Digest of the examples; empty in records of earlier versions, which are not compared by it."""
+    """Digest of the examples. It is empty in records that earlier versions of trivet wrote; then it is not compared."""
 
     def __post_init__(self) -> None:
-        """Hide secrets in the arguments, those of records that earlier versions wrote too."""
+        """Hide secrets in the arguments, also in a record that is read: earlier versions of trivet wrote them."""
         msgspec.structs.force_setattr(self, "env_args", mask_table(self.env_args))
 
 
 class ResultRecord(msgspec.Struct, kw_only=True):
-    """One rollout: a line of results.jsonl."""
+    """One rollout of an evaluation: a line of results.jsonl."""
 
     example_id: int
     index: int
@@ -73,13 +73,13 @@ class ResultRecord(msgspec.Struct, kw_only=True):
 
 
 class ResultsFile:
-    """The results of one task while it runs."""
+    """The results.jsonl of one task while it is evaluated."""
 
     def __init__(self, directory: Path, task: TaskRecord, earlier: EarlierResults) -> None:
-        """Open the results in `directory`.
+        """Open the results in `directory`, and read earlier results of `task` unless `earlier` replaces them.
 
         Raises:
-            ConfigError: `earlier` requires results of the same task, and they are of another.
+            ConfigError: `earlier` is REQUIRE_SAME, and the results are of another task.
         """
         self._directory = directory
         self._path = directory / RESULTS_FILE
@@ -95,7 +95,9 @@ class ResultsFile:
             for line in self._path.read_bytes().splitlines() if self._path.exists() else ():
                 record = msgspec.json.decode(line, type=ResultRecord)
                 by_example.setdefault(record.example_id, []).append(record)
-            self.finished = {key: found for key, found in by_example.items() if len(found) == task.rollouts_per_example}
+            self.finished = {
+                example_id: records for example_id, records in by_example.items() if len(records) == task.rollouts_per_example
+            }
         else:
             if difference:
                 logger.warning("results of another evaluation in %s are replaced", directory)
@@ -106,7 +108,7 @@ class ResultsFile:
 
     @property
     def is_complete(self) -> bool:
-        """A summary has been written."""
+        """True when the summary has been written."""
         return (self._directory / SUMMARY_FILE).exists()
 
     def add(self, example_id: int, rollouts: Sequence[Rollout]) -> None:
@@ -141,7 +143,7 @@ class ResultsFile:
 
 
 def explain_difference(directory: Path, task: TaskRecord) -> str | None:
-    """Explain why the results in `directory` are not of this very task: "" when they are, None when there are none."""
+    """Return why the results in `directory` are not of `task`; "" when they are, None when there are no results."""
     path = directory / TASK_FILE
     if not path.exists():
         results = directory / RESULTS_FILE
@@ -155,7 +157,7 @@ def explain_difference(directory: Path, task: TaskRecord) -> str | None:
         before, now = getattr(earlier, name), getattr(task, name)
         if before != now and not (name == "data_digest" and not (before and now)):
             return (
-                f"{directory} holds results of another evaluation: {name} was {_short(before)} and is {_short(now)} now; "
+                f"{directory} holds results of another evaluation: {name} was {_shorten(before)} and is {_shorten(now)} now; "
                 "set it back to continue them, or choose another output_dir"
             )
     return ""
@@ -176,6 +178,6 @@ def read_summary(directory: Path) -> Summary | None:
         raise ConfigError(f"{path} cannot be read: {exc}; move the directory away to evaluate anew") from exc
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = str(value)
     return text if len(text) <= 120 else f"{text[:120]}…"

@@ -9,7 +9,7 @@ import numpy as np
 from trivet.algorithms.difficulty import has_passed
 
 _Z95 = 1.959964
-"""95 % of a normal distribution lies within this many standard deviations of its mean."""
+"""The number of standard deviations around the mean within which 95 % of a normal distribution lie."""
 
 
 class MeanEstimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
-"""Connects the command `eval` to its servers, has them serve the policy to evaluate, and restores what they served before.
+"""Connects the command `eval` to its servers, makes them serve the policy to evaluate, and restores their earlier policies.
 
-Trivet servers load every policy that is evaluated and go back to the one before. Any other OpenAI-compatible server is evaluated as
-it is: it serves one policy, the base. Nothing here writes files.
+Trivet servers load every policy that is evaluated; at the end they load the policy that they served before. Any other
+OpenAI-compatible server is "plain": it is evaluated with the model that it serves, as the base. Nothing here writes files.
 """
 
 import asyncio
@@ -33,26 +33,26 @@ logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.5
 _REPORT_INTERVAL_S = 10.0
-"""How often a wait for a server is logged."""
-_START = TargetPolicy(version=START_VERSION, digest=None, directory=None)
+"""Seconds between two log lines about a server that does not answer yet."""
+_START_POLICY = TargetPolicy(version=START_VERSION, digest=None, directory=None)
 PLAIN_DIGEST = "unknown"
-"""The digest recorded for the weights of a server that does not report one."""
+"""The digest that is recorded for the weights of a plain server, which reports none."""
 
 
 async def connect(config: ClientConfig, *, environ: Mapping[str, str], weights_dir: Path | None) -> "EvalServers":
-    """Reach the servers of `config`, all of which must answer.
+    """Connect to the servers of `config`, all of which must answer.
 
     Args:
-        weights_dir: where the policy that a server serves now must be, so that it can be restored.
+        weights_dir: has the published policies. It must have the policy that a server serves now, so that it can be restored.
 
     Raises:
-        ConfigError: a server is down, servers are of two kinds, or the policy of one could not be restored.
+        ConfigError: a server does not answer, trivet and plain servers are mixed, or a server's policy could not be restored.
     """
 
     def find_token() -> str | None:
         layout = RunLayout(weights_dir.parent if weights_dir is not None else DEFAULT_OUTPUT_DIR)
-        is_there = SECRET_FILE in environ or layout.secret.exists()
-        return find_secret(layout, environ=environ).token if is_there else None
+        has_secret = SECRET_FILE in environ or layout.secret.exists()
+        return find_secret(layout, environ=environ).token if has_secret else None
 
     def make_client(url: str) -> InferenceClient:
         return InferenceClient(
@@ -64,101 +64,105 @@ async def connect(config: ClientConfig, *, environ: Mapping[str, str], weights_d
         )
 
     clients = [make_client(url) for url in config.base_url] if config.elastic is None else []
-    async with AsyncExitStack() as opened:  # closes them unless all is well
+    async with AsyncExitStack() as to_close:  # on an error; `pop_all` empties it on success
         for client in clients:
-            opened.push_async_callback(client.aclose)
+            to_close.push_async_callback(client.aclose)
         deadline = time.monotonic() + config.wait_for_ready_timeout
-        kinds = {client: await _is_trivet_server(client, config, deadline=deadline) for client in clients}
-        ours, others = (
-            ", ".join(client.base_url for client, is_trivet in kinds.items() if is_trivet is wanted) for wanted in (True, False)
-        )
-        if ours and others:
+        is_trivet = {client: await _is_trivet_server(client, config, deadline=deadline) for client in clients}
+        trivet_urls = ", ".join(client.base_url for client in clients if is_trivet[client])
+        plain_urls = ", ".join(client.base_url for client in clients if not is_trivet[client])
+        if trivet_urls and plain_urls:
             raise ConfigError(
-                f"client.base_url names trivet servers ({ours}) and others ({others}), which cannot serve the same policy; "
-                "name one kind"
+                f"client.base_url names trivet servers ({trivet_urls}) and others ({plain_urls}), which cannot serve the same "
+                "policy; name one kind"
             )
-        if others:
-            opened.pop_all()
+        if plain_urls:
+            to_close.pop_all()
             return PlainServers(clients)
         pool = ServerPool(config, make_client=make_client, write_event=lambda event: None)
-        opened.push_async_callback(pool.aclose)
+        to_close.push_async_callback(pool.aclose)
         try:
-            before = {client: _restorable_policy(client, await client.served_policy(), weights_dir) for client in clients}
+            earlier_policies = {
+                client: _find_restorable_policy(client, await client.served_policy(), weights_dir) for client in clients
+            }
             await pool.start()
         except InferenceError as exc:
             raise ConfigError(str(exc)) from exc
-        opened.pop_all()
-        return TrivetServers(pool, before=before)
+        to_close.pop_all()
+        return TrivetServers(pool, earlier_policies=earlier_policies)
 
 
 class TrivetServers:
-    """Trivet servers: those started with `uv run inference`."""
+    """Servers that were started with `uv run inference`. They report the policy of each token, and load policies."""
 
     is_plain = False
-    """They report the policy of each token, and load policies."""
 
-    def __init__(self, pool: ServerPool, *, before: Mapping[InferenceClient, TargetPolicy]) -> None:
+    def __init__(self, pool: ServerPool, *, earlier_policies: Mapping[InferenceClient, TargetPolicy]) -> None:
         """Take over a started pool.
 
         Args:
-            before: the policy that each listed server served, to restore at the end; none for servers that are found by name.
+            earlier_policies: the policy that each server of `client.base_url` served before, to restore at the end. Empty with
+                `client.elastic`.
         """
         self.placement = pool
         """Chooses the server of a group."""
-        self._before = dict(before)
+        self._earlier_policies = dict(earlier_policies)
         self._served: TargetPolicy | None = None
+        """The policy that the servers serve; None before the first `ensure_policy`."""
 
     async def model_names(self) -> list[str]:
-        """Return the names that requests may give as their model; none for servers that are found by name."""
-        client = next(iter(self._before), None)
+        """Return the names that requests may give as their model; none with `client.elastic`."""
+        client = next(iter(self._earlier_policies), None)
         return await client.model_names() if client is not None else []
 
     async def ensure_policy(self, target: Target) -> str:
-        """Have every server serve `target`; return the digest of its weights.
+        """Make every server serve `target`; return the digest of its weights.
+
+        The first policy, and the start model, must be loaded by all servers. A server that fails to load a later policy is marked
+        unhealthy, and the others go on.
 
         Raises:
-            InferenceError: none can.
+            InferenceError: no server can serve it.
         """
-        policy = _START if target.directory is None else _published(target.directory)
+        policy = _START_POLICY if target.directory is None else _read_published_policy(target.directory)
         served = self._served
-        if served is None or policy.directory is None:  # all must load it; a server that fails a later one is marked unhealthy
+        if served is None or policy.directory is None:
             self._served = await self.placement.ensure_policy_on_all(policy)
         elif (served.version, served.digest) != (policy.version, policy.digest):
             await self.placement.ensure_policy(policy)
             self._served = policy
         assert self._served is not None
         mismatch = self.placement.probe_metrics().get("probe/mismatch")
-        compared = "has no probe to reproduce" if mismatch is None else f"is reproduced: probe mismatch {mismatch:.3g} nats"
-        logger.info("policy %s %s", policy.version, compared)
+        comparison = "has no probe to reproduce" if mismatch is None else f"is reproduced: probe mismatch {mismatch:.3g} nats"
+        logger.info("policy %s %s", policy.version, comparison)
         return self._served.digest or ""
 
     async def run(self) -> None:
         """Watch the servers, until cancelled.
 
         Raises:
-            InferenceError: none was left for too long.
+            InferenceError: no server was admitted for longer than `client.wait_for_ready_timeout`.
         """
         await self.placement.run()
 
     async def aclose(self) -> None:
         """Restore the policy that each server served before. May be called again."""
-        before, self._before = self._before, {}
-        for client, policy in before.items():
+        earlier_policies, self._earlier_policies = self._earlier_policies, {}
+        for client, policy in earlier_policies.items():
             try:
                 await Server(client=client).ensure_policy(policy)
             except InferenceError as exc:
                 logger.warning("policy %s of %s could not be restored: %s", policy.version, client.base_url, exc)
             await client.aclose()
-        if not before and self.placement.roots:  # servers found by name start with the start weights
-            await self.placement.ensure_policy_on_all(_START)
+        if not earlier_policies and self.placement.roots:  # the servers of `client.elastic` go back to the start model
+            await self.placement.ensure_policy_on_all(_START_POLICY)
         await self.placement.aclose()
 
 
 class PlainServers:
-    """Any OpenAI-compatible servers, each with the model that it serves."""
+    """OpenAI-compatible servers that are not trivet servers. They answer with text, without token ids, and load no policy."""
 
     is_plain = True
-    """They answer text alone and load nothing."""
 
     def __init__(self, clients: list[InferenceClient]) -> None:
         self._clients = clients
@@ -187,7 +191,7 @@ class PlainServers:
         await asyncio.Event().wait()  # such servers cannot be watched
 
     def pick(self, *, num_rollouts: int) -> str | None:
-        """Return the server with the fewest rollouts and count these there."""
+        """Return the address of the server with the fewest rollouts in flight, and count `num_rollouts` more there."""
         client = min(self._clients, key=lambda client: self._in_flight[client.base_url])
         self._in_flight[client.base_url] += num_rollouts
         return client.base_url
@@ -197,7 +201,7 @@ class PlainServers:
         self._in_flight[root] -= num_rollouts
 
     async def is_at_fault(self, root: str) -> bool:
-        """Return False: only the answers of such a server are known."""
+        """Return False, because nothing but its answers shows the state of such a server."""
         return False
 
     async def aclose(self) -> None:
@@ -219,13 +223,13 @@ def require_free_servers(client: ClientConfig, origin: PolicyOrigin, weights_dir
     if weights_dir is None or holder_of(RunLayout(weights_dir.absolute().parent).lock) is None:
         return
 
-    def place_of(url: str) -> tuple[str | None, int | None]:
-        """Return host and port. All names of this machine are equal."""
+    def address_of(url: str) -> tuple[str | None, int | None]:
+        """Return host and port, with one name for this machine, which has several."""
         parts = urlsplit(server_root(url))
         return "localhost" if parts.hostname in LOCAL_HOSTS else parts.hostname, parts.port
 
     for url in client.base_url:
-        if place_of(url) in map(place_of, origin.server_roots):
+        if address_of(url) in map(address_of, origin.server_roots):
             raise ConfigError(
                 f"the run in {weights_dir.parent} is going on and generates with {url}: loading other weights there would end it; "
                 "evaluate on a server of your own (client.base_url), or let the run evaluate itself ([orchestrator.eval])"
@@ -251,12 +255,12 @@ async def _is_trivet_server(client: InferenceClient, config: ClientConfig, *, de
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-def _restorable_policy(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> TargetPolicy:
-    """Return the policy that a server serves, with the directory from which it can be restored."""
+def _find_restorable_policy(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> TargetPolicy:
+    """Return the policy that a server serves now, with the directory from which it can be restored."""
     if status.version == START_VERSION:
         return TargetPolicy(version=status.version, digest=status.digest, directory=None)
     directory = complete_steps(weights_dir).get(status.version) if weights_dir is not None else None
-    if directory is None or _published(directory).digest != status.digest:
+    if directory is None or _read_published_policy(directory).digest != status.digest:
         raise ConfigError(
             f"{client.base_url} serves policy {status.version} with digest {status.digest[:12]}, which is not in "
             f"{weights_dir or 'any weights_dir'}, so it could not be restored afterwards: another run may use this server. "
@@ -266,8 +270,8 @@ def _restorable_policy(client: InferenceClient, status: PolicyStatus, weights_di
     return TargetPolicy(version=status.version, digest=status.digest, directory=directory)
 
 
-def _published(directory: Path) -> TargetPolicy:
-    """Return the policy published in `directory`."""
+def _read_published_policy(directory: Path) -> TargetPolicy:
+    """Return the policy published in `directory`, by its manifest."""
     try:
         manifest = read_manifest(directory)
     except WeightsError as exc:

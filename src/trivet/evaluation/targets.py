@@ -1,7 +1,7 @@
-"""Finds the policies that `eval` evaluates, reads the configuration of their run, and has the run keep them meanwhile.
+"""Finds the policies that `eval` evaluates, reads the configuration of their run, and keeps the run from removing them.
 
-The policies are the start model, the published steps, and those that are published later. In the run's directory only the readers'
-acknowledgements are written.
+The policies are the start model, the published steps, and steps that are published while `eval` runs. In the run's directory only
+the acknowledgement of this reader is written.
 """
 
 import asyncio
@@ -31,23 +31,26 @@ from trivet.wire.versions import START_VERSION, PolicyVersion
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 1.0
+"""Seconds between two looks for newly published steps."""
 _MAX_LISTED = 40
 """The most steps that a message lists."""
 _LIFETIME_S = 600.0
-"""After this time a reader's acknowledgement expires. A renewal may fail nine times before."""
+"""Seconds after which a reader's acknowledgement expires. Until then nine renewals may fail."""
 _RENEW_INTERVAL_S = 60.0
+"""Seconds between two renewals of the acknowledgement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A policy to evaluate; `directory` is None for the start model."""
+    """A policy to evaluate."""
 
     step: int
     directory: Path | None
+    """The directory of the published policy; None for the start model."""
 
     @property
     def name(self) -> str:
-        """The step, or `base`, for logs and bars."""
+        """The step, or `base` for the start model, as log lines and progress bars show it."""
         return "base" if self.directory is None else str(self.step)
 
 
@@ -77,15 +80,15 @@ def present_targets(config: EvalConfig, envs: Sequence[EvalEnvConfig]) -> list[T
         if missing or not complete:
             raise ConfigError(
                 f"{config.weights_dir} holds no complete step {', '.join(map(str, missing)) or 'at all'}; "
-                f"complete steps there: {_listed(sorted(complete))}. A run keeps the newest policies, those of checkpoints, and "
-                "with ckpt.weights.interval = N every N-th"
+                f"complete steps there: {_format_steps(sorted(complete))}. A run keeps the newest policies, those of checkpoints, "
+                "and with ckpt.weights.interval = N every N-th"
             )
     found = [Target(step, complete[step]) for step in sorted(complete) if is_wanted(config, step, envs)]
     targets = [*([BASE] if config.eval_base else []), *found]
     if not targets and not config.watcher:
         raise ConfigError(
             f"no step in {config.weights_dir} is a multiple of interval ({config.interval}) and eval_base is false; complete steps "
-            f"there: {_listed(sorted(complete))}"
+            f"there: {_format_steps(sorted(complete))}"
         )
     return targets
 
@@ -101,7 +104,7 @@ def is_wanted(config: EvalConfig, step: int, envs: Sequence[EvalEnvConfig]) -> b
 
 
 def is_due(config: EvalConfig, step: int, env: EvalEnvConfig) -> bool:
-    """Return whether `env` is to be evaluated on the policy of `step`; on named steps every environment is."""
+    """Return whether `env` is to be evaluated on the policy of `step`. If the configuration names `steps`, every environment is."""
     return config.steps is not None or step % (env.interval or config.interval) == 0
 
 
@@ -114,10 +117,10 @@ async def follow_targets(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> AsyncIterator[Target]:
-    """Yield `present`, and with `watcher` what is published later, each once.
+    """Yield the targets `present`, and with `watcher` also each policy that is published later.
 
-    It ends after the last of `steps`, or after `max_steps` of the run that publishes, or when nothing new came for
-    `watcher_timeout`.
+    The iteration ends after the last of `steps`, or after `max_steps` of the run that publishes, or when nothing new was published
+    for `watcher_timeout`.
     """
     for target in present:
         yield target
@@ -149,7 +152,8 @@ async def follow_targets(
         await sleep(_POLL_INTERVAL_S)
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
+    """Return the newest steps in one line, for a message."""
     if not steps:
         return "none"
     shown = ", ".join(map(str, steps[-_MAX_LISTED:]))
@@ -158,20 +162,20 @@ def _listed(steps: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOrigin:
-    """The run that wrote the policies. Without a run, every field keeps its default."""
+    """The run that wrote the policies. If there is no run, every field keeps its default."""
 
     model_name: str | None = None
     """The model that the run started from."""
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     max_steps: int | None = None
     envs: Sequence[EvalEnvConfig] = ()
-    """The environments that it evaluates on, or else those that it trains on."""
+    """The environments that the run evaluates on. If it has no evaluation, the environments that it trains on."""
     server_roots: Sequence[str] = ()
-    """The servers that it generates with."""
+    """The addresses of the servers with which the run generates."""
 
 
 def read_origin(weights_dir: Path | None) -> PolicyOrigin:
-    """Return what is known of the run whose output directory has `weights_dir`."""
+    """Return what the saved configuration tells of the run whose output directory has `weights_dir`."""
     if weights_dir is None:
         return PolicyOrigin()
     configs = RunLayout(weights_dir.absolute().parent).configs
@@ -200,9 +204,10 @@ def read_origin(weights_dir: Path | None) -> PolicyOrigin:
 
 
 class WeightsReader:
-    """Has the trainer of a live run keep the policies that this evaluation still needs.
+    """Keeps the trainer of a live run from removing policies that this evaluation still needs.
 
-    An acknowledgement expires after some minutes and is renewed until then: a killed evaluation does not keep policies for ever.
+    It writes an acknowledgement (`weights.retention`) that expires after ten minutes and is renewed every minute. So a killed
+    evaluation does not keep policies for ever.
     """
 
     def __init__(self, weights_dir: Path | None) -> None:
@@ -212,7 +217,7 @@ class WeightsReader:
         self._needed: int | None = None
 
     def need(self, step: int) -> None:
-        """Have the policy of `step` and all newer ones kept, and release older ones."""
+        """Keep the policies of `step` and of all later steps, and release older policies."""
         self._needed = step
         if self._layout is None or not is_listed(self._layout.readers):
             return

@@ -23,7 +23,7 @@ def test_the_file_of_this_project_is_read(monkeypatch):
     )
     assert endpoints["openai"].key_variable == "OPENAI_API_KEY"
     default = endpoints["default"]
-    assert (default.address, default.own_key) == ("https://api.primeintellect.ai/v1", "secret")
+    assert (default.address, default.literal_key) == ("https://api.primeintellect.ai/v1", "secret")
 
 
 def test_a_key_is_found_in_its_variable_or_handed_on_under_a_name_of_its_own(tmp_path):
@@ -40,7 +40,7 @@ def test_a_key_is_found_in_its_variable_or_handed_on_under_a_name_of_its_own(tmp
     assert (client.base_url, client.timeout, endpoint.model) == (["http://a/v1"], 7, "m")
     assert client.access.api_key("http://a/v1", {"A_KEY": "x"}) == "x"
     client, endpoint = chosen("b", {})
-    assert (endpoint.own_key, client.api_key_var) == ("k", [KEY_VARIABLE])
+    assert (endpoint.literal_key, client.api_key_var) == ("k", [KEY_VARIABLE])
     with pytest.raises(ConfigError, match=r"endpoint 'c' in .* has no api_key"):
         chosen("c", {"OPENAI_API_KEY": "of another service"})
     with pytest.raises(ConfigError, match=r"has its key in the variable A_KEY, which is not set"):
