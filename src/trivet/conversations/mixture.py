@@ -1,6 +1,8 @@
-"""Mixes the conversations of one section of the configuration, and says which of them a step takes.
+"""Mixes the conversations of one section of the configuration, and chooses the conversations of each step.
 
-Called by `sft` and its command. What a step takes is a function of seed and step, so a resume needs no saved state.
+`sft` and its command call it. The choice is a function of seed and step, so a resume needs no saved state.
+
+Legend: N counts the records of an epoch.
 """
 
 import hashlib
@@ -16,18 +18,20 @@ from trivet.conversations.sources import Records, open_source
 from trivet.errors import ConfigError
 
 NUM_CHECKED_COLUMNAR = 100
-"""Records checked before the start in a table, whose columns give all records one form. Lines of JSON are all checked."""
+"""Records of a table that are checked before the start. They are enough, because the columns of a table give all records one form.
+Lines of JSON are all checked."""
 
 MAX_DIGESTED = 20_000
-"""Records that a digest covers: a second of reading."""
+"""The most records that a digest covers. Reading them takes about a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The records of one or several sources, interleaved: one epoch, before it is shuffled."""
+    """The records of one or several sources, interleaved to one epoch, which is not shuffled."""
 
     sources: Sequence[Records]
     names: Sequence[str]
+    """The name of each source, for errors."""
     source_N: np.ndarray
     """int64: the source of each record of the epoch, as an index into `sources`."""
     record_N: np.ndarray
@@ -37,7 +41,7 @@ class Mixture:
         return len(self.record_N)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the records of an epoch in their order; of a long epoch, of as many as MAX_DIGESTED, spread."""
+        """Return one SHA-256 over the records of an epoch, in order; of a long epoch, over MAX_DIGESTED evenly spaced records."""
         digest, encoder = hashlib.sha256(), msgspec.json.Encoder(enc_hook=lambda value: type(value).__name__, order="sorted")
         for index in np.linspace(0, len(self) - 1, num=min(len(self), MAX_DIGESTED), dtype=np.int64):
             record = self.sources[int(self.source_N[index])][int(self.record_N[index])]
@@ -48,7 +52,7 @@ class Mixture:
         """Return the conversation of record `index` of the epoch, from 0.
 
         Raises:
-            ConfigError: the record has none.
+            ConfigError: the record has no conversation.
         """
         source, record = int(self.source_N[index]), int(self.record_N[index])
         return read_conversation(self.sources[source][record], place=f"record {record} of {self.names[source]}")
@@ -58,17 +62,17 @@ def open_data(config: ConversationsConfig, *, seed: int, key: str) -> Mixture:
     """Open every source of `config`, check its records and interleave them.
 
     Args:
-        seed: the run's, for a section without its own.
-        key: section of the configuration, for errors.
+        seed: the run's seed, used if the section has no seed of its own.
+        key: the name of the section, for errors.
 
     Raises:
         ConfigError: a source cannot be read or reached, has no records, or has records without conversations.
     """
     splits: list[str | None] = [*config.splits] if config.splits is not None else [None] * len(config.subsets or [None])
     subsets: list[str | None] = [*config.subsets] if config.subsets is not None else [None] * len(splits)
-    places = list(zip(subsets, splits, strict=True))
-    names = [" ".join(filter(None, (config.name, *place))) for place in places]
-    sources = [open_source(config.name, subset=subset, split=split, key=key) for subset, split in places]
+    pairs = list(zip(subsets, splits, strict=True))
+    names = [" ".join(filter(None, (config.name, *pair))) for pair in pairs]
+    sources = [open_source(config.name, subset=subset, split=split, key=key) for subset, split in pairs]
     for name, records in zip(names, sources, strict=True):
         try:
             for number in range(min(len(records), NUM_CHECKED_COLUMNAR) if records.is_columnar else len(records)):
@@ -87,11 +91,11 @@ def open_data(config: ConversationsConfig, *, seed: int, key: str) -> Mixture:
 def interleave(
     lengths: Sequence[int], *, probabilities: Sequence[float] | None, seed: int, stopping_strategy: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source and the record of each place of the mixture, in the order of `datasets.interleave_datasets`.
+    """Return the source of each record of the mixture, and its index in the source, ordered as by `datasets.interleave_datasets`.
 
     Args:
         lengths: the number of records of each source, at least 1.
-        probabilities: the chance of each source; None: they take turns.
+        probabilities: the probability of each source; None: the sources alternate.
         stopping_strategy: `first_exhausted` or `all_exhausted`.
     """
     if len(lengths) == 1:
@@ -112,10 +116,13 @@ def interleave(
 
 
 def step_indices(step: int, *, batch_size: int, num_records: int, seed: int, does_shuffle: bool) -> list[int]:
-    """Return the indices of the records that step `step`, from 1, trains on.
+    """Return the indices of the records that a step trains on.
 
-    Each epoch has an order of its own; a batch may span two. The result depends on the arguments alone, so a resumed run goes on
-    where it stopped.
+    Each epoch is shuffled anew, and a batch may span two epochs. The result depends only on the arguments, so a resumed run
+    continues with the same records.
+
+    Args:
+        step: counted from 1.
     """
     first = (step - 1) * batch_size
     indices: list[int] = []

@@ -1,8 +1,8 @@
-"""Reads the conversation of one record of a data set: its messages and the tools that were offered.
+"""Reads the conversation of one record of a data set: its messages and the tools that the model was offered.
 
-Called when a record is drawn, and before the start to check it. A record has `messages`, or `prompt` and `completion`: lists of
-messages, or strings, which stand for one user message and one assistant message. `tools`, if present, is a list of definitions, or
-the JSON text of one. Other columns are ignored.
+A record is read when a step trains on it, and before the start to check it. It has `messages`, or `prompt` and `completion`. Each
+is a list of messages or a string; a string is one message, of the assistant in `completion`, else of the user. `tools`, if
+present, is a list of definitions, or such a list as JSON text. Other columns are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,6 +51,7 @@ def read_conversation(record: DatasetRecord, *, place: str = "a record of the da
 
 
 def _as_messages(value: Any, role: str, place: str) -> list[ChatMessage]:
+    """Return a list of messages. A string becomes one message of `role`; `place` names the value in errors."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence):
@@ -59,7 +60,10 @@ def _as_messages(value: Any, role: str, place: str) -> list[ChatMessage]:
 
 
 def _as_message(message: Any, place: str) -> ChatMessage:
-    """Return the message as an inference server hands it to the template: absent content is "", arguments of calls are objects."""
+    """Return the message in the form in which an inference server passes it to the chat template.
+
+    Content that is None becomes "", and arguments of tool calls in JSON text become objects.
+    """
     if not isinstance(message, Mapping) or "role" not in message:
         found = sorted(message) if isinstance(message, Mapping) else repr(message)
         raise ConfigError(f"{place} must have `role` and `content`, got {found}")
@@ -67,30 +71,31 @@ def _as_message(message: Any, place: str) -> ChatMessage:
         raise ConfigError(f"the role of {place} must be one of {', '.join(ROLES)}, got {message['role']!r}")
     if message.get("weight") not in (None, 0, 1):
         raise ConfigError(f"the weight of {place} must be 0 or 1, got {message['weight']!r}")
-    # No chat template can write anything else: each would fail in its own way, or write it as Python shows it.
+    # Chat templates cannot write other content: they would fail with an error of their own, or write its Python representation.
     content, calls = message.get("content", ""), message.get("tool_calls")
     if content is not None and not (isinstance(content, Sequence) and all(isinstance(part, Mapping | str) for part in content)):
         raise ConfigError(f"the content of {place} must be text or a list of parts, got {content!r}")
     if calls is not None and not _are_objects(calls):
         raise ConfigError(f"the tool_calls of {place} must be a list of calls, got {calls!r}")
-    served = {**message, "content": "" if content is None else content} if "content" in message else dict(message)
-    return {**served, "tool_calls": [_call_as_served(call) for call in calls]} if calls else served
+    result = {**message, "content": "" if content is None else content} if "content" in message else dict(message)
+    return {**result, "tool_calls": [_parse_arguments(call) for call in calls]} if calls else result
 
 
 def _are_objects(value: Any) -> bool:
     return isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value)
 
 
-def _call_as_served(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _parse_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool call, or its `function`, with `arguments` in JSON text replaced by the object."""
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call_as_served(call["function"])}
+        return {**call, "function": _parse_arguments(call["function"])}
     arguments = call.get("arguments")
     if not isinstance(arguments, str):
         return call
     try:
         return {**call, "arguments": parse_json(arguments)}
     except ValueError:
-        return call  # text that is no JSON reaches the template as it is
+        return call  # the template gets text that is no JSON unchanged
 
 
 def _as_tools(value: Any, place: str) -> Sequence[Mapping[str, Any]] | None:

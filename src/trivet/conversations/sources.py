@@ -1,7 +1,6 @@
 """Opens one source of records: a file, a split in a directory, or a split of a data set of the hub.
 
-Called by conversations.mixture. JSONL is read line by line and not by `datasets`, whose columns would give every record the keys
-of all others.
+`conversations.mixture` calls it. JSONL is not read by `datasets`: its tables would give every record the keys of all other records.
 """
 
 import re
@@ -19,22 +18,23 @@ from trivet.process.proxies import PROXY_ERRORS
 
 DEFAULT_SPLIT = "train"
 
-_TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
-"""The loader of `datasets` for each suffix of a file that is a table."""
+_TABLE_LOADERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+"""The loader of `datasets` for a file with a table, by the suffix of its name."""
 
-_SLICED = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<slice>[^\[\]]*)\]")
+_SLICED_SPLIT = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<slice>[^\[\]]*)\]")
+"""A split with a slice, such as `train[:5%]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records(Sequence[DatasetRecord]):
-    """A slice of the records of one source. A columnar one drops the nulls that columns add."""
+    """A slice of the records of one source."""
 
     stored: Any
     """All records of the split, by index."""
     indices: range
-    """The part of them that this slice has."""
+    """The indices in `stored` of the slice's records."""
     is_columnar: bool
-    """The records come from a table, not from lines of JSON."""
+    """The records come from a table, not from lines of JSON. Nulls that the table's columns add are then removed."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -45,34 +45,39 @@ class Records(Sequence[DatasetRecord]):
 
 
 def open_source(name: str, *, subset: str | None = None, split: str | None = None, key: str = "data") -> Records:
-    """Open the records of `split` (unset: `train`), which may carry a slice: `train[:5%]`.
+    """Open the records of a split.
 
     Args:
-        key: section of the configuration, for errors.
+        name: a file, a directory, or a data set of the hub.
+        split: may have a slice, such as `train[:5%]`; None: `train`.
+        key: the name of the configuration's section, for errors.
 
     Raises:
         ConfigError: there is no such data, it cannot be read or reached, or it has no records.
     """
-    sliced = _SLICED.fullmatch(split or DEFAULT_SPLIT)
-    whole = sliced["split"] if sliced is not None else split or DEFAULT_SPLIT
-    stored = _open_local(name, subset, whole, key) if looks_local(name) else _load(name, subset, whole, key)
+    sliced_split = _SLICED_SPLIT.fullmatch(split or DEFAULT_SPLIT)
+    split_name = sliced_split["split"] if sliced_split is not None else split or DEFAULT_SPLIT
+    stored = _open_local(name, subset, split_name, key) if looks_local(name) else _load(name, subset, split_name, key)
     indices = range(len(stored))
-    if sliced is not None:
+    if sliced_split is not None:
         from datasets import ReadInstruction
 
+        # `datasets` parses the slice. It needs the name of a split and its length, and any name will do.
+        instruction = f"{DEFAULT_SPLIT}[{sliced_split['slice']}]"
         try:
-            (part,) = ReadInstruction.from_spec(f"{DEFAULT_SPLIT}[{sliced['slice']}]").to_absolute({DEFAULT_SPLIT: len(stored)})
+            (bounds,) = ReadInstruction.from_spec(instruction).to_absolute({DEFAULT_SPLIT: len(stored)})
         except (ValueError, AssertionError) as exc:
             problem = f"{split!r} is no slice ({exc}); write one as `train[:1000]` or `train[95%:]`"
             raise ConfigError(f"{key}.splits: {problem}") from exc
-        indices = indices[part.from_ : part.to]
+        indices = indices[bounds.from_ : bounds.to]
     if not indices:
-        part = "".join(f", {word} {value!r}" for word, value in (("subset", subset), ("split", split)) if value)
-        raise ConfigError(f"{key}.name = {name!r}{part} holds no records")
+        selection = "".join(f", {word} {value!r}" for word, value in (("subset", subset), ("split", split)) if value)
+        raise ConfigError(f"{key}.name = {name!r}{selection} holds no records")
     return Records(stored, indices, not isinstance(stored, list))
 
 
 def _open_local(name: str, subset: str | None, split: str, key: str) -> Any:
+    """Return all records of a split in a local file or directory: a list, or a table of `datasets`."""
     path = usable_path(name, key=f"{key}.name")
     if path.is_file():
         if split != DEFAULT_SPLIT:
@@ -80,35 +85,37 @@ def _open_local(name: str, subset: str | None, split: str, key: str) -> Any:
                 f"{key}.splits: the file {path} is one split, {DEFAULT_SPLIT!r}, and has no {split!r}; give a directory with a "
                 "file for each split"
             )
-        table = _TABLES.get(path.suffix)
-        return _load(table, None, split, key, file=path) if table else read_json(path)
+        loader = _TABLE_LOADERS.get(path.suffix)
+        return _load(loader, None, split, key, file=path) if loader else read_json(path)
     if not path.is_dir():
         raise ConfigError(f"{key}.name = {name!r} is neither a file nor a directory")
-    place = path
+    directory = path
     if subset is not None and (path / subset).is_dir():
-        described: Sequence[str] = ()
-        if (path / "README.md").is_file():  # one that the hub reads: a subset's files need not lie in the directory of its name
+        declared_subsets: Sequence[str] = ()
+        if (
+            path / "README.md"
+        ).is_file():  # may declare subsets, as on the hub, whose files are not in a directory of that name
             from datasets import get_dataset_config_names
 
-            described = get_dataset_config_names(str(path))
-        place = path if subset in described else path / subset
-    if (place / "dataset_dict.json").is_file() or (place / "dataset_info.json").is_file():
-        if subset is not None and place == path:
+            declared_subsets = get_dataset_config_names(str(path))
+        directory = path if subset in declared_subsets else path / subset
+    if (directory / "dataset_dict.json").is_file() or (directory / "dataset_info.json").is_file():
+        if subset is not None and directory == path:
             raise ConfigError(
                 f"{key}.subsets: {path} was saved by `datasets` with its splits alone, and has no subset {subset!r}; remove "
                 f"{key}.subsets"
             )
-        return _read_saved(place, split, key)
-    files = {file.stem: file for file in sorted(place.glob("*.jsonl"))}
-    if files and (subset is None or place != path):
+        return _read_saved(directory, split, key)
+    files = {file.stem: file for file in sorted(directory.glob("*.jsonl"))}
+    if files and (subset is None or directory != path):
         if split not in files:
-            raise ConfigError(f"{key}.splits: {place} has the splits {', '.join(files)}, and no {split!r}")
+            raise ConfigError(f"{key}.splits: {directory} has the splits {', '.join(files)}, and no {split!r}")
         return read_json(files[split])
-    return _load(str(place), None if place != path else subset, split, key)
+    return _load(str(directory), None if directory != path else subset, split, key)
 
 
 def read_json(path: Path) -> list[DatasetRecord]:
-    """Read one record per line, or all from the list in a file that ends in `.json`.
+    """Read one record per line. A file whose name ends in `.json` may instead have one list of all records.
 
     Raises:
         ConfigError: the file is no text, or a line or an item of the list is not a JSON object.
@@ -123,7 +130,7 @@ def read_json(path: Path) -> list[DatasetRecord]:
             lines = [(f"{path}, line {number},", line) for number, line in enumerate(file, start=1) if line.strip()]
             return [_as_record(_parse(line, place), place) for place, line in lines]
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path} is not text in UTF-8: {exc}; tables end in {', '.join(_TABLES)}") from exc
+        raise ConfigError(f"{path} is not text in UTF-8: {exc}; tables end in {', '.join(_TABLE_LOADERS)}") from exc
 
 
 def _parse(text: str, place: str) -> Any:
@@ -140,7 +147,7 @@ def _as_record(value: Any, place: str) -> DatasetRecord:
 
 
 def _read_saved(place: Path, split: str, key: str) -> Any:
-    """Return the table of `split` that `save_to_disk` wrote, alone or with those of other splits."""
+    """Return the table of `split` from a directory that `save_to_disk` of `datasets` wrote, with one split or several."""
     from datasets import load_from_disk
 
     try:
@@ -157,6 +164,7 @@ def _read_saved(place: Path, split: str, key: str) -> Any:
 
 
 def _load(name: str, subset: str | None, split: str, key: str, *, file: Path | None = None) -> Any:
+    """Return a split as a table of `datasets`. `name` is a directory, a data set of the hub, or the loader that reads `file`."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -177,9 +185,10 @@ def _load(name: str, subset: str | None, split: str, key: str, *, file: Path | N
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop the nulls that columns add: they give every message the keys of all others, and templates would read those as present.
+    """Remove nulls from a record of a table, except `content`, which is null in a message that only calls tools.
 
-    `content` stays: it is null in a message that only calls tools.
+    A table's columns give every message the keys of all other messages, with null as the value. A chat template would treat such
+    keys as present.
     """
     if isinstance(value, Mapping):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None or name == "content"}
