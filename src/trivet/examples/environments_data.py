@@ -1,7 +1,8 @@
-"""Write warm-up conversations for the six example environments: the teacher knows every answer's form, and few answers.
+"""Write warm-up conversations for the six example environments. A scripted teacher gives answers of the right form, often wrong.
 
-The teacher plays each environment through verifiers' own rollout loop. So tools and games answer in the conversations as they
-do in training. A tiny model that is trained on them calls tools and ends its answers. Reinforcement learning teaches it right ones.
+The teacher plays each environment through verifiers' own rollout loop. So tools and games answer in the conversations as they do in
+training. A tiny model that is trained on these conversations calls tools and ends its answers. Reinforcement learning then teaches
+it right answers.
 
     uv run python -m trivet.examples.environments_data models/examples/sft.jsonl [--examples 60] [--seed 0]
 """
@@ -23,14 +24,14 @@ ScriptedReply = Callable[[vf.State, vf.Messages, random.Random], str | vf.ToolCa
 """Returns the teacher's next turn: a text, or one call of a tool."""
 
 
-def reverse(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
-    """Answer in the right form, half of the time with the text itself."""
+def reverse_text(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
+    """Answer in the right form: half of the time with the reversed text, else with the text itself."""
     text = state["answer"] if generator.random() < 0.5 else state["answer"][::-1]
     return f"<reversed_text>{text}</reversed_text>"
 
 
 def sort_names(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
-    """Answer in the right form, half of the time in a random order."""
+    """Answer in the right form: half of the time in the right order, else in a random order."""
     lines = state["info"]["expected"][len(state["trajectory"])].splitlines()
     if generator.random() < 0.5:
         generator.shuffle(lines)
@@ -38,51 +39,51 @@ def sort_names(state: vf.State, _prompt: vf.Messages, generator: random.Random) 
 
 
 def box_a_number(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
-    """Box a number, half of the time the right one."""
+    """Answer with a number in a box: half of the time the right number, else a random number."""
     number = state["answer"] if generator.random() < 0.5 else generator.randint(1, 50)
     return f"\\boxed{{{number}}}"
 
 
 def compute(state: vf.State, prompt: vf.Messages, generator: random.Random) -> str | vf.ToolCall:
-    """Call the tool once, then box what it printed."""
+    """Call the tool once with a random computation, then answer with its output in a box."""
     if not state["trajectory"]:
-        a, b = generator.randint(2, 9), generator.randint(2, 9)
-        return call("python", code=f"print({a} {generator.choice('+*')} {b})")
+        left, right = generator.randint(2, 9), generator.randint(2, 9)
+        return make_call("python", code=f"print({left} {generator.choice('+*')} {right})")
     return f"\\boxed{{{str(prompt[-1].content).strip()}}}"
 
 
 def look_up(state: vf.State, _prompt: vf.Messages, _generator: random.Random) -> str | vf.ToolCall:
-    """Search, read the article and answer."""
-    source = state["info"]["source"]
-    steps = [call("search", query=source), call("read", title=source), f"<answer>{state['answer']}</answer>"]
-    return steps[len(state["trajectory"])]
+    """Search for the article, read it, and answer."""
+    title = state["info"]["source"]
+    replies = [make_call("search", query=title), make_call("read", title=title), f"<answer>{state['answer']}</answer>"]
+    return replies[len(state["trajectory"])]
 
 
-def guess(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
-    """Guess a word that fits all feedback so far."""
-    secret, tried = state["answer"], state["guesses"]
-    fitting = [word for word in load_words() if all(mark_guess(old, word) == mark_guess(old, secret) for old in tried)]
+def guess_word(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
+    """Guess a random word that fits all feedback so far."""
+    secret, guesses = state["answer"], state["guesses"]
+    fitting = [word for word in load_words() if all(mark_guess(guess, word) == mark_guess(guess, secret) for guess in guesses)]
     return f"<guess>{generator.choice(fitting)}</guess>"
 
 
 ENVIRONMENTS: dict[str, tuple[ScriptedReply, dict[str, Any]]] = {
-    "reverse-text": (reverse, {"min_length": 3, "max_length": 5}),
+    "reverse-text": (reverse_text, {"min_length": 3, "max_length": 5}),
     "alphabet-sort": (sort_names, {"max_turns": 2, "max_names_per_turn": 2}),
     "gsm8k": (box_a_number, {"dataset": "bundled"}),
     "math-python": (compute, {}),
     "wiki-search": (look_up, {"corpus": "invented"}),
-    "wordle": (guess, {"max_turns": 3, "any_guess": True}),
+    "wordle": (guess_word, {"max_turns": 3, "any_guess": True}),
 }
-"""The teacher's replies in each environment, and its arguments besides the number of examples."""
+"""For each environment, the function that makes the teacher's replies, and arguments of `load_environment`."""
 
 
-def call(name: str, **arguments: str) -> vf.ToolCall:
+def make_call(name: str, **arguments: str) -> vf.ToolCall:
     """Return one call of the tool `name`."""
     return vf.ToolCall(id="call", name=name, arguments=json.dumps(arguments))
 
 
 class ScriptedTeacher(vf.OpenAIChatCompletionsClient):
-    """Replaces the model's server: no request leaves this process."""
+    """Replies in place of an inference server: no request leaves this process."""
 
     def __init__(self, reply: ScriptedReply, generator: random.Random) -> None:
         super().__init__(AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none"))

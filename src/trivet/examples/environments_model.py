@@ -19,7 +19,7 @@ from trivet.examples.tiny_model import END_OF_TEXT, TURN_END, TURN_START, make_m
 
 VOCABULARY = 1024
 TAGS = ["<tool_call>", "</tool_call>"]
-"""One token each, as in models that were trained to call tools."""
+"""The tags around a tool call. Each is one token, as in models that were trained to call tools."""
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -48,7 +48,7 @@ def texts_of(record: dict[str, Any]) -> Iterator[str]:
 
 
 def train_tokenizer(data: Path) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of byte pairs, which knows every text."""
+    """Train a byte-pair tokenizer on the records in `data`. It can encode every text, because it has a token for each byte."""
     records = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

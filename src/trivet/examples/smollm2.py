@@ -2,7 +2,7 @@
 
     uv run python -m trivet.examples.smollm2 [models/smollm2]
 
-It takes 30 s, once: a directory that is complete is left alone. A workspace installs the package with
+It takes 30 s the first time; a complete directory is left unchanged. A workspace installs the package with
 `uv sync --extra cpu --group smollm2`.
 """
 

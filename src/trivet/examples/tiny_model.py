@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 WORDS = ["system\n", "user\n", "assistant\n", "tool\n", "<reversed_text>", "</reversed_text>"]
-"""These stay one token each, so that a conversation costs little more than its characters."""
+"""Texts that are one token each, so that a conversation has few more tokens than characters."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
