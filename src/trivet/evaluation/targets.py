@@ -175,7 +175,7 @@ class PolicyOrigin:
 
 
 def read_origin(weights_dir: Path | None) -> PolicyOrigin:
-    """Return what the saved configuration tells of the run whose output directory has `weights_dir`."""
+    """Read the saved configuration of the run whose output directory has `weights_dir`. Without one, return the defaults."""
     if weights_dir is None:
         return PolicyOrigin()
     configs = RunLayout(weights_dir.absolute().parent).configs

@@ -245,7 +245,7 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
             _import_model_class(Path(args.model))
     vllm_config = make_engine_config(args)
     if is_one_process:
-        # On a CPU vLLM would start new processes for engine and worker. `engine_process` says why the engine is forked instead.
+        # vLLM would start new processes on a CPU. The docstring of `engine_process` has the reason to fork instead.
         vllm_config.parallel_config.distributed_executor_backend = "uni"
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     trivet_executors = {"UniProcExecutor": OneProcessExecutor, "MultiprocExecutor": ManyProcessExecutor}

@@ -183,7 +183,7 @@ class PolicyLoader:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await self._engine.suspend()
-            except Exception as exc:  # whatever the engine raises, its memory is in an unknown state
+            except Exception as exc:  # the engine may raise anything; after an error the state of its memory is unknown
                 self._on_broken()
                 raise InferenceError(f"the engine did not sleep ({type(exc).__name__}: {exc}): the server ends") from exc
             self._parts_asleep = {"weights", "kv_cache"}
@@ -217,7 +217,7 @@ class PolicyLoader:
             await self._pause()
         try:
             await self._replace(directory, manifest)
-        except Exception as exc:  # noqa: BLE001  whatever the engine raises, a partly replaced policy must not sample
+        except Exception as exc:  # noqa: BLE001  the engine may raise anything; a partly replaced policy must not sample
             logger.error("load failed directory=%s version=%s: %s", directory, manifest.version, exc)
             await self._restore(previous_directory, previous, failed=directory, cause=exc)
         await self._engine.resume()

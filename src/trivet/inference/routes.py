@@ -1,4 +1,4 @@
-"""Adds trivet's HTTP routes to vLLM's: they tell the served policy, load another one, and check whether the engine answers.
+"""Adds trivet's HTTP routes to vLLM's: they report the served policy, load another policy, and check whether the engine answers.
 
 Anyone may request completions; only a client with the run's secret may change the server. So every route that is not listed as open
 here requires the secret, also routes that a new version of vLLM may add. With `server.api_key` vLLM itself requires that key for
@@ -200,7 +200,7 @@ async def _check_health(engine: "VersionedEngine", *, timeout_s: float) -> Respo
             await engine.ping()
     except TimeoutError:
         return _refusal(503, f"the engine did not answer within {timeout_s:.0f} s")
-    except Exception as exc:  # noqa: BLE001  whatever keeps the engine from answering makes this server unhealthy
+    except Exception as exc:  # noqa: BLE001  the engine may raise anything, and each error makes this server unhealthy
         return _refusal(503, f"the engine failed: {type(exc).__name__}: {exc}")
     return Response(status_code=200)
 

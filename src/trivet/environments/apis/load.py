@@ -116,7 +116,7 @@ def find_problem(module: str) -> str:
         release = require_release(module.replace("_", "-"))
     except EnvironmentLoadError as exc:
         return str(exc)
-    except (Exception, SystemExit) as exc:  # noqa: BLE001  # whatever an environment raises is reported with its name
+    except (Exception, SystemExit) as exc:  # noqa: BLE001  # user code may raise anything: it is reported with the environment's name
         message = " ".join(str(exc).split())
         return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
     has_loader = callable(getattr(imported, LOADER, None))

@@ -110,7 +110,7 @@ def binds_loader(source: str) -> bool:
 
 
 def _module_names(package: InstalledPackage) -> Iterator[str]:
-    """Yield the top-level modules that a package may have: first the one that verifiers imports for its name."""
+    """Yield the top-level modules that a package may have: first the module with its name, which verifiers imports."""
     conventional = canonicalize_name(package.name).replace("-", "_")
     yield conventional
     files: list[PurePath] = list(package.distribution.files or ())
