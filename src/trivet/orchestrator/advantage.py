@@ -1,7 +1,7 @@
 """Maps `[orchestrator.advantage]` to the function that the dispatcher calls on each finished group.
 
 The values that a function returns are checked: a wrong shape or a value that is not finite would otherwise reach the optimizer.
-As a program it tries a custom function for the launcher, which imports no user code.
+The launcher runs this module as a program to try a custom function, because the launcher itself imports no user code.
 """
 
 import sys
@@ -27,17 +27,23 @@ from trivet.process.imports import import_by_path
 from trivet.wire.rollouts import MAX_REWARD
 
 _MAX_ADVANTAGE = 1e3 * MAX_REWARD
-"""The formulas return advantages of the size of the rewards. A custom function may return more, as much as float32 can train on."""
-_PROBES = (
+"""Limit on what a custom function returns, so that gradients fit into float32. Built-in formulas return values of about the size of
+the rewards."""
+_TRIAL_INPUTS = (
     AdvantageInputs(rewards=np.array([0.0, 0.25, 1.0, 1.0]), completion_lengths=np.array([3, 1, 40, 7])),
     AdvantageInputs(rewards=np.array([1.0, 1.0]), completion_lengths=np.array([5, 5])),
     AdvantageInputs(rewards=np.array([0.0, 0.0]), completion_lengths=np.array([0, 0])),
 )
-"""Inputs on which a custom function is tried at the start: an ordinary group, one all solved, one all failed and empty."""
+"""Inputs on which a custom function is tried at the start: an ordinary group, one that is all solved, one that is all failed and
+has empty completions."""
 
 
 def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
-    """Return the function that `config` names. It checks what it returns."""
+    """Return the function that `config` names, with a check of each value that it returns.
+
+    Raises:
+        ConfigError: a custom function cannot be imported, or fails on a trial input.
+    """
     name = f'orchestrator.advantage "{config.type}"'
     if config.type == "custom":
         path = config.import_path or ""
@@ -55,13 +61,13 @@ def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
         def function(inputs: AdvantageInputs) -> Any:
             return custom(inputs, **config.kwargs)
 
-        for probe in _PROBES:
+        for inputs in _TRIAL_INPUTS:
             try:
-                _checked(function, probe)
+                _call_checked(function, inputs)
             except Exception as exc:  # the user's code
                 raise ConfigError(
-                    f"{name} called with rewards {probe.rewards.tolist()}, completion_lengths"
-                    f" {probe.completion_lengths.tolist()} and kwargs {config.kwargs} failed ({type(exc).__name__}: {exc});"
+                    f"{name} called with rewards {inputs.rewards.tolist()}, completion_lengths"
+                    f" {inputs.completion_lengths.tolist()} and kwargs {config.kwargs} failed ({type(exc).__name__}: {exc});"
                     " it takes (inputs, **kwargs) and returns one finite number per rollout"
                 ) from exc
     else:
@@ -74,17 +80,17 @@ def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
             "none": raw_rewards,
         }[config.type]
 
-    def checked(inputs: AdvantageInputs) -> np.ndarray:
+    def advantage(inputs: AdvantageInputs) -> np.ndarray:
         try:
-            return _checked(function, inputs)
+            return _call_checked(function, inputs)
         except Exception as exc:  # a custom function is the user's code: whatever it raises ends the run with its name
             raise BatchError(f"{name} of rewards {inputs.rewards.tolist()} failed: {exc}") from exc
 
-    return checked
+    return advantage
 
 
-def _checked(function: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs) -> np.ndarray:
-    """Return the advantages as float64 [G]."""
+def _call_checked(function: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs) -> np.ndarray:
+    """Call `function` and return its advantages as float64 [G]; raise ValueError when one of them cannot be trained on."""
     advantages = np.asarray(function(inputs), dtype=np.float64)
     if advantages.shape != inputs.rewards.shape:
         raise ValueError(f"returned shape {advantages.shape}, must be {inputs.rewards.shape}: one advantage per rollout")
@@ -94,7 +100,10 @@ def _checked(function: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs
 
 
 def main() -> int:
-    """Try the function of the section on standard input, which is JSON; a problem is written to standard error."""
+    """Read an `[orchestrator.advantage]` section as JSON from standard input and try its function. Return the exit code.
+
+    A problem is written to standard error.
+    """
     try:
         make_advantage(AdvantageConfig.model_validate_json(sys.stdin.read()))
     except ConfigError as exc:

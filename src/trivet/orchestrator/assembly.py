@@ -1,6 +1,6 @@
 """Makes the loop of a run and its connections from the configuration and the checkpoint. Called by `orchestrator.start`.
 
-Every part is made here and nowhere else; none starts to run here.
+Every part of the loop is made here and nowhere else. No part starts to run here.
 """
 
 import logging
@@ -58,8 +58,8 @@ def make_loop(
     examples = {env.label: environments.infos[env.label].example_hashes for env in config.env}
     sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=part.sampler)
     buffer, waiting = _make_buffer(config, part, telemetry, has_teacher=teacher is not None)
-    resumed_draws, gone = sampler.locate_draws(waiting.in_flight)
-    buffer.gone(gone)
+    resumed_draws, draws_without_example = sampler.locate_draws(waiting.in_flight)
+    buffer.drop_without_example(draws_without_example)
     dispatcher = Dispatcher(
         config,
         sampler=sampler,
@@ -127,7 +127,7 @@ def make_loop(
 
 
 def make_replay_loop(config: OrchestratorConfig, part: OrchestratorPart, *, sender: BatchSender, telemetry: Telemetry) -> Loop:
-    """Return the loop of a run that trains on the rollouts in `config.replay`: it has no servers and no environments."""
+    """Return the loop of a run that trains on the rollouts in `config.replay`, without servers and environments."""
     fill_changed, lag = ChangeEvent(), LoopLag()
     buffer, _ = _make_buffer(config, part, telemetry, has_teacher=False)
     source = ReplaySource(
@@ -154,11 +154,14 @@ def make_replay_loop(config: OrchestratorConfig, part: OrchestratorPart, *, send
 
 
 def usable_groups(waiting: BufferState, *, skip: bool, has_teacher: bool) -> tuple[BufferState, dict[GroupId, str]]:
-    """Split the groups of a checkpoint into those that the run goes on with and those left out, by id with the reason.
+    """Split the groups of a checkpoint into those that the run keeps and those that it leaves out.
 
     Args:
-        skip: leave all out (`ckpt.skip_buffer`).
-        has_teacher: leave out finished groups that the teacher did not score: they finished before the run had one.
+        skip: leave out every group (`ckpt.skip_buffer`).
+        has_teacher: leave out finished groups without the teacher's scores: they finished before the run had a teacher.
+
+    Returns:
+        The groups that are kept, and the reason for each one left out, by its id.
     """
     if skip:
         ids = [*(group.group_id for group in waiting.ready), *waiting.in_flight_ids]
@@ -171,7 +174,7 @@ def usable_groups(waiting: BufferState, *, skip: bool, has_teacher: bool) -> tup
 def _make_buffer(
     config: OrchestratorConfig, part: OrchestratorPart, telemetry: Telemetry, *, has_teacher: bool
 ) -> tuple[GroupBuffer, BufferState]:
-    """Return the buffer with the checkpoint's ready groups, and the state with those that were in flight."""
+    """Return the buffer, which holds the checkpoint's ready groups, and the state whose `in_flight` is to be started again."""
     waiting, left_out = usable_groups(part.buffer, skip=config.ckpt.skip_buffer, has_teacher=has_teacher)
     for group_id, reason in left_out.items():
         telemetry.write_event(Drop(group_id=group_id, reason=reason))
@@ -191,7 +194,7 @@ def _lag_gauges(lag: LoopLag) -> Mapping[str, float]:
 
 
 def make_servers(config: OrchestratorConfig, telemetry: Telemetry) -> ServerPool:
-    """Return the inference servers of the run, which it may change. None is asked yet."""
+    """Return the pool of the run's inference servers, with clients that may load policies on them. No request is sent yet."""
     client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
     return ServerPool(
         client,
@@ -201,7 +204,7 @@ def make_servers(config: OrchestratorConfig, telemetry: Telemetry) -> ServerPool
 
 
 def make_teacher(config: OrchestratorConfig) -> Teacher | None:
-    """Return the teacher of the run, None without one."""
+    """Return the teacher of the run, or None when none is configured."""
     if config.teacher_model is None:
         return None
     client = config.teacher_model.client
@@ -214,7 +217,7 @@ def inference_client(
     """Return a client for the server at `url`.
 
     Args:
-        secret: None where the server is asked only.
+        secret: the run's secret, for a client that changes the server (loads a policy, puts it to sleep); None for any other.
     """
     return InferenceClient(
         url,
@@ -236,9 +239,9 @@ def make_sender(config: OrchestratorConfig) -> BatchSender:
 
 
 def is_trained(batch: Batch, layout: RunLayout) -> bool:
-    """Return whether a published policy shows that the trainer had `batch`.
+    """Return whether a published policy shows that the trainer received `batch`: policy n exists only after batch n.
 
-    A trainer answers nobody before it has removed the policies that an earlier attempt left.
+    Policies of an earlier attempt cannot be mistaken for it: the trainer removes them before it answers any batch.
     """
     try:
         return batch.purpose is BatchPurpose.TRAIN and (latest_version(layout) or START_VERSION) >= batch.step

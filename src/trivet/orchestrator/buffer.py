@@ -1,7 +1,7 @@
-"""Owns the state of every group between dispatch and batch. Each transition writes its event.
+"""Owns the state of every group between dispatch and batch. Each change of a state is written as an event.
 
-States of a group: in flight -> ready -> in a batch, or out: filtered (finished, carries no signal), dropped (failed, stale).
-`snapshot` goes into the orchestrator's part of a checkpoint: what would otherwise be lost.
+The states of a group: in flight -> ready -> in a batch. A group leaves instead when it is filtered (finished, without signal) or
+dropped (failed or stale). `snapshot` returns the groups that a checkpoint keeps: those in flight and those ready.
 
 A batch of two groups, at most one step off-policy (in flight / ready):
 
@@ -12,7 +12,7 @@ A batch of two groups, at most one step off-policy (in flight / ready):
 5. `finished` group 2; `take_batch(1)` -> groups 1, 2            1 / 0
 6. `snapshot` for the checkpoint of batch 1: group 3 in flight   1 / 0
 7. `dispatched` groups 4, 5, 6 from policy 1                     4 / 0
-8. `stale_in_flight(3)` -> group 3: policy 0 is 2 behind; `cancelled`   3 / 0
+8. `stale_in_flight(3)` -> group 3 (policy 0 is 2 steps behind); the dispatcher cancels it: `cancelled`   3 / 0
 """
 
 import logging
@@ -65,15 +65,17 @@ class FinishedGroup:
     example_id: int
     rewards: np.ndarray
     """float64 [G]."""
-    found: Sequence[RolloutFilter]
-    """Findings of the filters in its rollouts."""
+    matches: Sequence[RolloutFilter]
+    """The filter that matched, for each rollout in which one did."""
     filtered: FilterReason | None
-    """The reason why it is not trained on."""
+    """The reason why it is not trained on; None when it is."""
 
     @classmethod
-    def of(cls, group: Group, *, found: Sequence[RolloutFilter] = (), filtered: FilterReason | None = None) -> "FinishedGroup":
-        """Summarize `group`, with the findings of the filters."""
-        return cls(env=group.env, example_id=group.example_id, rewards=group.rewards, found=tuple(found), filtered=filtered)
+    def of(
+        cls, group: Group, *, matches: Sequence[RolloutFilter] = (), filtered: FilterReason | None = None
+    ) -> "FinishedGroup":
+        """Return the properties of `group`; `matches` is what `mask_rollouts` returned for it."""
+        return cls(env=group.env, example_id=group.example_id, rewards=group.rewards, matches=tuple(matches), filtered=filtered)
 
     @property
     def is_flat(self) -> bool:
@@ -92,33 +94,33 @@ class LostGroup:
 
     env: str
     reason: str
-    """Type of the error of a failed group, or why it was dropped."""
+    """The error type of a failed group, or the reason why the group was dropped."""
     is_infrastructure: bool = False
-    """A server, a worker or the network failed it, and nothing that the policy did."""
+    """True when a server, a worker or the network caused the failure, and not the policy."""
 
 
 @dataclass(slots=True)
 class GroupCounters:
-    """The groups that ended since the last batch. The loop takes it when a batch is formed and puts a new one in its place."""
+    """The groups that ended since the last batch. When a batch is formed, the loop takes the counters and sets empty ones."""
 
     finished: list[FinishedGroup] = field(default_factory=list[FinishedGroup])
     failed: list[LostGroup] = field(default_factory=list[LostGroup])
     dropped: list[LostGroup] = field(default_factory=list[LostGroup])
 
     def report_overlong(self, *, step: Step) -> None:
-        """Log the examples whose prompts did not fit."""
-        found = [group for group in self.finished if group.filtered is FilterReason.OVERLONG_PROMPT]
-        if found:
-            examples = sorted({(group.env, group.example_id) for group in found})
+        """Log a warning that names the examples whose prompts did not fit, if there are any."""
+        overlong = [group for group in self.finished if group.filtered is FilterReason.OVERLONG_PROMPT]
+        if overlong:
+            examples = sorted({(group.env, group.example_id) for group in overlong})
             named = [f"{example} of {env}" for env, example in examples[:MAX_NAMED]] + ["..."] * (len(examples) > MAX_NAMED)
             logger.warning(
                 "prompts that do not fit step=%s groups=%s of %s examples=%s",
-                *(step, len(found), len(self.finished), ", ".join(named)),
+                *(step, len(overlong), len(self.finished), ", ".join(named)),
             )
 
 
 def rollout_filters(config: OrchestratorConfig) -> RolloutFilters:
-    """Return the filters to apply to each rollout, and which of them mask it."""
+    """Return the configured filters. Those that are enforced mask a rollout from the loss; the others only count matches."""
     filters = config.filters
     sections = {
         RolloutFilter.REPETITION: filters.repetition,
@@ -155,9 +157,10 @@ class GroupBuffer:
         self._max_off_policy_steps = max_off_policy_steps
         self._filters = filters or RolloutFilters()
         self.prompt_limits = prompt_limits
-        """The room for prompts; the server's part of it is known once it was asked."""
+        """The limits of prompt lengths. The server's context is part of them once `check_prompts` has read it."""
         self._ready = list(ready)
         self._in_flight: dict[GroupId, tuple[Draw, PolicyVersion]] = {}
+        """The draw of each group in flight, and the policy that was served when its current attempt started."""
         self.counters = GroupCounters()
         self.fruitless_in_a_row = 0
         """Groups that failed or carried no signal since the last one that can be trained on."""
@@ -175,21 +178,22 @@ class GroupBuffer:
 
     @property
     def first_failure(self) -> str:
-        """The first error of the fruitless groups in a row; without an error its first filtered group."""
+        """Describe the first group that failed among the fruitless groups in a row; if none failed, the first filtered one."""
         return self._first_failure or self._first_filtered
 
     def dispatched(self, draw: Draw, *, version: PolicyVersion, server: str = "") -> None:
-        """Note that a group starts, or starts again because its last try was lost."""
+        """Record that a group starts, or that it is retried because its last attempt was lost."""
         self._in_flight[draw.group_id] = (draw, version)
         self._write_event(
             Dispatch(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, version=version, server=server)
         )
 
     def finished(self, group: Group) -> None:
-        """Make a group whose advantages are set ready, or filter it."""
+        """Filter a finished group whose advantages are set, or make it ready."""
         del self._in_flight[group.group_id]
         rewards = group.rewards
         num_sampled = sum(sample.num_loss_tokens for rollout in group.rollouts for sample in rollout.samples)
+        # -1 where no token was sampled, so that no policy can be named
         oldest, newest = (group.oldest_version, group.newest_version) if num_sampled else (-1, -1)
         self._write_event(
             Finish(
@@ -199,7 +203,7 @@ class GroupBuffer:
                 newest_version=PolicyVersion(newest),
             )
         )
-        found = mask_rollouts(group, self._filters)
+        matches = mask_rollouts(group, self._filters)
         limits = self.prompt_limits
         reason = filter_reason(
             group,
@@ -207,7 +211,7 @@ class GroupBuffer:
             online_difficulty_filtering=self._is_filtering,
             seq_len=None if limits is None else limits.seq_len,
         )
-        self.counters.finished.append(FinishedGroup.of(group, found=found, filtered=reason))
+        self.counters.finished.append(FinishedGroup.of(group, matches=matches, filtered=reason))
         if reason is None:
             self._ready.append(group)
             self.fruitless_in_a_row = 0
@@ -228,7 +232,7 @@ class GroupBuffer:
 
         Args:
             error: `ErrorType: message`.
-            kind: type of the error behind it, by which failures are counted.
+            kind: error type under which the metrics count the failure; it may be the cause of the error in `error`.
             is_infrastructure: see `LostGroup`.
         """
         draw, _ = self._in_flight.pop(group_id)
@@ -243,13 +247,13 @@ class GroupBuffer:
         """Drop a group that was cancelled for `reason`."""
         self._drop(self._in_flight.pop(group_id)[0], reason)
 
-    def gone(self, draws: Sequence[Draw]) -> None:
-        """Drop groups of a checkpoint whose examples the data sets no longer have."""
+    def drop_without_example(self, draws: Sequence[Draw]) -> None:
+        """Drop groups of a checkpoint whose examples are no longer in the data sets."""
         for draw in draws:
             self._drop(draw, "example_gone")
 
     def stale_in_flight(self, step: Step) -> list[GroupId]:
-        """Return the groups whose first tokens are already too old for the batch being filled."""
+        """Return the groups in flight that are stale: they started from a policy that is too old for batch `step`."""
         return [group_id for group_id, (_, version) in self._in_flight.items() if self._is_stale(step, version)]
 
     def take_batch(self, step: Step, *, num_groups: int) -> list[Group] | None:
@@ -274,10 +278,10 @@ class GroupBuffer:
         return groups
 
     def snapshot(self, *, also_in_flight: Sequence[Draw] = ()) -> BufferState:
-        """Return what a checkpoint keeps of the groups.
+        """Return the groups that a checkpoint keeps.
 
         Args:
-            also_in_flight: groups of an earlier checkpoint that were not started again yet.
+            also_in_flight: groups of an earlier checkpoint that were not started again yet; kept as groups in flight.
         """
         draws = {draw.group_id: draw for draw in (*also_in_flight, *(draw for draw, _ in self._in_flight.values()))}
         return BufferState(ready=list(self._ready), in_flight=[draws[group_id] for group_id in sorted(draws)])
@@ -286,6 +290,6 @@ class GroupBuffer:
         return is_stale(step=step, oldest=oldest, max_off_policy_steps=self._max_off_policy_steps)
 
     def _drop(self, group: Draw | Group, reason: str) -> None:
-        """Count a dropped group under the part of `reason` before a colon, and write its event."""
+        """Count a dropped group and write its event. The count is kept under the part of `reason` before a colon."""
         self.counters.dropped.append(LostGroup(env=group.env, reason=reason.split(":", 1)[0]))
         self._write_event(Drop(group_id=group.group_id, reason=reason))

@@ -1,10 +1,10 @@
-"""Writes what the orchestrator keeps of a step: its part of a checkpoint, and the rollouts that the step trains on.
+"""Writes the orchestrator's files of a step: its part of a checkpoint, and the rollouts that the step trains on.
 
-The part holds everything that would otherwise be lost (design invariant 3). It is written before batch N is sent, as of the moment
-batch N was formed, so the trainer can commit step N as soon as its own part is on disk.
+The checkpoint part holds all state that the orchestrator cannot compute again. It has the state at the moment when batch N was
+formed, and is written before batch N is sent. So the trainer can commit step N as soon as its own part is on disk.
 
-`rollouts/step_N/rollouts.jsonl` is for a human to read. From `groups.msgpack.z`, `trivet view` shows which tokens were likely and
-which policy sampled them, and another run can train on them (`orchestrator.replay`).
+`rollouts/step_N/rollouts.jsonl` is for a human to read. `groups.msgpack.z` has the tokens: `trivet view` shows from it how likely
+each token was and which policy sampled it, and another run can train on the groups (`orchestrator.replay`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class OrchestratorPart(msgspec.Struct, kw_only=True):
 def write_part(
     layout: RunLayout, part: OrchestratorPart, *, config: OrchestratorConfig, data: Mapping[str, DataRecord] | None = None
 ) -> None:
-    """Returns once the part is on disk, with the configuration that made it and the record of its `data`."""
+    """Write the part, the configuration of the run and the record of its `data`. Return once they are on disk."""
     step = part.progress.step
     reach("orchestrator_half.before", step=step)
     directory = begin_part(layout, step, ORCHESTRATOR)
@@ -66,7 +66,7 @@ def write_part(
 
 
 def data_of(infos: Mapping[str, EnvironmentInfo]) -> dict[str, DataRecord]:
-    """Return the record of the data of every environment, by its name."""
+    """Return a record of each data set, by a text that names it: a training and an evaluation set for every environment."""
     records: dict[str, DataRecord] = {}
     for name, info in infos.items():
         records[f"environment {name!r}"] = DataRecord(num_records=info.num_examples, digest=info.train_digest)
@@ -75,7 +75,11 @@ def data_of(infos: Mapping[str, EnvironmentInfo]) -> dict[str, DataRecord]:
 
 
 def read_part(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorPart:
-    """Return the orchestrator's part of checkpoint `step`."""
+    """Return the orchestrator's part of checkpoint `step`.
+
+    Raises:
+        CheckpointError: the groups in it have another size than `rollouts_per_example`, or the part cannot be read.
+    """
     part = read_state(layout, step, OrchestratorPart)
     if part.rollouts_per_example != rollouts_per_example:
         raise CheckpointError(
@@ -89,10 +93,12 @@ def read_part(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> Or
 def write_rollouts(
     layout: RunLayout, step: Step, groups: Sequence[Group], *, run_id: str = "", is_replayable: bool = False
 ) -> RolloutsWritten:
-    """Write the files of a step. Each appears whole, or not at all; the groups first, so a reader of the rollouts finds them.
+    """Write the files of a step. Each file appears whole or not at all.
+
+    The groups are written first, so that they are there for whoever finds the rollouts.
 
     Args:
-        is_replayable: another run is to train on the groups.
+        is_replayable: keep in the groups what a run needs to train on them.
 
     Returns:
         The event that describes the files.

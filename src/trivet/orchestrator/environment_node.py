@@ -1,7 +1,8 @@
 """Loads the environments of a run in worker processes, for the orchestrator.
 
-As a program it is the entry of the environment workers of a node that has no orchestrator, started by the launcher of a run over
-several nodes. It reads the orchestrator's configuration, with the number of its own node: `@ orchestrator.toml --env-nodes.own 2`.
+In a run over several nodes the launcher also starts this module as a program, on each node that has environment workers and no
+orchestrator. Its arguments are the orchestrator's configuration and the number of its node:
+`@ orchestrator.toml --env-nodes.own 2`.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from trivet.wire.status import RUNNING_GROUPS
 
 @asynccontextmanager
 async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[EnvironmentPool, None]:
-    """Load every environment of the run in worker processes, on this node and on others; a replay has none."""
+    """Load every environment of the run in worker processes, on this node and on others. In a replay the pool is empty."""
     if config.replay is not None:
         async with open_worker_pool([], log_of=RunLayout(config.output_dir).env_worker_log, limits=config) as pool:
             yield pool
@@ -51,10 +52,10 @@ def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "") -> Ab
     """Load every environment of the run in worker processes of this machine.
 
     Args:
-        name_suffix: of the names of workers and of their logs, where a run has workers on several nodes.
+        name_suffix: appended to the names of workers and of their logs, in a run with workers on several nodes.
     """
     teacher = config.teacher_model.client.base_url if config.teacher_model is not None else []
-    # Judges and tools in the workers have clients of their own, which read these variables.
+    # Exclude the servers from proxies. Judges and tools in the workers have clients of their own, which read these variables.
     os.environ.update(direct_variables(os.environ, [*config.client.base_url, *teacher]))
     settings = list(run_settings(config).values())
     layout = RunLayout(config.output_dir)
@@ -69,7 +70,7 @@ def main() -> int:
 
 
 def check(config: OrchestratorConfig) -> None:
-    """Refuse what cannot start, before anything does."""
+    """Check before anything starts that the program belongs to a node and that its environments are installed."""
     if config.env_nodes is None:
         raise ConfigError("the launcher of a run over several nodes starts this: set deployment.env_worker_nodes")
     for env in config.environments.values():

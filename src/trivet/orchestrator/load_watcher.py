@@ -1,6 +1,8 @@
-"""Adapts how many rollouts are in flight to the servers' load.
+"""Adapts the limit of rollouts in flight to the servers' load.
 
-Consumes the servers' own metrics. Produces the dispatcher's `max_in_flight`. Waits `concurrency.interval` between two looks.
+consumes: the servers' own metrics
+produces: the dispatcher's `max_in_flight`
+waits for: the clock, `concurrency.interval` between two reads
 """
 
 import asyncio
@@ -33,14 +35,14 @@ class LoadWatcher:
         self._sleep = sleep
         self._ceiling = dispatcher.max_in_flight
         self._floor = min(config.min_inflight, self._ceiling)
-        self._seen: tuple[int, int] | None = None
-        """Servers and their preemptions when they were last asked."""
-        self._last: LoadSince | None = None
+        self._last_counts: tuple[int, int] | None = None
+        """Number of servers and the sum of their preemptions at the last read; None before the first."""
+        self._last_load: LoadSince | None = None
         if config.initial_inflight is not None:
             dispatcher.max_in_flight = max(self._floor, min(config.initial_inflight, self._ceiling))
 
     async def run(self) -> None:
-        """Ask the servers at each interval, until cancelled."""
+        """Read the servers' load at each interval and adapt the limit, until cancelled."""
         while True:
             await self._sleep(self._config.interval)
             loads = await self._servers.server_loads()
@@ -50,29 +52,29 @@ class LoadWatcher:
     def metrics(self) -> dict[str, float]:
         """Return the limit and the last load as `concurrency/*`."""
         values = {"concurrency/limit": float(self._dispatcher.max_in_flight)}
-        if self._last is not None:
+        if self._last_load is not None:
             values |= {
-                "concurrency/running": float(self._last.num_running),
-                "concurrency/waiting": float(self._last.num_waiting),
-                "concurrency/preempted": float(self._last.num_preempted),
+                "concurrency/running": float(self._last_load.num_running),
+                "concurrency/waiting": float(self._last_load.num_waiting),
+                "concurrency/preempted": float(self._last_load.num_preempted),
             }
         return values
 
     def _adapt(self, loads: Sequence[ServerLoad]) -> None:
         total = sum(load.num_preemptions for load in loads)
-        # What a server counted before it was first asked, or while it was away, is not of the last seconds.
-        before = self._seen[1] if self._seen is not None and self._seen[0] == len(loads) else total
-        self._last = LoadSince(
+        # After a change in the number of servers the sums cannot be compared: then no preemption is counted.
+        before = self._last_counts[1] if self._last_counts is not None and self._last_counts[0] == len(loads) else total
+        self._last_load = LoadSince(
             num_running=sum(load.num_running for load in loads),
             num_waiting=sum(load.num_waiting for load in loads),
-            num_preempted=max(0, total - before),  # a server started again counts from 0
+            num_preempted=max(0, total - before),  # a restarted server counts from 0 again, so the sum may fall
         )
-        self._seen = len(loads), total
+        self._last_counts = len(loads), total
         if not self._config.adaptive:
             return
         limit_before, in_flight = self._dispatcher.max_in_flight, self._dispatcher.rollouts_in_flight
-        limit = next_limit(limit_before, self._last, in_flight=in_flight, floor=self._floor, ceiling=self._ceiling)
+        limit = next_limit(limit_before, self._last_load, in_flight=in_flight, floor=self._floor, ceiling=self._ceiling)
         if limit != limit_before:
-            logger.debug("rollouts in flight at most=%s before=%s load=%s", limit, limit_before, self._last)
+            logger.debug("rollouts in flight at most=%s before=%s load=%s", limit, limit_before, self._last_load)
             self._dispatcher.max_in_flight = limit
             self._dispatcher.changed.notify()

@@ -1,4 +1,4 @@
-"""The orchestrator's loop: fill batch n, write its checkpoint part if one is due, send it, go on to n+1.
+"""Runs the orchestrator's loop: fill batch n, write its checkpoint part if one is due, send the batch, continue with n+1.
 
     Dispatcher --finished groups--> GroupBuffer --batch n--> Loop --pack, write, send--> trainer
         ^                                                      |                            |
@@ -8,16 +8,16 @@
 | waits for | unblocked by |
 |---|---|
 | `_fill`: enough ready groups | `fill_changed`, notified by the dispatcher and by `preempt` |
-| `_hand_over`: the servers to sleep (`before_send`) | each server; `client.wait_for_ready_timeout` |
-| `_hand_over`: the trainer's receipt of batch n | its acknowledgement; `rollout_transport.timeout_s` |
-| `run`: the evaluation of the last policy | `OnlineEval.run` returns |
+| `_hand_over`: the servers to sleep (`before_send`) | the answer of each server; `client.wait_for_ready_timeout` |
+| `_hand_over`: the trainer's receipt of batch n | the trainer's acknowledgement; `rollout_transport.timeout_s` |
+| `run`: the evaluation of the last policy | the end of `OnlineEval.run` |
 
 Dispatcher, policy watcher and background tasks run in one asyncio.TaskGroup, so a failure of any of them ends all. Packing and
 writing run in threads and sending is awaited, so the dispatcher collects groups for the next batch meanwhile.
 
-A full garbage collection looks at every object that may be part of a cycle: with ten thousand rollouts in flight and the modules
-of the libraries, a fifth of a second at a time, every second. Hardly anything here is in cycles, so the loop has full collections
-happen by the clock instead of by the number of objects, and never look at what was there at the start.
+Python's full garbage collection visits every object that may be part of a cycle. With ten thousand rollouts in flight this stops
+the event loop for a fifth of a second, about once a second. Few objects here are in cycles. So the loop starts full collections by
+the clock instead of by the number of new objects, and excludes the objects that existed at its start.
 """
 
 import asyncio
@@ -59,24 +59,24 @@ BackgroundTask = Callable[[], Coroutine[Any, Any, None]]
 _MAX_ALIVE_INTERVAL_S = 30.0
 """Longest time between two `say_alive` messages to the trainer. A tenth of `rollout_transport.timeout_s` if that is shorter."""
 _SLOW_FILL_S = 60.0
-"""If no group ends for this long, a warning says that the batch is not filled."""
-_YOUNG_OBJECTS = 50_000
-"""New objects until the young ones are looked at, which takes milliseconds."""
-_YOUNG_COLLECTIONS = 20
-"""Collections of the young until the middle generation is looked at too."""
-_NEVER = 1_000_000
-"""A threshold of the full collection that no run reaches."""
+"""If no group ends for this long, a warning is logged that the batch is not filled."""
+_YOUNG_THRESHOLD = 50_000
+"""New objects before Python collects the young generation, which takes milliseconds."""
+_MIDDLE_THRESHOLD = 20
+"""Collections of the young generation before the middle one is collected too."""
+_FULL_THRESHOLD = 1_000_000
+"""Collections of the middle generation before a full collection: more than any run has, so that none starts by itself."""
 _FULL_COLLECTION_INTERVAL_S = 60.0
-"""Between two full collections, each of which stops the event loop for about a fifth of a second."""
+"""Seconds between two full collections, each of which stops the event loop for about a fifth of a second."""
 
 
 @contextmanager
 def rare_collections() -> Generator[None, None, None]:
-    """Let no full collection happen by itself within the block."""
+    """Prevent automatic full collections within the block, and exclude the objects that exist now from collection."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _NEVER)
+    gc.set_threshold(_YOUNG_THRESHOLD, _MIDDLE_THRESHOLD, _FULL_THRESHOLD)
     try:
         yield
     finally:
@@ -85,7 +85,7 @@ def rare_collections() -> Generator[None, None, None]:
 
 
 async def _collect_at_intervals() -> None:
-    """Collect cycles of long-lived objects until cancelled."""
+    """Make a full collection at each interval, until cancelled."""
     while True:
         await asyncio.sleep(_FULL_COLLECTION_INTERVAL_S)
         gc.collect()
@@ -93,7 +93,7 @@ async def _collect_at_intervals() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """Runs the orchestrator, from batch `progress.step` + 1 on."""
+    """Runs the orchestrator from batch `progress.step` + 1 to the end of the run."""
 
     config: OrchestratorConfig
     layout: RunLayout
@@ -105,17 +105,18 @@ class Loop:
     sender: BatchSender
     telemetry: Telemetry
     fill_changed: ChangeEvent
-    """Notified when `_fill` must check again: a group ended, or a preemption is requested."""
+    """Notified when a group ended or a preemption is requested: `_fill` must check again."""
     background_tasks: Mapping[str, BackgroundTask] = field(default_factory=dict[str, BackgroundTask])
     """Further tasks by name, such as those that watch the servers and their load. The loop cancels them at its end."""
     evals: OnlineEval | None = None
-    """Evaluations during the run."""
+    """Evaluations during the run; None when none are configured."""
     gauges: Callable[[], Mapping[str, float]] = dict
-    """Further metrics, read at the end of each step."""
+    """Returns further metrics. Called at the end of each step."""
     data: Mapping[str, DataRecord] = field(default_factory=dict[str, DataRecord])
     """Record of the environments' data sets, kept in every checkpoint."""
     before_send: Callable[[], Awaitable[None]] | None = None
-    """Called when a batch is ready to be sent. The trainer begins its step as soon as it has the batch."""
+    """Puts the servers to sleep, in a run whose trainer needs their GPU memory; None in any other run. Called when a batch is ready
+    to be sent, because the trainer begins its step as soon as it has the batch."""
     preempt_requested: bool = False
     """Set by `preempt`."""
     is_exhausted: bool = False
@@ -131,25 +132,25 @@ class Loop:
         with rare_collections():
             async with asyncio.TaskGroup() as tasks:
                 dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
-                background = {
+                coroutines = {
                     "policy-watcher": self.watcher.run,
                     "alive": self._send_alive,
                     "garbage": _collect_at_intervals,
                     **self.background_tasks,
                 }
-                running = [tasks.create_task(run(), name=name) for name, run in background.items()]
+                background = [tasks.create_task(run(), name=name) for name, run in coroutines.items()]
                 evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
                 await self._run_steps(dispatching)
                 dispatching.cancel()
                 if evaluating is not None and self.preempt_requested:
                     evaluating.cancel()
                 elif evaluating is not None and self.evals is not None:
-                    # The step whose batch requires the policy of the last step: the watcher loads that policy for it.
+                    # The watcher loads the policy that the batch of its step requires: here, that of the last step.
                     self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)
                     self.evals.finish(PolicyVersion(self.progress.step))
                     with process_report.waiting("the evaluation of the last policy", on="trainer"):
                         await evaluating
-                for task in running:
+                for task in background:
                     task.cancel()
 
     async def _send_alive(self) -> None:
@@ -163,16 +164,18 @@ class Loop:
             await asyncio.sleep(min(_MAX_ALIVE_INTERVAL_S, self.config.rollout_transport.timeout_s / 10))
 
     async def _run_steps(self, dispatching: asyncio.Task[None]) -> None:
+        """Fill and send the batches. The task `dispatching` is cancelled when the last batch is formed."""
         step = Step(self.progress.step + 1)
-        unwritten: OrchestratorPart | None = None  # of the last batch, if it was not due; a preemption writes it
+        # Checkpoint part of the last batch that was sent, if it was not due. A preemption writes it.
+        unwritten_part: OrchestratorPart | None = None
         self._begin(step)
         while self.config.max_steps is None or step <= self.config.max_steps:
             started = time.monotonic()
             groups = await self._fill(step)
             if groups is None:
-                await self._send_ending(step, unwritten)
+                await self._send_ending(step, unwritten_part)
                 return
-            # No await until `_hand_over`: checkpoint part and counters describe the state at the moment the batch was formed.
+            # No await before `_hand_over`, so that checkpoint part and counters have the state in which the batch was formed.
             part = OrchestratorPart(
                 progress=self.progress,
                 sampler=self.sampler.snapshot(),
@@ -200,7 +203,7 @@ class Loop:
             version = self.watcher.version
             values |= {"time/generate_completions": filled - started, "time/update_weights": self.watcher.last_load_s}
             values |= await self._hand_over(step, groups, part, is_due=is_due)
-            unwritten = None if is_due else part
+            unwritten_part = None if is_due else part
             values |= {**progress_metrics(self.progress, version=version), **self.gauges()}
             if self.evals is not None:
                 values |= self.evals.take_val_metrics()
@@ -231,18 +234,23 @@ class Loop:
         with timed(times, "wait_for_receipt"), process_report.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
         process_report.set_numbers(step=step)
-        await asyncio.to_thread(require_newest_attempt, self.layout, self.config.run)  # another may have written this step
+        # A later attempt may have begun meanwhile: then this one must not write over its files.
+        await asyncio.to_thread(require_newest_attempt, self.layout, self.config.run)
         written = await asyncio.to_thread(
             write_rollouts, self.layout, step, groups, run_id=self.config.run.id, is_replayable=self.config.record_rollouts
         )
         self.telemetry.write_event(written)
         measured = await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
-        if self.config.replay is not None:  # versions of another run say nothing of this run's steps
+        if self.config.replay is not None:  # the versions are those of another run: no staleness follows from them
             measured = {name: value for name, value in measured.items() if not name.startswith("batch/off_policy_")}
         return times | measured
 
     async def _send_ending(self, step: Step, part: OrchestratorPart | None) -> None:
-        """Send a preemption, or the end of a record, in place of batch `step`: the trainer commits the step before, and ends."""
+        """Send a preemption, or the end of the record, in place of batch `step`. The trainer commits step - 1 and ends.
+
+        Args:
+            part: the checkpoint part of step - 1, to be written; None when it is on disk already.
+        """
         if part is not None:
             await asyncio.to_thread(write_part, self.layout, part, config=self.config, data=self.data)
         if self.is_exhausted:
@@ -254,13 +262,14 @@ class Loop:
             await self.sender.send(Batch(step=step, purpose=purpose, has_orchestrator_part=part is not None))
 
     def _begin(self, step: Step) -> None:
+        """Make `step` the batch being filled, for every part of the loop."""
         process_report.begin(f"filling batch {step}")
         self.dispatcher.step = self.watcher.step = step
         self.sampler.begin_step(step)
         self.dispatcher.changed.notify()
 
     async def _fill(self, step: Step) -> list[Group] | None:
-        """Return the groups of batch `step`; None when the run is preempted instead, or a replay has too few left."""
+        """Return the groups of batch `step`; None when the run is preempted instead, or a replay has too few groups left."""
         num_groups = self.config.batch_size // self.config.rollouts_per_example
         limit = self.config.max_fruitless_batches * num_groups
         since = time.monotonic()

@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def check(config: OrchestratorConfig) -> None:
-    """Refuse what cannot start, before anything does."""
+    """Check before anything starts what can be checked without it: environments, checkpoint, advantage function, replay."""
     for env in config.environments.values():
         require_environment(env)
     choose_start(config)
@@ -50,7 +50,10 @@ def start(config: OrchestratorConfig) -> int:
 
 
 async def _run(config: OrchestratorConfig) -> int:
-    """Exit code: 0 done, or committed as SIGUSR1 asks; 130 or 143 when a signal ended the run, 138 for SIGUSR1 too early."""
+    """Run the orchestrator and return its exit code.
+
+    0: done, or preempted by SIGUSR1. 130, 143: ended by SIGINT or SIGTERM. 138: SIGUSR1 came before there was a loop to preempt.
+    """
     from trivet.orchestrator.environment_node import open_environments
     from trivet.orchestrator.start import run
 

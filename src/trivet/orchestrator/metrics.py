@@ -48,15 +48,15 @@ def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> di
         values[f"reward/{env}"] = _mean(rollout.reward for rollout in members)
         if len(by_env) > 1:
             values |= {f"{name}/{env}": value for name, value in _rollout_metrics(members).items()}
-    age = np.array([staleness(step=step, oldest=group.oldest_version) for group in groups])  # of its oldest token
-    tokens: Counter[int] = Counter()
+    group_staleness = np.array([staleness(step=step, oldest=group.oldest_version) for group in groups])
+    tokens_by_staleness: Counter[int] = Counter()
     for run in (run for rollout in rollouts for sample in rollout.samples for run in sample.versions):
-        tokens[staleness(step=step, oldest=run.version)] += run.length
+        tokens_by_staleness[staleness(step=step, oldest=run.version)] += run.length
     values |= {
-        "batch/off_policy_level/mean": float(age.mean()),
-        "batch/off_policy_level/max": float(age.max()),
-        "batch/off_policy_level/min": float(age.min()),
-        **{f"batch/off_policy_tokens/{level}": float(tokens[level]) for level in sorted(tokens)},
+        "batch/off_policy_level/mean": float(group_staleness.mean()),
+        "batch/off_policy_level/max": float(group_staleness.max()),
+        "batch/off_policy_level/min": float(group_staleness.min()),
+        **{f"batch/off_policy_tokens/{level}": float(tokens_by_staleness[level]) for level in sorted(tokens_by_staleness)},
         "batch/loss_tokens": float(sum(sample.num_loss_tokens for rollout in rollouts for sample in rollout.samples)),
         "progress/tokens": float(num_tokens),
         "progress/samples": float(len(rollouts)),
@@ -75,11 +75,13 @@ def flow_metrics(
     num_in_flight: int,
     num_ready: int,
 ) -> dict[str, float]:
-    """Return the metrics of the groups that ended since the last batch, and of those in flight.
+    """Return the metrics of the groups that ended since the last batch, and of the groups in flight.
 
-    `error/*` are failed groups as shares of those that ended, by cause, error type and environment.
+    `error/*` are the failed groups as shares of the groups that ended, by cause, by error type, and by environment and type.
 
     Args:
+        groups: the groups of batch `step`.
+        version: the served policy.
         group_size: rollouts of each group.
         num_in_flight: groups that are being generated or scored.
         num_ready: finished groups that wait for a batch.
@@ -98,9 +100,9 @@ def flow_metrics(
         values |= {f"error/{name}": count / ended for name, count in causes.items()}
     envs = {group.env for group in judged}
     for env in sorted(envs) if len(envs) > 1 else ():
-        of_env = _judged_metrics([group for group in judged if group.env == env])
-        of_env |= _finished_metrics([group for group in counters.finished if group.env == env])
-        values |= {f"{name}/{env}": value for name, value in of_env.items()}
+        env_values = _judged_metrics([group for group in judged if group.env == env])
+        env_values |= _finished_metrics([group for group in counters.finished if group.env == env])
+        values |= {f"{name}/{env}": value for name, value in env_values.items()}
     return values | {
         "batch/async_level": float(step - 1 - version),
         "batch/inflight_groups": float(num_in_flight),
@@ -136,9 +138,9 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Return the metrics of the groups in the batch and of those that a filter kept out of it.
+    """Return the metrics of `judged`: the groups in the batch, and those that a filter kept out of it.
 
-    A group is flat when all its rewards are equal: it has no advantage and gives no gradient.
+    A group is flat when all its rewards are equal: its advantages are 0, so it gives no gradient.
     """
     if not judged:
         return {}
@@ -156,7 +158,7 @@ def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
 
 
 def _finished_metrics(finished: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Return `filtered_rollouts/*`: shares of the rollouts that ended since the last batch, by filter reason."""
+    """Return `filtered_rollouts/*`, the shares of the finished rollouts by filter reason, and the number of filtered groups."""
     filtered = [group for group in finished if group.filtered is not None]
     values = {"batch/filtered_groups": float(len(filtered))}
     num_rollouts = sum(len(group.rewards) for group in finished)
@@ -166,7 +168,7 @@ def _finished_metrics(finished: Sequence[FinishedGroup]) -> dict[str, float]:
     counts = {
         "easy": sum(len(group.rewards) for group in flat if group.is_solved),
         "hard": sum(len(group.rewards) for group in flat if not group.is_solved),
-        **{name.value: sum(group.found.count(name) for group in finished) for name in RolloutFilter},
+        **{name.value: sum(group.matches.count(name) for group in finished) for name in RolloutFilter},
     }
     return values | {f"filtered_rollouts/{name}": count / num_rollouts for name, count in counts.items()}
 

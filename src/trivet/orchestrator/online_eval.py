@@ -1,8 +1,11 @@
-"""Evaluations during a run: which are due, on which policy, and where their scores go.
+"""Runs the evaluations during a run: decides which are due and on which policy, and writes their scores.
 
-Consumes loaded policies. Produces evals/step_N/<env>/, metrics/eval.jsonl and Evaluate events. Waits for its event, notified when a
-policy is loaded or the last batch was sent. While it runs, the servers keep the policy that it measures; training goes on as
-far as `max_async_level` lets it.
+consumes: loaded policies
+produces: evals/step_N/<env>/, metrics/eval.jsonl and Evaluate events
+waits for: `changed`
+unblocked by: a policy that was loaded; the end of training (`finish`)
+
+While an evaluation runs, the servers keep the policy that it measures. Training continues as far as `max_async_level` allows.
 """
 
 import logging
@@ -32,47 +35,48 @@ logger = logging.getLogger(__name__)
 VAL = "val"
 """Directory of validations inside evals/step_N/."""
 _IDLE_WAIT_S = 5.0
-"""The evaluations look again at least this often, so that a missed notification costs seconds."""
+"""The evaluations check again at least this often, so that a missed notification costs seconds."""
 DEFAULT_MAX_CONCURRENT = 64
-"""Rollouts of validations in flight, where `eval.max_concurrent` does not say."""
+"""Limit of rollouts of validations in flight in a run without `[orchestrator.eval]`, which would set `max_concurrent`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ScheduledSeries:
-    """The evaluations of one environment over a run."""
+    """The evaluations of one environment during a run, and which of them is done."""
 
     series: EvalSeries
     is_val: bool
+    """True for a validation (`[orchestrator.val]`), False for an evaluation (`[orchestrator.eval]`)."""
     last: PolicyVersion | None = None
-    """The newest version that was evaluated; None: none yet."""
+    """The newest version that was evaluated; None when there is none yet."""
 
     def is_due(self, version: PolicyVersion, *, is_last: bool) -> bool:
         """Return whether a multiple of the interval was reached or passed since the last evaluation, or `version` is the last.
 
-        A policy that jumps over a multiple is evaluated at the version that it lands on.
+        When the servers skip a version that is a multiple, the next version that they serve is evaluated instead.
         """
         if self.last is None or is_last:
             return self.last != version
         return version // self.series.interval > self.last // self.series.interval
 
 
-def _sampling_after(sampling: SamplingConfig, step: int, *, max_steps: int | None) -> SamplingArguments:
-    """Return the arguments with which the policy of `step` samples for training."""
+def _training_sampling(sampling: SamplingConfig, step: int, *, max_steps: int | None) -> SamplingArguments:
+    """Return the arguments with which policy `step` samples for training: the temperature is that of the next step."""
     return sampling_arguments(sampling, temperature=sampling.temperature_at(step + 1, max_steps=max_steps))
 
 
 def schedule_series(
     config: OrchestratorConfig, pool: EnvironmentPool, *, layout: RunLayout, resumed_from: PolicyVersion
 ) -> list[ScheduledSeries]:
-    """Return the evaluations that `config` asks for, those of earlier attempts counted as done.
+    """Return the evaluations that `config` asks for. Results of earlier attempts count as done.
 
-    Results of `resumed_from` that are to be made again are removed.
+    If the policy of `resumed_from` is to be evaluated again, its results are removed.
     """
     evals, val = config.eval, config.val
     scheduled: list[ScheduledSeries] = []
     if evals is not None:
-        made = [make_series(env, evals, pool_name=config.pool_name(env)) for env in evals.env]
-        scheduled += [ScheduledSeries(series=series, is_val=False) for series in made]
+        eval_series = [make_series(env, evals, pool_name=config.pool_name(env)) for env in evals.env]
+        scheduled += [ScheduledSeries(series=series, is_val=False) for series in eval_series]
     if val is not None:
         for env in config.env:
             series = EvalSeries(
@@ -82,17 +86,19 @@ def schedule_series(
                 interval=val.interval,
                 num_examples=val.num_examples,
                 rollouts_per_example=val.rollouts_per_example,
-                sampling=partial(_sampling_after, env.sampling.over(config.sampling), max_steps=config.max_steps),
+                sampling=partial(_training_sampling, env.sampling.over(config.sampling), max_steps=config.max_steps),
             )
             scheduled.append(ScheduledSeries(series=series, is_val=True))
     for entry in scheduled:
         name = entry.series.name
-        entry.series.make_task(pool.infos[entry.series.pool_name], step=0, digest="")  # refuses now what it would refuse later
+        # Raises now, and not at the first evaluation, when the environment has no example to evaluate on.
+        entry.series.make_task(pool.infos[entry.series.pool_name], step=0, digest="")
         evaluated = [step for step in list_steps(layout.evals) if step <= resumed_from]
         complete = [step for step in evaluated if read_summary(layout.evals_step(step, name)) is not None]
         entry.last = PolicyVersion(max(complete)) if complete else None
         if entry.last is None and (entry.is_val or (evals is not None and not evals.eval_base_model)):
-            entry.last = START_VERSION  # which is left out, so the first multiple is the first to be due, resumed or not
+            # The start model is not evaluated. It counts as done, so the first multiple of the interval is due first.
+            entry.last = START_VERSION
         elif evals is not None and not evals.skip_eval_on_resume and entry.last == resumed_from:
             entry.last = None
             shutil.rmtree(layout.evals_step(resumed_from, name), ignore_errors=True)
@@ -110,13 +116,19 @@ class OnlineEval:
         policy: PolicyWatcher,
         telemetry: Telemetry,
     ) -> None:
-        """Subscribe to the policies that the servers serve: `policy` says which, and keeps the one that is measured."""
+        """Subscribe to the policies that the servers serve.
+
+        Args:
+            policy: notifies of each served policy, and pins the one that an evaluation measures.
+        """
         self._scheduled = list(scheduled)
         self._evaluator = evaluator
         self._policy = policy
         self._telemetry = telemetry
         self._final: PolicyVersion | None = None
+        """The last policy of the run, once `finish` was called."""
         self._val_reward: dict[str, float] = {}
+        """Metrics of validations that no training step has reported yet."""
         self.changed = ChangeEvent()
         """Notified when the servers serve a new policy, and by `finish`."""
         policy.subscribe(lambda version: self.changed.notify())
@@ -134,7 +146,7 @@ class OnlineEval:
                 await self.changed.wait(_IDLE_WAIT_S)
 
     def finish(self, version: PolicyVersion) -> None:
-        """Evaluate `version`, after which none comes, whatever the interval, and end."""
+        """Declare `version` the last policy of the run: `run` evaluates it, whatever the interval, and returns."""
         self._final = version
         self.changed.notify()
 
@@ -160,14 +172,14 @@ class OnlineEval:
         val = val_metrics({entry.series.env.label: summary for entry, summary in done if entry.is_val})
         if self._final is None:
             self._val_reward |= val
-        else:  # no step comes that could report it
+        else:  # no training step follows that could report it
             values |= val
         if values:
             self._telemetry.write_eval(version, values)
 
 
 def val_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """Return the mean reward over the examples of all environments, and of each."""
+    """Return the mean reward over the scored examples of all environments, and over those of each environment."""
     scored = {env: summary for env, summary in summaries.items() if summary.avg is not None}
     if not scored:
         return {}

@@ -1,7 +1,11 @@
-"""Follows published policies: decides which one the servers should serve, and has them serve it.
+"""Follows published policies: decides which one the servers should serve, and makes them load it.
 
-Consumes `weights/step_N` with STABLE. Produces loads on the servers and a reader's acknowledgement. Waits by polling the shared
-directory, the one channel that works across machines. While somebody pins the policy nothing is loaded.
+consumes: `weights/step_N` with STABLE
+produces: loads on the servers, and the acknowledgement of the policy, after which older policies may be removed
+waits for: a new policy, by polling the shared directory, which works across machines
+unblocked by: the clock
+
+While an evaluation pins the policy, nothing is loaded.
 """
 
 import asyncio
@@ -25,12 +29,13 @@ from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 READER = "orchestrator"
+"""Name under which the orchestrator acknowledges policies."""
 _POLL_INTERVAL_S = 0.1
 """Seconds between two reads of the shared directory: a new policy waits half of it on average."""
 
 
 class PolicyWatcher:
-    """Keeps the servers at the policy that the batch being filled wants."""
+    """Makes the servers serve the policy that the batch being filled should be sampled from."""
 
     def __init__(
         self,
@@ -47,8 +52,9 @@ class PolicyWatcher:
         """Make a watcher of servers that serve the start model.
 
         Args:
-            timeout_s: longest time without a policy that the batch being filled requires.
-            on_policy_served: called once the servers serve a new policy.
+            is_strict: load exactly the oldest policy that the batch may be sampled from, not a newer one.
+            timeout_s: longest time to wait for a policy that the batch being filled requires.
+            on_policy_served: called with the version once the servers serve a new policy.
         """
         self._layout = layout
         self._servers = servers
@@ -63,18 +69,23 @@ class PolicyWatcher:
         self.step = Step(1)
         """The batch being filled."""
         self.version = START_VERSION
-        """The policy of every server that takes rollouts, or a newer one while a load is under way."""
+        """The policy that was loaded last. While the next load is under way, some servers serve a newer one already."""
         self.digest = ""
         """Digest of the weights of `version`."""
         self.last_load_s = 0.0
+        """Seconds that the last load took."""
 
     def subscribe(self, on_policy_served: Callable[[PolicyVersion], None]) -> None:
         """Call `on_policy_served` too once the servers serve a new policy."""
         self._on_policy_served.append(on_policy_served)
 
     async def run(self) -> None:
-        """Have the servers serve each policy that is wanted, until cancelled."""
-        waited_s, asked_at = 0.0, self._clock()
+        """Load each policy that the batch being filled should have, until cancelled.
+
+        Raises:
+            WaitTimeout: a policy that the batch requires was not published within the timeout.
+        """
+        waited_s, checked_at = 0.0, self._clock()
         while True:
             required = required_version(step=self.step, max_async_level=self._max_async_level)
             latest = latest_version(self._layout) or START_VERSION
@@ -82,11 +93,11 @@ class PolicyWatcher:
                 if waited_s:
                     process_report.begin(f"filling batch {self.step}")
                 waited_s = 0.0
-            elif latest < required:  # and not merely pinned
+            elif latest < required:  # a policy that is published and only waits for a pin does not count
                 if not waited_s:
                     process_report.begin_waiting(f"policy {required}", on="trainer")
-                waited_s += self._clock() - asked_at
-            asked_at = self._clock()
+                waited_s += self._clock() - checked_at
+            checked_at = self._clock()
             if waited_s > self._timeout_s:
                 raise WaitTimeout(
                     f"orchestrator waited {self._timeout_s:.0f} s for policy {required} to fill batch {self.step}; the newest "
@@ -101,10 +112,10 @@ class PolicyWatcher:
 
     @asynccontextmanager
     async def pinned(self) -> AsyncGenerator[PolicyVersion, None]:
-        """Keep the served policy for the time of the block, after a load in progress; yield its version.
+        """Load no policy within the block; a load in progress is awaited first. Yield the version that the servers serve.
 
-        Blocks may nest and overlap: loading goes on when the last has ended. A server that comes back meanwhile gets the pinned
-        policy. Rollouts for training go on as long as the pinned policy is recent enough for them.
+        Blocks may nest and overlap: loading continues when the last has ended. A server that comes back meanwhile gets the pinned
+        policy. Rollouts for training continue as long as the pinned policy is recent enough for them.
         """
         async with self._loading:
             self._num_pins += 1
@@ -114,41 +125,43 @@ class PolicyWatcher:
             self._num_pins -= 1
 
     async def await_policy(self, version: PolicyVersion) -> None:
-        """Wait until the trainer has published `version`, then have every server load it.
+        """Wait until the trainer has published `version`, then make every server load it.
 
-        After a resume it lies there already, unless it is damaged: then the trainer publishes it again.
+        After a resume the policy is there already, unless it is damaged: then the trainer publishes it again.
         """
         deadline = self._clock() + self._timeout_s
         directory = self._layout.weights_step(version)
-        refused = 0  # modification time of STABLE, in ns: it tells a damaged policy from one published in its place
+        damaged_at = (
+            0  # modification time of STABLE of the damaged policy, in ns: it changes when the policy is published again
+        )
         while True:
             with suppress(FileNotFoundError):
-                if is_listed(directory) and (published := (directory / STABLE).stat().st_mtime_ns) != refused:
+                if is_listed(directory) and (published_at := (directory / STABLE).stat().st_mtime_ns) != damaged_at:
                     try:
                         await asyncio.to_thread(verify, directory)
                         break
                     except WeightsError as exc:
                         logger.warning("waiting for the trainer to publish the policy again: %s", exc)
-                        refused = published
+                        damaged_at = published_at
             if self._clock() > deadline:
                 raise WaitTimeout(
                     f"orchestrator waited {self._timeout_s:.0f} s for {directory} to resume from: is the trainer alive "
                     "(logs/trainer.stdout)?"
                 )
             await self._sleep(_POLL_INTERVAL_S)
-        self._loaded(await self._servers.ensure_policy_on_all(self._published(version)))
+        self._set_served(await self._servers.ensure_policy_on_all(self._published(version)))
 
     async def start_from_base(self, *, reload: bool) -> None:
-        """Start from version 0.
+        """Make version 0, the start model, the served policy.
 
         Args:
-            reload: have servers that serve something else go back to the start weights; else they are refused.
+            reload: make servers that serve another policy load the start weights; if False, such servers are an error.
         """
         start = TargetPolicy(version=START_VERSION, digest=None, directory=None)
-        self._loaded(await self._servers.ensure_policy_on_all(start, reset=reload))
+        self._set_served(await self._servers.ensure_policy_on_all(start, reset=reload))
 
     async def ensure_policy(self, version: PolicyVersion) -> None:
-        """Have the servers serve the published `version`, unless somebody has pinned theirs meanwhile."""
+        """Make the servers load the published `version`, unless the served policy was pinned meanwhile."""
         async with self._loading:
             if self._num_pins:
                 return
@@ -156,14 +169,15 @@ class PolicyWatcher:
             policy = self._published(version)
             await self._servers.ensure_policy(policy)
             self.last_load_s = self._clock() - started
-        self._loaded(policy)
+        self._set_served(policy)
         logger.info("policy loaded version=%s seconds=%.2f", version, self.last_load_s)
 
     def _published(self, version: PolicyVersion) -> TargetPolicy:
         directory = self._layout.weights_step(version)
         return TargetPolicy(version=version, digest=read_manifest(directory).digest, directory=directory)
 
-    def _loaded(self, policy: TargetPolicy) -> None:
+    def _set_served(self, policy: TargetPolicy) -> None:
+        """Record that the servers serve `policy`: acknowledge it and notify the subscribers."""
         acknowledge(self._layout, READER, policy.version)
         self.version, self.digest = policy.version, policy.digest or ""
         for notify in self._on_policy_served:

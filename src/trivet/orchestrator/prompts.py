@@ -1,10 +1,10 @@
-"""Examines a run's first prompts before its first rollout: their lengths, and the probe. Called once by `orchestrator.start`.
+"""Measures a run's first prompts and makes the probe from them, before the first rollout. Called once by `orchestrator.start`.
 
-A server refuses a prompt that leaves too little of its context, and the trainer sees the first seq_len tokens of a sample alone. A
-group of such a prompt has nothing to train on.
+A server refuses a prompt that leaves no room for a completion in its context, and the trainer sees only the first seq_len tokens of
+a sample. A group whose prompt is too long for either has no tokens to train on.
 
 The probe consists of tokens of the run's own prompts and completions, which every server scores under the start policy. The trainer
-compares the scores with its own, and scores the same tokens anew for every policy that it publishes (`algorithms.probe`).
+compares the scores with its own, and scores the same tokens again for every policy that it publishes (`algorithms.probe`).
 """
 
 import asyncio
@@ -30,27 +30,27 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 NUM_CHECKED = 64
-"""Prompts whose length is measured at the start: seconds, whatever the size of the data."""
+"""Prompts whose length is measured at the start. It takes seconds, whatever the size of the data."""
 MAX_NAMED = 5
-"""Examples that a message names."""
+"""Limit of examples that a message names."""
 NUM_PROMPTS = 8
-"""Prompts that are completed: short ones fill a probe together, and some may be too long for the server."""
+"""Prompts that are completed for the probe: one short prompt does not fill it, and some may be too long for the server."""
 _MAX_TOKENS = 32
-"""Tokens of a completion, sampled within seconds."""
+"""Limit of tokens of each completion for the probe, so that they are sampled within seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLimits:
-    """The room for prompts, by environment."""
+    """The limits from which the longest prompt of each environment follows."""
 
     seq_len: int
     max_tokens: Mapping[str, int]
-    """Tokens that a request reserves for its completion, at least 1."""
+    """Tokens that a request reserves for its completion, at least 1, by environment."""
     context: int | None = None
-    """The server's context; None: it does not say."""
+    """Tokens in the server's context; None when the server does not report it."""
 
     def explain(self, env: str) -> str:
-        """Explain how long a prompt of `env` may be, with the arithmetic."""
+        """Explain how long a prompt of `env` may be, and how the limit is computed."""
         served = "" if self.context is None else f"max_model_len {self.context} - sampling.max_tokens {self.max_tokens[env]}, "
         trained = f"orchestrator.seq_len {self.seq_len} - 1 that is trained on"
         return f"a prompt of {env} may have {self.max_prompt(env)} tokens at most (the least of {served}{trained})"
@@ -61,7 +61,7 @@ class PromptLimits:
 
 
 def limits_of(config: OrchestratorConfig) -> PromptLimits:
-    """Return the limits that the configuration alone gives."""
+    """Return the limits that follow from the configuration, without the server's context."""
     max_tokens = {env.label: env.sampling.over(config.sampling).max_tokens or 1 for env in config.env}
     return PromptLimits(seq_len=config.seq_len, max_tokens=max_tokens)
 
@@ -69,26 +69,30 @@ def limits_of(config: OrchestratorConfig) -> PromptLimits:
 async def check_prompts(
     draws: Sequence[Draw], *, limits: PromptLimits, pool: EnvironmentPool, client: InferenceClient, model: str
 ) -> PromptLimits:
-    """Measure the prompts of `draws`, log those that do not fit, and return the limits with the server's context."""
-    found: list[tuple[Draw, int]] = []
+    """Measure the prompts of `draws`, log those that do not fit, and return the limits with the server's context.
+
+    Raises:
+        BatchError: no prompt fits.
+    """
+    overlong: list[tuple[Draw, int]] = []
     draws = list({(draw.env, draw.example_id): draw for draw in draws}.values())
     for draw in draws:
         messages = await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id)
         try:
             count, context = await client.count_tokens(messages, model=model)
-        except InferenceError as exc:  # another server than ours need not answer, and the first rollouts say the same
+        except InferenceError as exc:  # servers other than vLLM may not count tokens; the first rollouts show what does not fit
             logger.info("lengths of prompts are not known: %s", exc)
             return limits
         limits = replace(limits, context=context)
         if count > limits.max_prompt(draw.env):
-            found.append((draw, count))
-    if found:
-        named = [f"example {draw.example_id} of {draw.env}: {count} tokens" for draw, count in found[:MAX_NAMED]]
-        named += ["..."] * (len(found) > MAX_NAMED)
-        finding = f"{len(found)} of {len(draws)} prompts looked at do not fit ({', '.join(named)})"
-        reasons = "; ".join(limits.explain(env) for env in sorted({draw.env for draw, _ in found}))
+            overlong.append((draw, count))
+    if overlong:
+        named = [f"example {draw.example_id} of {draw.env}: {count} tokens" for draw, count in overlong[:MAX_NAMED]]
+        named += ["..."] * (len(overlong) > MAX_NAMED)
+        finding = f"{len(overlong)} of {len(draws)} prompts looked at do not fit ({', '.join(named)})"
+        reasons = "; ".join(limits.explain(env) for env in sorted({draw.env for draw, _ in overlong}))
         advice = "raise max_model_len and seq_len, lower sampling.max_tokens, or leave such examples out"
-        if len(found) == len(draws):
+        if len(overlong) == len(draws):
             raise BatchError(f"{finding}: {reasons}; {advice}")
         logger.warning("%s: %s; they are left out of training, %s", finding, reasons, advice)
     return limits
@@ -104,27 +108,29 @@ async def make_probe(
     num_tokens: int,
     step: Step,
 ) -> Batch:
-    """Sample a short completion of each prompt on the first server, and have every server score what fits into the probe.
+    """Sample a short completion of each prompt on the first server. Then every server scores the first `num_tokens` of them.
 
     Args:
+        clients: one for each server.
         num_tokens: size of the probe.
         step: the last step already trained, so the batch after it is the first to train.
 
     Returns:
-        A row a server: the same samples with that server's log-probabilities. No rows when there was nothing to sample.
+        A probe with one row for each server: the same samples with that server's log-probabilities. It has no rows when no
+        prompt could be completed.
     """
     max_tokens = min(sampling.max_tokens or _MAX_TOKENS, _MAX_TOKENS)
     short = sampling.model_copy(update={"max_tokens": max_tokens, "min_tokens": min(sampling.min_tokens, max_tokens)})
     arguments = sampling_arguments(short, temperature=temperature)
     fields = {**arguments.fields, "temperature": arguments.temperature, "seed": arguments.seed}
-    asked = [clients[0].complete_chat(messages, model=model_name, fields=fields) for messages in prompts]
+    requests = [clients[0].complete_chat(messages, model=model_name, fields=fields) for messages in prompts]
     conversations: list[list[int]] = []
-    for answer in await asyncio.gather(*asked, return_exceptions=True):
+    for answer in await asyncio.gather(*requests, return_exceptions=True):
         if isinstance(answer, InferenceError) and any(refusal in str(answer) for refusal in OVERLONG_REFUSALS):
             continue
         if isinstance(answer, BaseException):
             raise answer
-        # Without the last token: a server that scores tokens must have room for one more.
+        # Without the last token: a server that scores tokens needs space for one more token in its context.
         conversations.append([*answer.prompt_ids, *answer.token_ids][:-1])
     samples = cut_samples(conversations, num_tokens=num_tokens)
     if not samples:

@@ -2,12 +2,12 @@
 
     rollouts/step_N/groups.msgpack.z --group--> ReplaySource --advantages--> GroupBuffer --batch n--> Loop
 
-Groups come once, in the order in which the recorded run trained on them. They get ids of this run, from 0, so that the id of the
-next group is also the position in the record, which is in every checkpoint.
+Each group is replayed once, in the order in which the recorded run trained on it. Groups get ids of this run, from 0. So the id of
+the next group, which is in every checkpoint, is also the position in the record.
 
 A policy version in a replayed rollout names a policy of the recorded run and never one of this run. The recorded
-log-probabilities are those of that policy, so that the loss corrects for it as for any off-policy token. No limit on staleness
-applies.
+log-probabilities are those of that policy, so the loss corrects for the difference as for any off-policy token. No limit on
+staleness applies.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from trivet.wire.rollouts import Group
 from trivet.wire.versions import GroupId, PolicyVersion, Step
 
 UNLIMITED_STEPS = 1 << 62
-"""Limit on staleness of replayed groups, whose versions are not comparable with this run's steps: none."""
+"""Limit on the staleness of replayed groups. No group reaches it: their versions cannot be compared with this run's steps."""
 _IDLE_WAIT_S = 60.0
-"""The source looks again at least this often, so that a missed notification costs a minute and not the run."""
+"""The source checks again at least this often, so that a missed notification costs a minute and not the run."""
 
 
 class ReplaySource:
@@ -42,11 +42,11 @@ class ReplaySource:
         on_group_end: Callable[[], None],
         state: SamplerState,
     ) -> None:
-        """Start with the first group recorded in `config.replay`, or where `state` ends.
+        """Start with the first group recorded in `config.replay`, or continue from `state`.
 
         Args:
-            on_group_end: called after every group, and when the record has ended.
-            state: of the checkpoint that is resumed.
+            on_group_end: called after every group, and when the buffer has enough groups or the record has ended.
+            state: the state in the checkpoint that is resumed; that of a new run has `next_group_id` 0.
         """
         assert config.replay is not None
         self._config = config
@@ -68,22 +68,22 @@ class ReplaySource:
         self.step = Step(1)
         """The batch being filled."""
         self.undispatched_draws: Sequence[Draw] = ()
-        """Always empty: a group is read and finished at one moment, so that none is in flight in a checkpoint."""
+        """Always empty: a group is read and finished without an await in between, so none is in flight in a checkpoint."""
 
     @property
     def is_drained(self) -> bool:
-        """Every recorded group was handed on."""
+        """True when every recorded group was given to the buffer."""
         return not self._files and not self._groups
 
     async def run(self) -> None:
-        """Hand on groups whenever the next batch lacks some, until cancelled."""
+        """Give groups to the buffer whenever it has too few for the next batch, until cancelled."""
         groups_per_batch = self._config.batch_size // self._config.rollouts_per_example
         while True:
             while self._buffer.num_ready < groups_per_batch and not self.is_drained:
                 if not self._groups:
                     recorded = await asyncio.to_thread(read_groups, self._files[0])
                     self._groups.extend(recorded.groups)
-                    self._files.popleft()  # not before: `is_drained` must not hold while the last file is read
+                    self._files.popleft()  # not earlier: `is_drained` must be False while the last file is read
                 elif self._num_to_skip:
                     self._groups.popleft()
                     self._num_to_skip -= 1
@@ -109,13 +109,13 @@ class ReplaySource:
         return f"the record in {self._directory} is used up after {self.next_group_id} groups"
 
     def _replay(self, recorded: Group) -> None:
-        """Take a group through the states of one that is sampled; no await, so that every checkpoint sees it whole."""
+        """Report a group to the buffer as dispatched and then as finished. No await, so no checkpoint is made in between."""
         group_id, env, example_id = self.next_group_id, recorded.env, recorded.example_id
         draw = Draw(group_id=group_id, env=env, example_id=example_id, example_hash="", step=self.step)
         self.next_group_id = GroupId(group_id + 1)
         self._buffer.dispatched(draw, version=recorded.oldest_version)
         for sample in (sample for rollout in recorded.rollouts for sample in rollout.samples):
-            if sample.masked is not None:  # by a filter: the replaying run has filters of its own
+            if sample.masked is not None:  # undo the filters of the recorded run: this run has filters of its own
                 sample.loss_mask_T, sample.logprobs_T = sample.masked.loss_mask_T, sample.masked.logprobs_T
                 sample.masked = None
         self._buffer.finished(make_group(draw, recorded.rollouts, config=self._config, advantage=self._advantage))
@@ -123,7 +123,7 @@ class ReplaySource:
 
 
 class UnservedPolicy:
-    """Stands in for the policy watcher where no server loads policies."""
+    """Takes the place of the policy watcher in a replay, where no server loads policies."""
 
     last_load_s = 0.0
 

@@ -1,4 +1,4 @@
-"""Brings an orchestrator from its configuration to a running loop: environments, servers, resume, self-check."""
+"""Takes an orchestrator from its configuration to a running loop: resume, servers, checks of prompts and policy."""
 
 import asyncio
 import logging
@@ -45,10 +45,11 @@ logger = logging.getLogger(__name__)
 
 
 async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Callable[[Loop], None] = lambda _: None) -> None:
-    """Run the orchestrator to max_steps. Every error of a task leaves as an exception group.
+    """Run the orchestrator to max_steps. An error in a task of the loop is raised in an exception group.
 
     Args:
-        on_loop: gets the loop when it begins to fill batches, to preempt it.
+        pool: the environments, loaded.
+        on_loop: called with the loop before it begins to fill batches, so that the caller can preempt it.
     """
     layout = RunLayout(config.output_dir)
     require_data(pool.infos, trained=[env.label for env in config.env], hash_keys=config.buffer.hash_keys)
@@ -71,7 +72,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     )
     replayed = read_groups(recorded_files(config.replay)[0]).run_id if config.replay is not None else ""
     telemetry.write_event(Start(run_id=config.run.id, from_step=step, replayed_run=replayed))
-    discard_after(layout.rollouts, step)  # later steps happen again with other rollouts
+    discard_after(layout.rollouts, step)  # later steps are done again, with new rollouts
     if step:
         discard_after(layout.evals, step)
     pool.report_to(telemetry.write_event)
@@ -88,7 +89,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
                 loop = make_replay_loop(config, part, sender=sender, telemetry=telemetry)
                 _report_numbers(loop)
                 process_report.begin_waiting("the probe to be received", on="trainer")
-                # Empty: there is no server that could score it.
+                # A probe without tokens: there is no server that could score any.
                 await sender.send(Batch(step=step, purpose=BatchPurpose.PROBE))
             on_loop(loop)
             await loop.run()
@@ -109,7 +110,11 @@ async def _begin_sampling(
     sender: BatchSender,
     telemetry: Telemetry,
 ) -> Loop:
-    """Return the loop of a run that samples, once the servers serve its first policy and the trainer has the probe."""
+    """Prepare a run that samples, and return its loop: the servers serve the first policy, the trainer has acknowledged the probe.
+
+    Args:
+        opened: closes the connections that are made here.
+    """
     process_report.begin_waiting("servers that answer", on="inference")
     servers, teacher = make_servers(config, telemetry), make_teacher(config)
     opened.push_async_callback(servers.aclose)
@@ -125,10 +130,10 @@ async def _begin_sampling(
     async def read_prompts(draws: Sequence[Draw]) -> list[list[dict[str, Any]]]:
         return [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws]
 
-    async with AsyncExitStack() as asking:
-        clients = [inference_client(config.client, root) for root in servers.roots]  # servers are asked and not changed
+    async with AsyncExitStack() as checking:
+        clients = [inference_client(config.client, root) for root in servers.roots]  # without the secret: they change no server
         for client in clients:
-            asking.push_async_callback(client.aclose)
+            checking.push_async_callback(client.aclose)
         if teacher is not None:
             process_report.begin_waiting("a teacher that answers", on="teacher")
             await teacher.wait_ready()
@@ -145,10 +150,12 @@ async def _begin_sampling(
         )
         process_report.begin_waiting("the probe to be compared", on="trainer")
         step = Step(part.progress.step)
-        # Its acknowledgement says that the trainer has cleared away what an earlier attempt left.
+        # A probe is sent even without tokens: the trainer acknowledges it after it has removed what an earlier attempt left.
         batch = Batch(step=step, purpose=BatchPurpose.PROBE)
-        wants_probe = config.weights.probe_tokens and loop.watcher.version == step  # in strict mode it may be an older policy
-        if wants_probe and (step == 0 or read_manifest(loop.layout.weights_step(step)).probe is None):
+        # A deterministic run may start from an older policy than that of `step`, which the trainer could not compare.
+        is_comparable = config.weights.probe_tokens and loop.watcher.version == step
+        # A policy that was published with a probe was compared when the servers loaded it.
+        if is_comparable and (step == 0 or read_manifest(loop.layout.weights_step(step)).probe is None):
             batch = await make_probe(
                 await read_prompts(loop.sampler.preview(NUM_PROMPTS)),
                 clients=clients,
@@ -158,7 +165,7 @@ async def _begin_sampling(
                 num_tokens=config.weights.probe_tokens,
                 step=step,
             )
-    if batch.micro_batches and loop.before_send is not None:  # the trainer needs the GPU's memory to compute
+    if batch.micro_batches and loop.before_send is not None:  # servers sleep: the trainer needs the GPU's memory to compare
         await loop.before_send()
         await sender.send(batch)
         await _ensure_first_policy(loop, config)
@@ -168,6 +175,7 @@ async def _begin_sampling(
 
 
 def _report_numbers(loop: Loop) -> None:
+    """Add the loop's policy version and numbers of groups to the report of this process."""
     process_report.set_number_source(
         lambda: {
             "policy_version": loop.watcher.version,
@@ -178,6 +186,7 @@ def _report_numbers(loop: Loop) -> None:
 
 
 def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> OrchestratorPart:
+    """Return the checkpoint part that the run resumes from, or an empty one for a new run."""
     if config.ckpt.resume_step is None:
         return OrchestratorPart(
             progress=RunTotals(),
@@ -202,9 +211,9 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
 
 
 async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
-    """Have the servers serve the policy of the step that the run starts from, before the first rollout.
+    """Make the servers serve the policy of the step that the run starts from, before the first rollout.
 
-    A deterministic run goes back to the one that the next batch was sampled from when the run was not broken.
+    A deterministic run loads the policy from which an uninterrupted run samples the next batch; it may be older.
     """
     assert isinstance(loop.watcher, PolicyWatcher)
     version = PolicyVersion(loop.progress.step)

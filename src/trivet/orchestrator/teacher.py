@@ -1,10 +1,11 @@
-"""Has a teacher score the rollouts of a finished group before it becomes ready. Called for each group by the dispatcher.
+"""Gets a teacher's log-probabilities for the rollouts of a group before the group becomes ready. The dispatcher's tasks call it.
 
-consumes: the rollouts of a group; produces: the same, with `teacher_logprobs_T` on every sample that has a loss token
-waits for: the teacher's servers, `client.timeout` a question, `client.wait_for_ready_timeout` while none answers
-unblocked by: a server's answer; a group whose teacher stays away fails with the reason, as any group can
+consumes: the rollouts of a group
+produces: the same rollouts, with `teacher_logprobs_T` on every sample that has a loss token
+waits for: the teacher's servers, at most `client.timeout` a request, and `client.wait_for_ready_timeout` while none answers
+unblocked by: a server's answer; if the teacher does not answer, the group fails with the reason
 
-Must never change what was sampled, nor ask more than `max_concurrent` questions at one time.
+This module must never change sampled tokens, nor send more than `max_concurrent` requests at one time.
 """
 
 import asyncio
@@ -25,17 +26,17 @@ from trivet.wire.rollouts import Group, Rollout, Sample
 logger = logging.getLogger(__name__)
 
 _MAX_TRIES = 5
-"""Questions about one sample before its rollout fails; each goes to another server if there are several."""
+"""Requests for one sample before its group fails. Each goes to another server if there are several."""
 _PAUSE_S = 1.0
-"""Before the second try; doubles with each."""
+"""Pause before the second try. It doubles with each further one."""
 _IMPOSSIBLE = -9999.0
 """Number in vLLM's answer for a log-probability of minus infinity."""
-_PROBES = (
+_TOKENIZER_TEXTS = (
     "The quick brown fox jumps over 1234567890 lazy dogs!",
     "def f(x):\n    return {'a': [x**2 + 0.5]}  # \t<tag/>",
     "Größe, naïveté, 東京で42回, привет \U0001f642",
 )
-"""Texts that tokenizers differ about: words, digits, code and whitespace, other scripts."""
+"""Texts that different tokenizers split differently: words, digits, code and whitespace, other scripts."""
 
 
 class Teacher:
@@ -48,46 +49,51 @@ class Teacher:
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Make a teacher that nobody has asked yet.
+        """Make a teacher. No request is sent yet.
 
         Args:
-            clients: one per server.
+            clients: one for each server of the teacher.
         """
         self._name = config.model.name
         self._ready_timeout_s = config.client.wait_for_ready_timeout
         self._clients = list(clients)
         self._in_flight = dict.fromkeys(range(len(self._clients)), 0)
-        self._places = asyncio.Semaphore(config.max_concurrent)
+        """Number of requests in flight at each server, by its index in `clients`."""
+        self._request_slots = asyncio.Semaphore(config.max_concurrent)
         self._sleep = sleep
-        self._seconds: list[float] = []
+        self._score_seconds: list[float] = []
+        """Seconds for each sample that was scored since `take_metrics` was last called."""
 
     async def wait_ready(self) -> None:
-        """Returns once every server answers."""
+        """Wait until every server answers."""
         await asyncio.gather(*(client.wait_ready(self._ready_timeout_s) for client in self._clients))
 
     async def require_same_tokens(
         self, policy: InferenceClient, *, model: str, messages: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Refuse a teacher whose tokens are not the policy's.
+        """Check that the teacher has the policy's tokenizer.
 
         Args:
-            policy: a server of the policy.
-            model: the policy's name there.
-            messages: a prompt of an environment, under whose chat template special tokens are compared too.
+            policy: client of a server of the policy.
+            model: the policy's name at that server.
+            messages: a prompt of an environment. Its chat template adds special tokens, which are compared too.
+
+        Raises:
+            ConfigError: the two split a text into different tokens, or read different texts from equal tokens.
         """
 
-        def refusal(difference: str) -> ConfigError:
+        def make_error(difference: str) -> ConfigError:
             return ConfigError(
                 f"orchestrator.teacher_model.model.name {self._name!r} has not the tokens of the policy {model!r}: {difference}; "
                 "a teacher scores the policy's token ids, take one of the same family and vocabulary"
             )
 
         for teacher in self._clients:
-            for text in _PROBES:
+            for text in _TOKENIZER_TEXTS:
                 expected, found = await policy.tokenize(text, model=model), await teacher.tokenize(text, model=self._name)
                 if found != expected:
                     shown = [f"{ids[:8]}{' …' if len(ids) > 8 else ''}" for ids in (expected, found)]
-                    raise refusal(f"{text!r} is {shown[0]} to the policy and {shown[1]} to it")
+                    raise make_error(f"{text!r} is {shown[0]} to the policy and {shown[1]} to it")
             if messages is not None:
                 ids = await policy.tokenize(messages, model=model)
                 teacher_text, policy_text = (
@@ -95,11 +101,15 @@ class Teacher:
                     await policy.detokenize(ids, model=model),
                 )
                 if teacher_text != policy_text:
-                    raise refusal(f"it reads a prompt as {teacher_text[:200]!r}, the policy as {policy_text[:200]!r}")
+                    raise make_error(f"it reads a prompt as {teacher_text[:200]!r}, the policy as {policy_text[:200]!r}")
         logger.info("teacher model=%s servers=%s reads the policy's tokens", self._name, len(self._clients))
 
     async def score(self, sample: Sample) -> np.ndarray:
-        """Return the teacher's log-probability of each token of `sample`, float32 [T], 0 where it is not trained on."""
+        """Return the teacher's log-probability of each token of `sample`, float32 [T]; 0 for tokens that are not trained on.
+
+        Raises:
+            RolloutFailed: no server answered, or a token is impossible for the teacher.
+        """
         started = time.monotonic()
         token_ids: list[int] = sample.token_ids_T.tolist()
         last_error: InferenceError | None = None
@@ -107,15 +117,16 @@ class Teacher:
             if number:
                 await self._sleep(backoff_s(number, first_s=_PAUSE_S))
             try:
-                async with self._places:
-                    # The server with the fewest questions; each try another one.
+                async with self._request_slots:
+                    # The server with the fewest requests; among several, each try starts with another one.
                     index = min(self._in_flight, key=lambda i: (self._in_flight[i], (i - number) % len(self._clients)))
                     client = self._clients[index]
                     self._in_flight[index] += 1
                     try:
                         logprobs = await client.score(token_ids, model=self._name)
                     except InferenceError:
-                        # A server that is started again costs time, one that refuses costs a try.
+                        # With several servers the next try goes to another one at once. Otherwise wait for this server, which
+                        # may be restarting; if it answers, only the try is lost.
                         if number or len(self._clients) == 1:
                             await client.wait_ready(self._ready_timeout_s)
                         raise
@@ -124,7 +135,7 @@ class Teacher:
             except InferenceError as exc:
                 last_error = exc
                 continue
-            self._seconds.append(time.monotonic() - started)
+            self._score_seconds.append(time.monotonic() - started)
             values_T = np.where(sample.loss_mask_T, np.array(logprobs, dtype=np.float32), np.float32(0.0))
             if np.isfinite(values_T).all() and values_T.min(initial=0.0) > _IMPOSSIBLE:
                 return values_T
@@ -148,8 +159,8 @@ class Teacher:
             sample.teacher_logprobs_T = scored.result()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return `time/teacher_logprobs`: mean seconds for a sample since the last call, the wait for a place included."""
-        seconds, self._seconds = self._seconds, []
+        """Return `time/teacher_logprobs`: mean seconds to score a sample since the last call, with the wait for a request slot."""
+        seconds, self._score_seconds = self._score_seconds, []
         return {"time/teacher_logprobs": sum(seconds) / len(seconds)} if seconds else {}
 
     async def aclose(self) -> None:

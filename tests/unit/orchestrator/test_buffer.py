@@ -141,7 +141,7 @@ def test_what_a_filter_masks_is_left_out_of_the_batch_and_keeps_the_baseline(eve
     [taken] = buffer.take_batch(Step(1), num_groups=1) or []
     assert [rollout.samples[0].num_loss_tokens for rollout in taken.rollouts] == [4, 0, 4]
     assert [rollout.advantage for rollout in taken.rollouts] == [0.5, -0.5, 0.0]
-    assert buffer.counters.finished[0].found == (RolloutFilter.TRUNCATED,)
+    assert buffer.counters.finished[0].matches == (RolloutFilter.TRUNCATED,)
 
 
 def test_filters_are_measured_unless_they_are_enforced_and_can_be_taken_away() -> None:

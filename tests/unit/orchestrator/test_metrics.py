@@ -69,7 +69,7 @@ def test_groups_that_tell_nothing_apart_count_as_solved_or_not():
     for rewards in ((1.0, 1.0), (0.0, 0.0), (0.0, 0.0)):
         counters.finished.append(FinishedGroup.of(group_of("math", rewards), filtered=FilterReason.ZERO_SIGNAL))
     batch = [group_of("math", (0.0, 1.0))]
-    counters.finished.append(FinishedGroup.of(batch[0], found=[RolloutFilter.TRUNCATED]))
+    counters.finished.append(FinishedGroup.of(batch[0], matches=[RolloutFilter.TRUNCATED]))
     values = flow(counters, batch)
     assert (values["batch/solve_none"], values["batch/solve_all"], values["batch/effective_batch_size"]) == (0.5, 0.25, 0.25)
     assert (values["pass@1"], values["pass@2"]) == (0.375, 0.5)
