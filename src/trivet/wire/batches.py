@@ -1,7 +1,8 @@
 """Defines the batch that crosses from the orchestrator to the trainer: one per step, packed into rows.
 
-Around it are the header in front of a batch and the trainer's answer. These two, and `Alive`, never change but for fields that may
-be left out, so that every schema can say to every other why it refuses. Legend: T tokens of one row, S samples in it.
+`BatchHeader` precedes a batch, and `BatchReply` is the trainer's answer. These two and `Alive` may get optional fields and must not
+change otherwise. So two processes with different schemas of `Batch` can still read why the other one refuses. Legend: T tokens of
+one row, S samples in it.
 """
 
 from enum import StrEnum
@@ -12,31 +13,32 @@ import numpy as np
 from trivet.wire.versions import GroupId, Step
 
 MAGIC = "trivet"
+"""Marks a message of this program, in the `magic` field of its header."""
 
 
 class MicroBatch(msgspec.Struct, kw_only=True):
-    """One packed row: whole samples one behind the other, which must not attend to each other.
+    """One packed row: whole samples one after the other, which must not attend to each other.
 
-    Every array is aligned with `token_ids_T`: `logprobs_T[t]` is the sampler's log-probability of token t given the tokens
-    of its sample before it. The first token of a sample is predicted by nothing and never trained on.
+    Every array is aligned with `token_ids_T`: `logprobs_T[t]` is the log-probability with which token t was sampled, given the
+    tokens of its sample before it. The first token of a sample follows no other, so it is never trained on.
     """
 
     token_ids_T: np.ndarray
     """int32 [T]."""
     position_ids_T: np.ndarray
-    """int32 [T]: starts again at 0 with each sample."""
+    """int32 [T]: starts at 0 in each sample."""
     loss_mask_T: np.ndarray
-    """bool [T]."""
+    """bool [T]: true on tokens that carry gradient."""
     logprobs_T: np.ndarray
-    """float32 [T]: the sampler's, temperature applied."""
+    """float32 [T]: log-probability with which each token was sampled, temperature applied."""
     advantages_T: np.ndarray
-    """float32 [T]: the rollout's advantage on each of its tokens."""
+    """float32 [T]: the advantage of the rollout to which each token belongs."""
     temperatures_T: np.ndarray
-    """float32 [T]."""
+    """float32 [T]: temperature of the sample to which each token belongs."""
     sequence_lengths_S: np.ndarray
-    """int32 [S]: sums to T."""
+    """int32 [S]: tokens of each sample; the sum is T."""
     teacher_logprobs_T: np.ndarray | None = None
-    """float32 [T]: a teacher's; None when one of the samples has none."""
+    """float32 [T]: the teacher's log-probability of each token; None when one of the samples has none."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +46,7 @@ class MicroBatch(msgspec.Struct, kw_only=True):
         return len(self.token_ids_T)
 
     def split(self, values_T: np.ndarray) -> list[np.ndarray]:
-        """Return the values of each sample."""
+        """Split an array over the tokens of the row into one array for each sample."""
         return np.split(values_T, np.cumsum(self.sequence_lengths_S)[:-1])
 
 
@@ -53,17 +55,17 @@ class BatchPurpose(StrEnum):
 
     TRAIN = "train"
     PROBE = "probe"
-    """Sent before the first batch: tokens that each server scored under the start policy, a row a server. The trainer compares them
-    with its own scores and trains nothing. Without rows there is nothing to compare."""
+    """Sent before the first batch: tokens that each server scored under the start policy, one row for each server. The trainer
+    compares the scores with its own and trains nothing. Without rows there is nothing to compare."""
     PREEMPT = "stop"
-    """Sent instead of a batch when the run is preempted: the trainer commits the step before, and ends. The other part of that
-    checkpoint is on disk if `has_orchestrator_part`."""
+    """Sent instead of a batch when the run is preempted: the trainer commits the step before and ends. If `has_orchestrator_part`
+    is set, the orchestrator's part of that checkpoint is on disk."""
     END = "end"
-    """Sent instead of a batch when a replay has used up its record: the trainer does the same, and the run is done."""
+    """Sent instead of a batch when a replay has no recorded groups left. The trainer does as for PREEMPT, and the run is done."""
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """All rows of one step. A probe carries the step that the first batch will have, less one."""
+    """All rows of one step. The `step` of a probe is the last step already trained: one less than that of the first batch."""
 
     step: Step
     purpose: BatchPurpose
@@ -71,10 +73,10 @@ class Batch(msgspec.Struct, kw_only=True):
     group_ids: list[GroupId] = []
     num_rollouts: int = 0
     has_orchestrator_part: bool = msgspec.field(default=False, name="has_orchestrator_half")
-    """The orchestrator's part of checkpoint `step` is on disk: the trainer writes its own after this step and commits both.
-    Encoded, the field keeps its first name, under which recorded batches have it."""
+    """True when the orchestrator's part of checkpoint `step` is on disk: after this step the trainer writes its own part and
+    commits both. Encoded, the field keeps its first name, under which recorded batches have it."""
     served_dtype: str = ""
-    """The dtype in which servers computed the scores of a probe; empty in other batches."""
+    """The dtype in which the servers computed the scores of a probe, by torch's name; empty in other batches."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +90,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the payload that follows it."""
+    """Describes the encoded batch that follows it."""
 
     magic: str = MAGIC
     schema: int
@@ -104,22 +106,22 @@ class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
-    """The orchestrator is well and still at work on the next batch. Not answered."""
+    """Sent at intervals while the orchestrator works on the next batch, so that the trainer keeps waiting. It gets no answer."""
 
     magic: str = MAGIC
     run_id: str
     attempt: int
     acknowledged: Step | None = None
-    """The batch whose acknowledgement it has just read; None when it has read none since it last said so."""
+    """The batch whose acknowledgement the orchestrator has just read; None in a message that was sent for no acknowledgement."""
 
 
 class BatchVerdict(StrEnum):
     """States whether a batch was accepted."""
 
     ACKNOWLEDGED = "acknowledged"
-    """The batch is held, or was delivered before."""
+    """The trainer has the batch, or has trained on it already."""
     REFUSED = "refused"
-    """It will never be accepted; sending it again is useless."""
+    """The batch will never be accepted, so the sender must not send it again."""
 
 
 class BatchReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +130,7 @@ class BatchReply(msgspec.Struct, frozen=True, kw_only=True):
     magic: str = MAGIC
     step: Step
     checksum: int
-    """Checksum of the batch it answers, so that a late answer is not treated as another's."""
+    """Checksum of the batch that it answers, so that a late answer is not treated as the answer to another batch."""
     verdict: BatchVerdict
     reason: str = ""
+    """The reason for REFUSED; empty otherwise."""

@@ -1,23 +1,29 @@
-"""The run's history, one JSON object per line of events.jsonl.
+"""Defines the events of a run's history, each of which is a JSON object in a line of events.jsonl.
 
-Life of a group: dispatch, then exactly one of batch (trained in that step), filter, drop; a group that was completed has a
-finish before that. A group whose try was lost without a result (its server went down, its worker died) is dispatched again,
-under the same id, while it is still in flight: one `dispatch` per try, all of them before its finish, each with the version
-of that try. A lost try itself writes nothing, and no token of it is kept. The last checkpoint owns the groups that wait or are
-in flight when a run stops: after a resume those in flight are dispatched again, under the same id.
-Life of a policy: publish, load, retire. Its publish is written before anybody can load it, and after the train of its step; a
-batch is written before it is trained. A commit is written after it became valid, so that of a run that was killed in between
-the checkpoint is there and the event is not. `trivet check` (trivet.history) proves that a history is of this form.
-A policy with a probe carries how many tokens servers must reproduce (`publish`) and how closely one did (`load`). For the policy
-that a run starts from the trainer compares, and writes a `probe`.
-Life of a server: load, `serverup`, then loads of newer versions. `serverdown` marks it unhealthy, and the version that it served
-is forgotten: before its next `serverup` comes a load of the version that the other servers serve then, which it may have served
-before. No group is dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
-The first event of a role is its `start`; after its `stop` comes nothing but the `start` of the next attempt. A process that is
-killed writes no `stop`.
-A `rollouts` event is written after the files of batch N, before batch N+1 is formed.
-A `start` with `from_step` N voids, of what its role wrote in earlier attempts: the trainer's events of steps and versions
-after N, and the orchestrator's events behind its batch N. Those steps happen again.
+The name of an event in the file is its class name in lower case, or the `tag` of the class. `trivet check` (trivet.history) proves
+that the events of a history come in the order that is described here.
+
+Group: a `dispatch`, then exactly one of `batch` (trained in that step), `filter` and `drop`. A group whose rollouts were all scored
+has a `finish` before that. If a server or a worker is lost while the group runs, the group is dispatched again under the same id:
+one `dispatch` for each attempt at the group, all before its `finish`, each with the version of that attempt. A lost attempt at a
+group writes no event, and none of its tokens is kept. Groups that wait or are in flight when a run stops are in the last
+checkpoint. After a resume, those in flight are dispatched again under the same id.
+
+Policy: `publish`, `load`, `retire`. The `publish` is written before any server can load the policy, and after the `train` of its
+step. A `batch` is written before the batch is trained. A `commit` is written after the checkpoint became valid. If the run is
+killed in between, the checkpoint exists and the event does not. For a policy with a probe, `publish` has the number of tokens that
+servers must reproduce, and `load` how closely a server did. The policy that a run starts from is compared by the trainer, which
+writes a `probe`.
+
+Server: a `load`, a `serverup`, then loads of newer versions. A `serverdown` marks the server unhealthy, and its served version
+becomes unknown. Before its next `serverup` it loads the version that the other servers serve then, which may be the same as before.
+No group is dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
+
+Role: its first event is `start`. After its `stop` the next event is the `start` of the next attempt. A process that is killed
+writes no `stop`. A `rollouts` event is written after the files of batch N, before batch N+1 is formed.
+
+A `start` with `from_step` N voids events that its role wrote in earlier attempts: the trainer's events of steps and versions after
+N, and the orchestrator's events after its batch N. Those steps are done again.
 """
 
 import msgspec
@@ -29,7 +35,7 @@ class Event(msgspec.Struct, kw_only=True, tag_field="event", tag=str.lower):
     """The fields of every event."""
 
     time: float = 0.0
-    """Unix seconds; set by the writer, like role and attempt."""
+    """Unix seconds. `EventWriter` sets this field, `role` and `attempt`."""
     role: str = ""
     attempt: int = 0
 
@@ -41,8 +47,8 @@ class Start(Event):
     from_step: Step
     """0 for a fresh run; N when resumed from the checkpoint of step N."""
     replayed_run: str = ""
-    """The run that sampled the rollouts which this orchestrator replays (`orchestrator.replay`). The versions in its events of
-    groups and batches are of policies of that run, and no server is asked."""
+    """The run that sampled the rollouts which this orchestrator replays (`orchestrator.replay`); empty without a replay. In a
+    replay the versions in events of groups and batches name policies of that run, and there are no servers."""
 
 
 class Dispatch(Event):
@@ -52,9 +58,10 @@ class Dispatch(Event):
     env: str
     example_id: int
     version: PolicyVersion
-    """The server served at least this version when the try started. While a load is under way, some serve a newer one."""
+    """The server served at least this version when the attempt at the group started. While a load is under way, it may serve a
+    newer one."""
     server: str = ""
-    """Base URL of the server that its requests go to."""
+    """Base URL of the server that gets the group's requests."""
 
 
 class Finish(Event):
@@ -71,7 +78,7 @@ class Filter(Event):
 
     group_id: GroupId
     reason: str
-    """A `algorithms.filters.FilterReason`."""
+    """An `algorithms.filters.FilterReason`."""
 
 
 class Drop(Event):
@@ -79,7 +86,7 @@ class Drop(Event):
 
     group_id: GroupId
     reason: str
-    """`stale`, or `failed: …`."""
+    """`stale`, `failed: …`, or after a resume `example_gone`, `ckpt.skip_buffer` or `no_teacher_logprobs`."""
 
 
 class BatchFormed(Event, tag="batch"):
@@ -146,7 +153,7 @@ class ServerDown(Event):
 
 
 class ServerUp(Event):
-    """A server takes rollouts again, or for the first time, holding `version`."""
+    """A server takes rollouts, again or for the first time, and serves `version`."""
 
     server: str
     version: PolicyVersion
@@ -180,12 +187,13 @@ class Commit(Event):
 
 
 class Stop(Event):
-    """A role ended in order."""
+    """A role ended, and was not killed."""
 
     step: Step
+    """The last step that it finished."""
     reason: str
-    """`done`, `failed`, `interrupted`; `preempted`: it was asked to commit and to end; `exhausted`: a replay used up its record
-    before the last step."""
+    """`done`, `failed` or `interrupted`; `preempted` when it was asked to commit and end; `exhausted` when a replay had no groups
+    left before the last step."""
 
 
 class EnvLoad(Event):
@@ -193,27 +201,32 @@ class EnvLoad(Event):
 
     env: str
     package: str
-    """Version of the environment's distribution; empty when none has its name."""
+    """Version of the environment's distribution; empty when no distribution has its name."""
     api: str
     """Generation of the verifiers API that it is written for: `v0` or `v1`."""
     verifiers: str
+    """Version of the verifiers package in its workers."""
     python: str
+    """Version of Python in its workers."""
     worker: str
     """Name and version of the distribution that its workers run from."""
 
 
 class EnvRestart(Event):
-    """A worker of an environment ended and is started again. The groups it ran are dispatched again, or dropped as failed."""
+    """A worker of an environment ended and is started again. Its groups are dispatched again, or dropped as failed."""
 
     env: str
     worker: str
+    """Name of the worker."""
     pid: int
     """Process id of the worker that ended."""
     cause: str
 
 
 class Restart(Event):
-    """The launcher ended what was left of these roles and starts them again. Their next `start` tells what that voids."""
+    """The launcher starts these roles again, after it ended their remaining processes. The `from_step` of their next `start` shows
+    which events that voids.
+    """
 
     roles: list[str]
     cause: str

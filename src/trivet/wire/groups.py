@@ -1,6 +1,6 @@
 """Defines requests for groups, facts about environments, and how an environment worker reaches the inference servers.
 
-It carries the names of the variables that hold keys, never the keys.
+These messages have the names of the environment variables that hold API keys, never the keys.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import msgspec
 from trivet.wire.versions import GroupId
 
 OVERLONG_REFUSALS = ("maximum context length", "max_tokens must be at least 1")
-"""Parts of vLLM's refusals of a prompt that is longer than the context, and of one that fills it."""
+"""Texts in the errors with which vLLM refuses a prompt that is longer than the context, and a prompt that fills it."""
 
 
 class Split(StrEnum):
@@ -34,7 +34,7 @@ class SamplingArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """The conversation of a rollout that is over, to be scored again."""
+    """The conversation of a finished rollout, to be scored again."""
 
     prompt: list[dict[str, Any]]
     completion: list[dict[str, Any]]
@@ -42,10 +42,7 @@ class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to run `num_rollouts` rollouts of one example on one server and to score them together.
-
-    With `recorded` nothing is sampled: these rollouts are scored.
-    """
+    """A request to run `num_rollouts` rollouts of one example on one server and to score them together."""
 
     group_id: GroupId
     env: str
@@ -58,7 +55,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The inference server that gets all model requests of the group."""
     sampling: SamplingArguments
     recorded: list[RecordedConversation] = []
-    """Rollouts of the example that are scored instead of new ones, `num_rollouts` of them; empty: new ones are sampled."""
+    """`num_rollouts` rollouts of the example to score again, in which case nothing is sampled; empty when new ones are sampled."""
 
 
 class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,18 +75,18 @@ class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """The inference servers, as an environment worker asks them."""
+    """The addresses of the inference servers, and how an environment worker sends requests to them."""
 
     base_urls: list[str]
     key_variables: list[str]
-    """Environment variable that holds the key: one for all servers, or one per entry of `base_urls`."""
+    """Names of the environment variables that hold the keys: one for all servers, or one for each entry of `base_urls`."""
     headers: dict[str, str] = {}
-    """Sent with every request."""
+    """Headers of every request."""
     timeout_s: float = 1200.0
-    """Longest time for one request, seconds."""
+    """Longest time for one request, in seconds."""
 
     def api_key(self, base_url: str, environ: Mapping[str, str]) -> str | None:
-        """Return the key for the server at `base_url`, None when its variable is not set."""
+        """Return the key for the server at `base_url`; None when its variable is not set."""
         return environ.get(self.key_variable(base_url))
 
     def key_variable(self, base_url: str) -> str:
@@ -101,11 +98,11 @@ class ServerAccess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_root(base_url: str) -> str:
-    """Return a server's address without `/v1`, which names it in events and logs."""
+    """Return a server's address without `/v1`. Events and logs name the server by it."""
     return base_url.rstrip("/").removesuffix("/v1")
 
 
-_REPRODUCIBLE = frozenset(
+_UNBIASED_FIELDS = frozenset(
     {
         *("temperature", "seed"),
         # when a completion ends
@@ -114,18 +111,18 @@ _REPRODUCIBLE = frozenset(
         *("messages", "prompt", "tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
         *("continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "reasoning_effort"),
         *("media_io_kwargs", "mm_processor_kwargs", "known_token_ids"),
-        # what an answer tells
+        # the content of the answer
         *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "echo", "return_token_ids"),
         *("skip_special_tokens", "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text"),
         *("spaces_between_special_tokens", "stream", "stream_options", "stream_interval", "include_reasoning"),
         "parallel_tool_calls",
-        # who asks, and in which order requests are served
+        # the sender, and the order in which requests are served
         *("model", "user", "priority", "request_id", "session_id", "cache_salt", "metadata"),
     }
 )
-"""Fields of a request that change no probability of a token, whatever their value."""
+"""Fields of a request whose effect on the probabilities of tokens the trainer reproduces, or that have no such effect."""
 
-_OFF: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_p": (1,),
     "top_k": (0, -1),
@@ -133,15 +130,17 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
 }
-"""Values with which a further field does nothing, besides those that are empty, 0 or false."""
+"""Values with which any other field has no effect on probabilities. A value that is empty, 0 or false has none either."""
 
 
 def biasing_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields, with their values, of which the trainer does not know what they do to probabilities.
+    """Return the fields, with their values, that may change the distribution from which tokens are sampled.
 
-    The trainer computes the softmax of the logits over the temperature, over the whole vocabulary. A field that is not known may
-    sample from another distribution: servers get new ones with every release.
+    The trainer computes the softmax of the logits divided by the temperature, over the whole vocabulary. An unknown field may make
+    the server sample from another distribution: servers get new fields with every release.
     """
     return {
-        name: value for name, value in fields.items() if name not in _REPRODUCIBLE and value and value not in _OFF.get(name, ())
+        name: value
+        for name, value in fields.items()
+        if name not in _UNBIASED_FIELDS and value and value not in _NEUTRAL_VALUES.get(name, ())
     }

@@ -1,7 +1,7 @@
 """Defines what an environment produces: samples, the rollout around them, and the group of rollouts of one example.
 
 They cross from environment workers to the orchestrator and into its checkpoint. Legend: T tokens of one sample.
-None of them is ever part of a cycle, so the garbage collector need not look at the thousands that are in flight (gc=False).
+None of them is ever part of a reference cycle, so the garbage collector need not visit the thousands in flight (gc=False).
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ import numpy as np
 from trivet.wire.versions import GroupId, PolicyVersion, VersionRun
 
 MAX_REWARD = 1e12
-"""Greatest size of a reward. An advantage is as large as the rewards and a gradient some powers of ten larger. The norm of the
-gradients adds their squares in float32, which ends at 3.4e38, so they must stay below 1e19."""
+"""Largest absolute value of a reward. An advantage is about as large as the rewards, and a gradient some powers of ten larger.
+Gradients must stay below 1e19, because their norm adds their squares in float32, whose largest number is 3.4e38."""
 
 
 class MaskedTokens(msgspec.Struct, kw_only=True, gc=False):
-    """The sampled tokens that a filter masked from the loss, for people who look at the rollout. They are not trained on."""
+    """A sample's loss mask and log-probabilities before a filter cleared them, for people who look at the rollout."""
 
     loss_mask_T: np.ndarray
     """bool [T]: the sample's loss mask before the filter."""
@@ -32,7 +32,7 @@ class Sample(msgspec.Struct, kw_only=True, gc=False):
     token_ids_T: np.ndarray
     """int32 [T]: prompt and sampled tokens in the order the model saw them."""
     loss_mask_T: np.ndarray
-    """bool [T]: true on tokens to train on. Never true at position 0, which nothing predicts."""
+    """bool [T]: true on tokens to train on. Never true at position 0, which follows no token."""
     logprobs_T: np.ndarray
     """float32 [T]: log-probability of each token as sampled, temperature applied; 0 where the mask is false."""
     teacher_logprobs_T: np.ndarray | None = None
@@ -41,9 +41,9 @@ class Sample(msgspec.Struct, kw_only=True, gc=False):
     """The policy of each token that the model sampled, in order."""
     temperature: float
     masked: MaskedTokens | None = None
-    """None unless a filter cleared `loss_mask_T`."""
+    """The values before a filter cleared `loss_mask_T`; None when none did."""
     is_truncated: bool = False
-    """A completion in it ended at a length limit, not at a stop token."""
+    """True when a completion in it ended at a length limit, not at a stop token."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,32 +68,36 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     scores: dict[str, float] = {}
     """Value of each reward function and metric of the environment's rubric, by name."""
     prompt: list[dict[str, Any]] = []
+    """Messages in the OpenAI chat format."""
     completion: list[dict[str, Any]] = []
-    """Messages in the OpenAI chat form."""
+    """Messages in the OpenAI chat format."""
     num_turns: int = 1
     ran_out_of_context: bool = False
-    """It ended because what the model had to read next was longer than its context; the turns before it are kept."""
+    """True when it ended because the next prompt was longer than the model's context; the turns before are kept."""
     is_cut: bool = False
-    """A turn ended at a length limit, as reported by a server that gives no token ids: there are no samples to tell it."""
+    """True when a server that returns no token ids reported that a turn ended at a length limit: then there are no samples that
+    could record it."""
     counted_tokens: int = 0
-    """Tokens of the completions as such a server counts them."""
+    """Tokens of the completions, as a server that returns no token ids counted them; 0 with other servers."""
     num_retries: int = 0
-    """Attempts before this one, which infrastructure failed: a server, a sandbox or the network."""
+    """Number of earlier tries that failed because of infrastructure: a server, a sandbox or the network."""
     ended_by: str = ""
-    """Type of the error by which the policy's own call to a tool ended the rollout, which is scored all the same; else empty."""
+    """Error type, when an error in a tool that the policy called ended the rollout, which is scored all the same; else empty."""
     generation_s: float = 0.0
+    """Seconds that it took to play the rollout."""
     scoring_s: float = 0.0
+    """Seconds that it took to score it."""
     advantage: float = 0.0
     """Set when its group is complete."""
 
     @property
     def is_truncated(self) -> bool:
-        """A turn ended at a length limit, or the context had no place for the next."""
+        """True when a turn ended at a length limit, or the next prompt was longer than the context."""
         return self.ran_out_of_context or self.is_cut or any(sample.is_truncated for sample in self.samples)
 
     @property
     def num_completion_tokens(self) -> int:
-        """Sampled by the model."""
+        """Number of tokens that the model sampled. A rollout has samples or `counted_tokens`, never both."""
         return self.counted_tokens + sum(sample.num_loss_tokens for sample in self.samples)
 
 
@@ -108,12 +112,12 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """The oldest policy of its sampled tokens; raises ValueError when nothing was sampled."""
+        """Return the oldest policy of its sampled tokens. Raises ValueError when nothing was sampled."""
         return min(self._versions)
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """The newest policy of its sampled tokens; raises ValueError when nothing was sampled."""
+        """Return the newest policy of its sampled tokens. Raises ValueError when nothing was sampled."""
         return max(self._versions)
 
     @property
@@ -127,7 +131,7 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
 
 
 class RolloutRecord(msgspec.Struct, kw_only=True):
-    """A line of `rollouts.jsonl`. One of an evaluation's `results.jsonl` has some of these fields, and fields of its own."""
+    """A line of `rollouts.jsonl`. A line of an evaluation's `results.jsonl` has some of these fields, and others besides."""
 
     env: str = ""
     group_id: GroupId | None = None
@@ -141,6 +145,6 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     is_truncated: bool = False
     ran_out_of_context: bool = False
     versions: list[VersionRun] = []
-    """Policy of the sampled tokens, run-length encoded."""
+    """Policy versions of the sampled tokens, run-length encoded."""
     prompt: list[dict[str, Any]] = []
     completion: list[dict[str, Any]] = []

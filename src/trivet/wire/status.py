@@ -1,6 +1,7 @@
-"""Defines what a run says about itself while it runs: its processes' reports, and the status.json that the launcher makes of them.
+"""Defines the state that a run shows while it runs: its processes' reports, and the status.json that the launcher makes of them.
 
-Times are Unix seconds. They are for words alone: who is stuck is judged by whether a report changes, not by its clock.
+Times are Unix seconds and are only shown to people. Whether a process is stuck is decided by whether its report changes, not by the
+times in it.
 """
 
 from enum import StrEnum
@@ -10,7 +11,7 @@ import msgspec
 from trivet.wire.versions import PolicyVersion, Step
 
 RUNNING_GROUPS = "running groups"
-"""The activity of the environment workers of another node once they have loaded."""
+"""The activity that the environment workers of another node report once they have loaded their environments."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,15 +22,15 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     is_alive: bool = True
     num_pending: int = 0
-    """Groups it was given and has not answered."""
+    """Groups that it was given and has not answered."""
     num_generating: int = 0
     """Rollouts that wait for the model."""
     num_scoring: int = 0
-    """Rollouts in the environment's own code: tools, rewards."""
+    """Rollouts that run the environment's own code: tools or rewards."""
     scoring_for_s: float = 0.0
-    """Age of the oldest of these."""
+    """Seconds for which the oldest of these rollouts has run that code."""
     blocked_for_s: float = 0.0
-    """Seconds for which its event loop has not answered."""
+    """Seconds for which the worker's event loop has not answered."""
     num_restarts: int = 0
 
 
@@ -43,28 +44,30 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 1
     time: float
     activity: str = ""
-    """The activity ("training step 12"), or the thing waited for ("batch 12") when `waits_for` is set."""
+    """The activity ("training step 12"). When `waits_for` is set: the thing that the process waits for ("batch 12")."""
     waits_for: str = ""
-    """The role that it waits for."""
+    """The role for which the process waits; empty while it does not wait."""
     since: float
-    """When the activity began."""
+    """The time when the activity began."""
     step: Step = Step(0)
     """The last step that it finished."""
     policy_version: PolicyVersion | None = None
-    """Version that the servers serve (orchestrator)."""
+    """Version that the servers serve; None for every role but the orchestrator, like the two fields that follow."""
     num_ready: int | None = None
-    """Groups that wait for a batch (orchestrator)."""
+    """Finished groups that wait for a batch."""
     num_in_flight: int | None = None
+    """Groups that are dispatched and have not ended."""
     workers: list[WorkerStatus] = []
+    """The environment workers that the process started."""
 
 
 class RoleState(StrEnum):
-    """States where a role is in its life."""
+    """The states of a role."""
 
     RUNNING = "running"
     STOPPING = "stopping"
     BACKING_OFF = "backing off"
-    """It ended and is started again in a moment."""
+    """The role has ended and waits for its restart."""
     ENDED = "ended"
 
 
@@ -77,11 +80,11 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     node: int = 0
     """The index of the node on which it runs; 0 is the launcher's own."""
     exit: str = ""
-    """The way it ended: `killed by SIGKILL`."""
+    """The way in which it ended, such as `killed by SIGKILL`; empty while it runs."""
     stuck: str = ""
     """The watchdog's reason to call it stuck; empty while it is not."""
     reports: list[ProcessReport] = []
-    """One, or one for each rank."""
+    """One report, or one for each rank of the trainer. Reports that could not be read are missing."""
 
 
 class RestartRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,21 +93,21 @@ class RestartRecord(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     roles: list[str]
     cause: str
-    """`trainer killed by SIGKILL`."""
+    """The cause of the failure, such as `trainer killed by SIGKILL`."""
     from_step: Step | None = None
     """The step that trainer and orchestrator went back to, 0 for the start; None when inference alone was restarted."""
     lost_steps: int = 0
-    """Finished steps that are taken again."""
+    """Number of finished steps that are trained again."""
     down_s: float | None = None
-    """Seconds from the failure to the next finished step, or to a server that answers; None until then."""
+    """Seconds from the failure to the next finished step, or until every server of the unit answers; None until then."""
 
 
 class RunState(StrEnum):
-    """States how the run goes, or how it ended."""
+    """The states of a run, while it runs and after its end."""
 
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """SIGTERM came: the roles commit and stop."""
+    """A signal asked the run to end: the roles commit and stop."""
     DONE = "done"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
@@ -116,14 +119,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     attempt: int
     pid: int
-    """The launcher's."""
+    """Process id of the launcher."""
     node: str = ""
-    """Host name of the launcher's machine, on which `pid` and the times are its own; empty for roles that were started by hand."""
+    """Host name of the launcher's machine, to which `pid` and the times belong; empty for roles that were started by hand."""
     state: RunState
     started: float
-    """When this launcher started."""
+    """The time when this launcher started."""
     time: float
-    """When this was written."""
+    """The time when this status was written."""
     max_steps: int | None = None
     last_commit: Step | None = None
     roles: list[RoleStatus] = []
@@ -131,6 +134,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str = ""
     exit_code: int | None = None
     reason: str = ""
-    """The reason why it ended."""
+    """The reason why the run ended; empty while it runs."""
     events_bytes: int = 0
-    """Length of the complete lines of events.jsonl when this was written: a shorter file lost some."""
+    """Length in bytes of the complete lines of events.jsonl when this was written. A file that is shorter now has lost events."""

@@ -1,4 +1,4 @@
-"""Defines policy versions, steps and ids of groups, what a server says of its policy, and encodes the versions of tokens.
+"""Defines policy versions, steps and group ids, the status of the policy on a server, and run-length codes for versions of tokens.
 
 Policy version N is the weights after optimizer step N; version 0 is the start model. Batch n is trained in step n (from 1).
 """
@@ -11,7 +11,7 @@ import msgspec
 PolicyVersion = NewType("PolicyVersion", int)
 Step = NewType("Step", int)
 GroupId = NewType("GroupId", int)
-"""Handed out by the sampler in order, never twice in a run. It survives a resume: a group dispatched again keeps its id."""
+"""The sampler hands out ids in ascending order, each once in a run. A group that is dispatched again keeps its id."""
 
 START_VERSION = PolicyVersion(0)
 
@@ -21,11 +21,12 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     version: PolicyVersion
     digest: str
-    """Digest in the manifest of the weights directory; for version 0, that of the start model's weight files."""
+    """Digest in the manifest of the weights directory; for version 0, the digest of the start model's weight files."""
     probe_mismatch: float | None = None
-    """Mean difference, in nats, of the server's log-probabilities of the policy's probe; None for a policy without one."""
+    """Mean difference, in nats, between the server's and the trainer's log-probabilities of the policy's probe; None for a policy
+    without a probe."""
     probe_limit: float | None = None
-    """The largest mean difference that rounding explains."""
+    """The largest mean difference that rounding explains, in nats; None for a policy without a probe."""
     dtype: str = ""
     """The dtype that the server computes in, by torch's name."""
     asleep: bool = False
@@ -40,7 +41,7 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def join_versions(parts: Iterable[Sequence[VersionRun]]) -> list[VersionRun]:
-    """Concatenate encodings; neighbouring runs of the same version are merged."""
+    """Concatenate encoded versions. Neighbouring runs of the same version are merged."""
     joined: list[VersionRun] = []
     for part in parts:
         for run in part:
@@ -52,7 +53,7 @@ def join_versions(parts: Iterable[Sequence[VersionRun]]) -> list[VersionRun]:
 
 
 def first_versions(runs: Iterable[VersionRun], num_tokens: int) -> list[VersionRun]:
-    """Return the encoding of the first `num_tokens` tokens."""
+    """Return the encoded versions of the first `num_tokens` tokens."""
     kept: list[VersionRun] = []
     for run in runs:
         if num_tokens <= 0:

@@ -1,7 +1,7 @@
 """Defines the messages between the orchestrator and the environment workers of another node.
 
-Each node has a pool of its own (`WorkerPool`), which restarts and limits its workers there. Groups go to it and answers come back.
-A message may be lost with its connection, so a node says again and again what it has received and what it still runs.
+Each node has its own `WorkerPool`, which restarts and limits the workers there. The orchestrator sends groups to the node and gets
+their results back. A message may be lost with its connection, so a node reports every second what it has received and still runs.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ from trivet.wire.workers import AskPrompt, CallFailed, Cancel, GroupDone, Prompt
 
 
 class StartSession(msgspec.Struct, frozen=True, tag=True):
-    """Starts a session. The node cancels the calls of the session before, and says what it has loaded."""
+    """Starts a session. The node cancels the calls of the session before and answers with `PoolLoaded`."""
 
 
 class AskNodePrompt(AskPrompt, frozen=True, tag=True):
@@ -28,22 +28,22 @@ class NodeBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     newest_call: int
     """The highest call id that it has received in this session; -1 for none."""
     running: list[int]
-    """Calls that it has neither answered nor lost."""
+    """Ids of the calls that still run there."""
     workers: list[WorkerStatus] = []
     metrics: dict[str, float] = {}
-    """As `EnvironmentPool.metrics` since the last beat."""
+    """The metrics that `EnvironmentPool.metrics` returned since the last beat."""
     events: list[EnvLoad | EnvRestart] = []
-    """What happened since the last beat; in the first one of a session, which environments are loaded."""
+    """The events since the last beat. The first beat of a session also has an `EnvLoad` for each environment."""
 
 
 class PoolLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `StartSession`."""
+    """Answer to `StartSession`: the environments that the node has loaded, by name."""
 
     infos: dict[str, EnvironmentInfo]
 
 
 class CallLost(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a call whose worker ended while it ran; it may be asked again."""
+    """Answer to a call whose worker ended while the call ran. The call may be made again."""
 
     call_id: int
     message: str
@@ -53,19 +53,20 @@ NodeAnswer = NodeBeat | PoolLoaded | GroupDone | PromptFound | CallFailed | Call
 
 
 class ToNode(msgspec.Struct, frozen=True):
-    """Envelope of what a node is told."""
+    """Envelope of a message to a node, with the session to which the message belongs."""
 
     session: str
-    """Id of the session of the orchestrator with this node; a new id starts a new session."""
+    """Id of the session of the orchestrator with this node. A new id starts a new session."""
     body: StartSession | RunGroupOrder | AskNodePrompt | Cancel
 
 
 class FromNode(msgspec.Struct, frozen=True, kw_only=True):
-    """Envelope of what a node says."""
+    """Envelope of a message from a node, with its sender and its session."""
 
     node: int
+    """Index of the node."""
     instance: str
-    """Random id of the node's process."""
+    """Random id of the node's process. It changes when the process is started again."""
     session: str
-    """The newest that it was told; empty for none."""
+    """The session to which the message belongs; empty before the first."""
     body: NodeAnswer
