@@ -1,8 +1,8 @@
-"""Defines what crosses from the orchestrator to the trainer, and decides about each message. No socket is opened here.
+"""Defines the messages from the orchestrator to the trainer, and decides which are accepted. No socket is opened here.
 
-A batch is a header and parts of the payload, which are checked before anything is decoded. `Inbox` holds a bounded number of
-batches and delivers each once. `BatchSender` and `BatchReceiver` are the two ends, which `transport.zeromq` implements; other
-receivers are in `transport.recording`.
+A batch is sent as a header and the parts of its payload. They are checked before the payload is decoded. `Inbox` holds a bounded
+number of batches and delivers each once. `BatchSender` and `BatchReceiver` are the two ends, which `transport.zeromq` implements;
+`transport.recording` has other receivers.
 """
 
 import logging
@@ -27,32 +27,33 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 Buffer = bytes | memoryview
+"""One frame of a message."""
 HeaderT = TypeVar("HeaderT", BatchHeader, Alive)
 
 MAX_HELD = 2
-"""Batches that wait for the trainer. A further one gets no answer, so the sender keeps it and sends it again."""
+"""Limit of batches that wait for the trainer. A further batch gets no answer, so the sender keeps it and sends it again."""
 _MAX_REASON_CHARS = 500
-"""Limit of a reason that is logged or answered: it may quote what was sent."""
+"""Limit of the reason for a refusal in the log and in the answer, because the reason may quote the message."""
 _CALL_INTERVAL_S = 30.0
 """Seconds between two calls of `on_wait` while `take` waits."""
 _WARNING_INTERVAL_S = 60.0
-"""Seconds between two lines of a warning that strangers can cause: often enough to be seen, too seldom to fill a log."""
+"""Shortest time between two lines of a warning that strangers can cause: they are seen, and do not fill the log."""
 
 
 class BatchSender(Protocol):
-    """The orchestrator's end."""
+    """The orchestrator's end of the connection."""
 
     async def send(self, batch: Batch) -> None:
-        """Send `batch` at an interval until the trainer acknowledges it.
+        """Send `batch` again and again, at an interval, until the trainer acknowledges it.
 
         Raises:
-            MessageRefused: larger than the limit, or the trainer belongs to another run, attempt or schema.
-            WaitTimeout: no acknowledgement within the configured time.
+            MessageRefused: the batch is larger than the limit, or the trainer has another run, attempt or schema.
+            WaitTimeout: no acknowledgement came within the configured time.
         """
         ...
 
     async def say_alive(self) -> None:
-        """Tell a trainer that waits for the next batch that the orchestrator is well: its deadline starts anew."""
+        """Send a sign of life. The deadline of a trainer that waits for the next batch starts anew."""
         ...
 
     async def aclose(self) -> None:
@@ -61,17 +62,17 @@ class BatchSender(Protocol):
 
 
 class BatchReceiver(Protocol):
-    """The trainer's end, on rank 0. Acknowledges in the background while the trainer computes.
+    """The trainer's end of the connection, on rank 0. It acknowledges batches in the background while the trainer computes.
 
-    What it must refuse, it refuses towards the sender and logs: a stranger's message is no reason to stop a healthy trainer.
+    A message that it must refuse is answered and logged, and never raises: a stranger's message must not stop a healthy trainer.
     """
 
     def receive(self, step: Step) -> Batch:
-        """Wait for the batch of `step`; each is delivered once, however often it arrives.
+        """Wait for the batch of `step`. Each batch is delivered once, however often it arrives.
 
         Raises:
-            WaitTimeout: neither the batch nor a sign of life within the configured time; says what was waited for, what
-                arrived last and what was refused.
+            WaitTimeout: neither the batch nor a sign of life came within the configured time. The message names the last batch
+                that arrived and the last refusal.
         """
         ...
 
@@ -82,7 +83,7 @@ class BatchReceiver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMessage:
-    """A batch as it is sent."""
+    """A batch that is encoded for sending."""
 
     header: BatchHeader
     frames: list[Buffer]
@@ -90,7 +91,7 @@ class BatchMessage:
 
 
 def make_message(batch: Batch, *, run: RunIdentity, max_message_mib: int) -> BatchMessage:
-    """Encode a batch under its header.
+    """Encode a batch with its header.
 
     Raises:
         MessageRefused: the encoded batch is larger than the limit.
@@ -109,10 +110,10 @@ def make_message(batch: Batch, *, run: RunIdentity, max_message_mib: int) -> Bat
 
 
 def is_acknowledged(frame: Buffer, *, header: BatchHeader) -> bool:
-    """Return whether `frame` acknowledges the batch under `header`; a late answer to another batch does not.
+    """Return whether `frame` acknowledges the batch that has `header`. False for a late answer to another batch.
 
     Raises:
-        MessageRefused: the receiver refused the batch; carries its reason.
+        MessageRefused: the receiver refused the batch, with its reason.
     """
     try:
         reply = msgspec.msgpack.decode(frame, type=BatchReply)
@@ -134,7 +135,11 @@ def _check_size(name: str, num_bytes: int, max_message_mib: int) -> None:
 
 
 def _require_acceptable(header: BatchHeader, parts: Sequence[Buffer], *, run: RunIdentity, max_message_mib: int) -> None:
-    """Raise MessageRefused with the reason why a message can never be accepted; else its payload may be decoded."""
+    """Check a message before its payload is decoded.
+
+    Raises:
+        MessageRefused: the message can never be accepted, with the reason.
+    """
     name, num_bytes, checksum = f"batch {header.step}", sum(map(len, parts)), 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
@@ -158,16 +163,17 @@ def _require_acceptable(header: BatchHeader, parts: Sequence[Buffer], *, run: Ru
 
 
 class RepeatedWarning:
-    """Logs a warning that strangers can cause in at most one line a minute. Use it from one thread at a time."""
+    """Logs a warning that strangers can cause, in at most one line a minute. Use it from one thread at a time."""
 
     def __init__(self, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
         self._num_left_out = 0
+        """Warnings that were not logged since the last line."""
         self._logged_at = float("-inf")
 
     def log(self, text: str) -> None:
-        """Log `text`, unless something was logged less than a minute ago; then the next line says how often it was."""
+        """Log `text`, unless a line was logged less than a minute ago: then it is only counted, for the next line."""
         now = self._clock()
         if now - self._logged_at < _WARNING_INTERVAL_S:
             self._num_left_out += 1
@@ -178,12 +184,12 @@ class RepeatedWarning:
 
 
 class Inbox:
-    """Holds accepted batches until the trainer takes them.
+    """Holds accepted batches until the trainer takes them. The receiver's thread calls `accept`, the trainer's calls `take`.
 
-    consumes: frames, in any order, any number of times
-    produces: the reply to each, and batches by step
-    waits for: the batch of the step that `take` names, at most `timeout_s` after the orchestrator last said that it is well
-    unblocked by: `accept` of that batch, `fail`
+    consumes: messages, in any order and any number of times
+    produces: the reply to each message, and batches by step
+    waits for: the batch of the step that `take` names, at most `timeout_s` after the last sign of life of the orchestrator
+    unblocked by: `accept` of that batch, or `fail`
     """
 
     def __init__(
@@ -197,7 +203,7 @@ class Inbox:
         """Start empty.
 
         Args:
-            on_wait: called now and then by `take` while it waits.
+            on_wait: called every 30 s by `take` while it waits.
         """
         self.wanted: Step | None = None
         """The step that `take` waits for, or waited for last."""
@@ -208,21 +214,27 @@ class Inbox:
         self._changed = threading.Condition()
         self._held: dict[Step, Batch] = {}
         self._checksums: dict[Step, int] = {}
-        """Checksums of the accepted batches: they tell a duplicate from another batch under the same step."""
+        """Checksums of all accepted batches by step: equal for a duplicate, different for another batch under the same step."""
         self._failure: str | None = None
+        """The reason why no message will arrive any more, once `fail` was called."""
         self._last_arrival: tuple[Step, float] | None = None
+        """Step of the last batch that arrived, and the time; None before the first."""
         self._last_refusal = ""
         self._refusals = RepeatedWarning(logger, clock=clock)
         self._last_alive = float("-inf")
+        """Time of the last sign of life."""
         self._unread: Step | None = None
-        """The batch that was acknowledged last, until the orchestrator has read it."""
+        """The batch that was acknowledged last; None once the orchestrator has read the acknowledgement."""
 
     def accept(self, frames: Sequence[Buffer]) -> bytes | None:
-        """Return the reply to one message. None: it is not ours, or its batch finds no place yet."""
+        """Handle one message and return the reply to it.
+
+        None when it gets no reply: it is a sign of life, it is not of this program, or there is no space for its batch yet.
+        """
         header: BatchHeader | None = None
         with self._changed:
             try:
-                if len(frames) == 1:
+                if len(frames) == 1:  # a batch has its payload in further frames
                     alive = _read_header(frames[0], Alive)
                     if (alive.run_id, alive.attempt) == (self._run.id, self._run.attempt):
                         self._last_alive = self._clock()
@@ -238,10 +250,10 @@ class Inbox:
                 return _reply(header, BatchVerdict.REFUSED, reason=self._last_refusal) if header is not None else None
 
     def _hold(self, header: BatchHeader, parts: Sequence[Buffer]) -> bytes | None:
-        """Hold a batch that is new and return its acknowledgement; None while it finds no place."""
+        """Store a batch that is new and return its acknowledgement; None while there is no space for it."""
         _require_acceptable(header, parts, run=self._run, max_message_mib=self._config.max_message_mib)
-        known = self._checksums.get(header.step)
-        if known is None:
+        accepted_checksum = self._checksums.get(header.step)
+        if accepted_checksum is None:
             if len(self._held) >= MAX_HELD and header.step != self.wanted:
                 return None
             batch = decode(parts[0] if len(parts) == 1 else b"".join(parts), Batch)
@@ -250,13 +262,13 @@ class Inbox:
             self._held[header.step] = batch
             self._checksums[header.step] = header.checksum
             self._changed.notify_all()
-        elif known != header.checksum:
+        elif accepted_checksum != header.checksum:
             raise MessageRefused(f"batch {header.step} was received before with other content")
         self._unread = header.step
         return _reply(header, BatchVerdict.ACKNOWLEDGED)
 
     def take(self, step: Step) -> Batch:
-        """Wait for the batch of `step`, and drop those of earlier steps.
+        """Wait for the batch of `step` and return it. Batches of earlier steps are dropped.
 
         Raises:
             WaitTimeout: the batch did not come in time, or the network side failed.
@@ -293,22 +305,22 @@ class Inbox:
         )
 
     def wait_until_read(self, timeout_s: float) -> None:
-        """Return once the orchestrator has said that it read the last acknowledgement, or after `timeout_s`.
+        """Return once the orchestrator has reported that it read the last acknowledgement, or after `timeout_s`.
 
-        A receiver that closes before takes an acknowledgement with it that lies unread at the other end.
+        If the receiver closed earlier, ZeroMQ would drop an acknowledgement that the orchestrator has not read yet.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._unread is None or self._failure is not None, timeout_s)
 
     def fail(self, reason: str) -> None:
-        """Wake `take`: no message will arrive any more."""
+        """Make `take` fail with `reason`: no message will arrive any more."""
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
 
 
 def _read_header(frame: Buffer, kind: type[HeaderT]) -> HeaderT:
-    """Decode the first frame of a message; raises MessageRefused when it is not ours at all."""
+    """Decode the first frame of a message. Raises MessageRefused when the message is not of this program."""
     header = decode(frame, kind)
     if header.magic != MAGIC:
         raise MessageRefused(f"the message starts with {header.magic!r}, not with {MAGIC!r}: it is not of this program")

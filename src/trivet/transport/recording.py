@@ -1,9 +1,10 @@
-"""Keeps what was trained on disk, and feeds it to training again: batches without an orchestrator, groups without servers.
+"""Writes trained batches and groups to disk, and reads them for training again: batches without an orchestrator, groups without
+servers.
 
-`batches/step_N.msgpack` (`trainer.data.record`) holds the bytes that crossed to the trainer, and no run or attempt of which they
-were of, so equal batches are equal files. The orchestrator writes `groups.msgpack.z` next to `rollouts.jsonl`: one MessagePack
-message, compressed with zlib, from which `trivet view` shows tokens and another run can train (`orchestrator.replay`). Without
-`orchestrator.record_rollouts` it leaves out what only a replay needs, so that the file takes less disk space.
+`batches/step_N.msgpack` (`trainer.data.record`) holds the encoded batch that the trainer received. It does not name the run or the
+attempt, so equal batches make equal files. The orchestrator writes `groups.msgpack.z` next to `rollouts.jsonl`: one MessagePack
+message, compressed with zlib. `trivet view` shows tokens from it, and another run can train on it (`orchestrator.replay`). Without
+`orchestrator.record_rollouts` the file leaves out what only a replay needs, and takes less disk space.
 """
 
 import zlib
@@ -26,14 +27,14 @@ from trivet.wire.rollouts import Group, Rollout, Sample
 from trivet.wire.versions import Step
 
 GROUPS_FILE = "groups.msgpack.z"
-_LEVEL = 1
+_ZLIB_LEVEL = 1
 """Compression level of zlib. Higher levels make the file a tenth smaller and take several times as long."""
 _MAX_UNPACKED_BYTES = 1 << 33
-"""Limit in bytes, enough for a step of 10^8 tokens. It keeps a damaged file from filling the reader's memory."""
+"""Limit of an unpacked file in bytes, enough for a step of 10^8 tokens. A damaged file cannot fill the reader's memory."""
 
 
 class RecordedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of batches/step_N.msgpack."""
+    """Content of a file batches/step_N.msgpack."""
 
     schema: int
     """`codec.SCHEMA_VERSION` of the writer."""
@@ -61,10 +62,10 @@ def discard_recorded_after(layout: RunLayout, step: Step) -> None:
 
 
 def read_recorded(layout: RunLayout, step: Step) -> Batch:
-    """Return the batch of `step` as it was trained.
+    """Return the recorded batch of `step`.
 
     Raises:
-        BatchError: it was not recorded, by another schema, or is damaged.
+        BatchError: the batch was not recorded, was recorded with another schema, or is damaged.
     """
     path = layout.recorded_batch(step)
     try:
@@ -78,16 +79,16 @@ def read_recorded(layout: RunLayout, step: Step) -> Batch:
         return decode(recorded.payload, Batch)
     except FileNotFoundError as exc:
         steps = recorded_steps(layout)
-        held = f"steps {steps[0]} to {steps[-1]}" if steps else "none"
+        recorded_range = f"steps {steps[0]} to {steps[-1]}" if steps else "none"
         raise BatchError(
-            f"batch {step} was not recorded in {layout.batches}, which holds {held}; lower {key_name('max_steps')}"
+            f"batch {step} was not recorded in {layout.batches}, which holds {recorded_range}; lower {key_name('max_steps')}"
         ) from exc
     except MessageRefused as exc:
         raise BatchError(f"{path} cannot be read: {exc}") from exc
 
 
 class RecordingReceiver:
-    """A BatchReceiver that keeps what another receives, if it is trained on."""
+    """A BatchReceiver that records the batches which another receiver receives, if they are trained on."""
 
     def __init__(self, receiver: BatchReceiver, *, layout: RunLayout) -> None:
         self._receiver = receiver
@@ -106,19 +107,19 @@ class ReplayReceiver:
     """A BatchReceiver over the batches that the run in `root` recorded, after an empty probe."""
 
     def __init__(self, root: Path, *, from_step: Step) -> None:
-        """Read nothing yet.
+        """Read no file yet.
 
         Args:
-            from_step: the last step done; its batch is asked for first, and is the probe's.
+            from_step: the last step already trained. The trainer receives a batch of this step first: it is the probe.
         """
         self._layout = RunLayout(root)
         self._from_step = from_step
 
     def receive(self, step: Step) -> Batch:
-        """Return the recorded batch of `step`."""
+        """Return the recorded batch of `step`, or an empty probe for `from_step`."""
         if step == self._from_step:
             return Batch(step=step, purpose=BatchPurpose.PROBE)
-        # The recorded run's orchestrator wrote its part of that run's checkpoint, not of this one's.
+        # The flag is about the checkpoint of the recorded run. This run has no orchestrator, and no part of one.
         return msgspec.structs.replace(read_recorded(self._layout, step), has_orchestrator_part=False)
 
     def close(self) -> None:
@@ -126,7 +127,7 @@ class ReplayReceiver:
 
 
 class RecordedGroups(msgspec.Struct, kw_only=True):
-    """The content of the file: the groups that were trained in one step."""
+    """Content of a file `groups.msgpack.z`: the groups that were trained in one step."""
 
     schema: int = SCHEMA_VERSION
     """`codec.SCHEMA_VERSION` of the writer."""
@@ -134,10 +135,10 @@ class RecordedGroups(msgspec.Struct, kw_only=True):
     """The run that sampled them."""
     step: Step
     is_replayable: bool = True
-    """False where messages are left out, and log-probabilities have three digits: enough for colours of tokens, too few for an
-    importance ratio."""
+    """False when messages are left out and log-probabilities have three digits: enough to colour tokens, too few for an importance
+    ratio."""
     groups: list[Group]
-    """In the order of the batch, and so of the lines of `rollouts.jsonl`."""
+    """The groups in the order of the batch, which is also the order of the lines of `rollouts.jsonl`."""
 
 
 def pack_groups(groups: Sequence[Group], *, run_id: str, step: Step, is_replayable: bool) -> bytes:
@@ -147,15 +148,18 @@ def pack_groups(groups: Sequence[Group], *, run_id: str, step: Step, is_replayab
             msgspec.structs.replace(
                 group,
                 rollouts=[
-                    Rollout(index=rollout.index, reward=rollout.reward, samples=[_round(sample) for sample in rollout.samples])
+                    Rollout(
+                        index=rollout.index,
+                        reward=rollout.reward,
+                        samples=[_round_logprobs(sample) for sample in rollout.samples],
+                    )
                     for rollout in group.rollouts
                 ],
             )
             for group in groups
         ]
-    return zlib.compress(
-        encode(RecordedGroups(run_id=run_id, step=step, is_replayable=is_replayable, groups=list(groups))), _LEVEL
-    )
+    recorded = RecordedGroups(run_id=run_id, step=step, is_replayable=is_replayable, groups=list(groups))
+    return zlib.compress(encode(recorded), _ZLIB_LEVEL)
 
 
 def unpack_groups(data: bytes) -> RecordedGroups:
@@ -181,7 +185,7 @@ def read_groups(path: Path) -> RecordedGroups:
     """Return the groups in the file at `path`, for a replay.
 
     Raises:
-        BatchError: it is missing, damaged, written by another schema, or not replayable.
+        BatchError: the file is missing, damaged, written with another schema, or not replayable.
     """
     try:
         recorded = unpack_groups(path.read_bytes())
@@ -193,7 +197,7 @@ def read_groups(path: Path) -> RecordedGroups:
 
 
 def recorded_files(directory: Path) -> list[Path]:
-    """Return the files of the record in the output directory `directory`, in the order of their steps."""
+    """Return the `groups.msgpack.z` of each step in the output directory `directory`, in the order of steps. Some may not exist."""
     layout = RunLayout(directory)
     return [layout.rollouts_step(step) / GROUPS_FILE for step in list_steps(layout.rollouts, marker=ROLLOUTS_FILE)]
 
@@ -202,7 +206,7 @@ def require_replayable(config: OrchestratorConfig) -> None:
     """Check, before anything is started, that `orchestrator.replay` holds what training needs.
 
     Raises:
-        ConfigError: it holds no rollouts, lacks their tokens and log-probabilities, or groups of another size.
+        ConfigError: the directory holds no rollouts, lacks their tokens and log-probabilities, or has groups of another size.
     """
     if config.replay is None:
         return
@@ -229,11 +233,13 @@ def require_replayable(config: OrchestratorConfig) -> None:
         )
 
 
-def _round(sample: Sample) -> Sample:
-    """Return `sample` with log-probabilities of three digits."""
+def _round_logprobs(sample: Sample) -> Sample:
+    """Return `sample` with log-probabilities of three digits, which compress better, and without those of the teacher."""
 
-    def rounded(logprobs_T: np.ndarray) -> np.ndarray:
+    def to_three_digits(logprobs_T: np.ndarray) -> np.ndarray:
         return logprobs_T.astype(np.float16).astype(np.float32)
 
-    masked = sample.masked and msgspec.structs.replace(sample.masked, logprobs_T=rounded(sample.masked.logprobs_T))
-    return msgspec.structs.replace(sample, logprobs_T=rounded(sample.logprobs_T), teacher_logprobs_T=None, masked=masked)
+    masked = sample.masked and msgspec.structs.replace(sample.masked, logprobs_T=to_three_digits(sample.masked.logprobs_T))
+    return msgspec.structs.replace(
+        sample, logprobs_T=to_three_digits(sample.logprobs_T), teacher_logprobs_T=None, masked=masked
+    )

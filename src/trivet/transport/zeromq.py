@@ -1,10 +1,10 @@
 """Sends batches over ZeroMQ: the trainer's rank 0 binds, the orchestrator connects. Either may start first, or start again.
 
-ZeroMQ drops messages when a peer goes away, read by it or not, so nothing here relies on it: what counts is the trainer's
-acknowledgement. The last one may go with the trainer, which ends by itself; then another sign that it had the batch counts.
+ZeroMQ may drop messages when a peer goes away. So a batch counts as delivered only when the trainer's acknowledgement has come. The
+acknowledgement of the last batch may be lost when the trainer ends; then `has_arrived` finds another sign that the trainer had it.
 
-Connections are encrypted with a key of the run's secret (`process.sockets`). Until the end of its handshake a connection
-costs one frame of memory and `_HANDSHAKE_MS`.
+Connections are encrypted with a key that is derived from the run's secret (`process.sockets`). A stranger who connects can make
+this process hold at most one frame, for at most `_HANDSHAKE_MS`.
 """
 
 import asyncio
@@ -33,47 +33,48 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 KEY_PURPOSE = "transport/trainer"
+"""Purpose for which the key of these connections is derived from the run's secret."""
 _CLOSE_POLL_MS = 50
 """The receiver's thread notices within this time that it should end."""
 _LAST_ANSWER_S = 5.0
-"""The receiver waits this long for the sender to read its last answer."""
+"""Longest time for which the receiver waits, when it closes, for the sender to read its last answer."""
 _LINGER_MS = 1_000
-"""The sender waits this long for its last message to leave."""
+"""Longest time for which the sender waits for its last message to leave."""
 _HEARTBEAT_MS = 10_000
-"""A peer whose machine vanished is noticed and the connection made anew."""
+"""Interval of ZeroMQ's heartbeats. They show that a peer's machine has vanished, so that the connection is made again."""
 _HANDSHAKE_MS = 10_000
-"""A connection that has not shown the secret by then is closed; a loaded machine needs a fraction of a second."""
+"""A connection that has not shown the secret after this time is closed. A loaded machine needs a fraction of a second."""
 _MAX_QUEUED = 4
-"""Messages of a peer that wait to be read; it sends one and waits for the answer."""
+"""Limit of messages of one peer that wait to be read. A peer sends one and waits for the answer."""
 _MAX_RECONNECT_MS = 1_000
-"""The pause between attempts to connect grows up to this."""
+"""Longest pause between two attempts to connect; the pause grows up to this."""
 _REPORTED_FAILURES = 3
-"""Failed handshakes in a row that are reported: a trainer that ends may cut one or two short."""
-_SAME_SECRET = f"give both roles the same {SECRET_FILE}"
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""Number of failed handshakes in a row after which a stranger is reported. A trainer that ends may interrupt one or two."""
+_SAME_SECRET_ADVICE = f"give both roles the same {SECRET_FILE}"
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class _Handshakes:
-    """Counts the handshakes of a socket that failed. Use it from the thread that uses the socket."""
+    """Counts the failed handshakes of a socket. Use it from the thread that uses the socket."""
 
     def __init__(self, socket: "zmq.Socket[Any]", context: "zmq.Context[Any]") -> None:
         self._socket = socket
         address = f"inproc://handshakes-{id(socket)}"
-        socket.monitor(address, _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        # What comes from a context of asyncio would have to be awaited.
+        socket.monitor(address, _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        # A plain context over the same ZeroMQ context: sockets of an asyncio context would have to be awaited.
         self._events: zmq.Socket[bytes] = zmq.Context[zmq.Socket[bytes]](shadow=context).socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
-        # An event that finds no place would block the thread that does the sending and receiving.
+        # No limit on queued events: a full queue would block ZeroMQ's thread that sends and receives.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
         self.num_failed_in_a_row = 0
 
     def read(self) -> int:
-        """Return how many handshakes failed since the last call."""
+        """Return how many handshakes failed since the last call, and update `num_failed_in_a_row`."""
         num_failed = 0
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())["event"]
-            is_failure = bool(event & _FAILED)
+            is_failure = bool(event & _HANDSHAKE_FAILED)
             num_failed += is_failure
             self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if is_failure else 0
         return num_failed
@@ -84,14 +85,14 @@ class _Handshakes:
         self._events.close()
 
 
-def _bound_and_keep_alive(socket: "zmq.Socket[Any]") -> None:
+def _set_limits_and_heartbeat(socket: "zmq.Socket[Any]") -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + MAX_CURVE_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
 
 
 class ZmqSender:
-    """The orchestrator's end. Use it from one task at a time."""
+    """The orchestrator's end of the connection. Call `send` from one task at a time."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class ZmqSender:
         """Connect, without waiting for the trainer.
 
         Args:
-            has_arrived: asked before a batch is sent again: whether something else shows that the trainer has it.
+            has_arrived: called before a batch is sent again; returns whether something else shows that the trainer has it.
         """
         self._config = config
         self._run = run
@@ -112,13 +113,13 @@ class ZmqSender:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # Without a trainer there is nothing to queue for: copies of a batch must not pile up for its return.
+        # Queue no message while no trainer is connected: otherwise copies of a batch would pile up until it connects.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.SNDHWM, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
-        _bound_and_keep_alive(self._socket)
+        _set_limits_and_heartbeat(self._socket)
         self._handshakes = _Handshakes(self._socket, self._context)
-        self._strangers = RepeatedWarning(logger)
+        self._stranger_warning = RepeatedWarning(logger)
         connect_encrypted(self._socket, host=config.advertise or config.host, port=config.port, key=secret.derive(KEY_PURPOSE))
 
     async def send(self, batch: Batch) -> None:
@@ -134,10 +135,10 @@ class ZmqSender:
                     return
                 logger.info("batch sent again step=%d times=%d", batch.step, num_sent)
                 if stranger := self._find_stranger():
-                    self._strangers.log(stranger)
+                    self._stranger_warning.log(stranger)
             if await self._exchange(message, until=min(now + self._config.resend_interval_s, deadline)):
                 reach("batch_send.after", step=batch.step)
-                await self.say_alive(acknowledged=batch.step)  # a trainer that ends waits for it
+                await self.say_alive(acknowledged=batch.step)  # a trainer that ends waits for this message
                 return
             num_sent += 1
         if self._has_arrived(batch):
@@ -149,9 +150,13 @@ class ZmqSender:
         )
 
     async def say_alive(self, *, acknowledged: Step | None = None) -> None:
-        """Tell a trainer that the orchestrator is well, as `BatchSender.say_alive`, and which acknowledgement it has just read."""
+        """Send a sign of life, as `BatchSender.say_alive`.
+
+        Args:
+            acknowledged: the batch whose acknowledgement was just read; None when the message is only a sign of life.
+        """
         alive = Alive(run_id=self._run.id, attempt=self._run.attempt, acknowledged=acknowledged)
-        # Without a trainer nobody is told. A batch on its way says as much, and this message would queue behind it.
+        # The message is left out while no trainer is connected, and while a batch is being sent: that is a sign of life too.
         with contextlib.suppress(zmq.Again, TimeoutError):
             async with asyncio.timeout(_LINGER_MS / 1000):
                 await self._socket.send(encode(alive), zmq.NOBLOCK)
@@ -163,14 +168,14 @@ class ZmqSender:
         self._context.term()
 
     def _find_stranger(self) -> str | None:
-        """Describe whoever listens in the trainer's place without the run's secret; None when nobody does."""
+        """Describe a stranger that listens in the trainer's place without the run's secret; None when there is none."""
         self._handshakes.read()
         if self._handshakes.num_failed_in_a_row < _REPORTED_FAILURES:
             return None
-        return f"what listens on {self._config.host}:{self._config.port} does not have this run's secret; {_SAME_SECRET}"
+        return f"what listens on {self._config.host}:{self._config.port} does not have this run's secret; {_SAME_SECRET_ADVICE}"
 
     async def _exchange(self, message: BatchMessage, *, until: float) -> bool:
-        """Send `message` once, if there is a trainer, and read replies; whether it was acknowledged before `until`."""
+        """Send `message` once and read replies until `until`. Return whether the message was acknowledged."""
         try:
             async with asyncio.timeout(until - time.monotonic()):
                 # pyzmq leaves the type of a frame open
@@ -184,7 +189,7 @@ class ZmqSender:
 
 
 class ZmqReceiver:
-    """The trainer's end. A thread of its own answers while the trainer computes."""
+    """The trainer's end of the connection. It has a thread that answers while the trainer computes."""
 
     def __init__(
         self,
@@ -194,20 +199,20 @@ class ZmqReceiver:
         run: RunIdentity,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """Listen, and answer in a thread from now on.
+        """Listen, and start the thread that answers.
 
         Args:
-            on_wait: called now and then while `receive` waits, by the thread that called it.
+            on_wait: called every 30 s while `receive` waits, in the thread of its caller.
         """
         self._inbox = Inbox(config, run=run, on_wait=on_wait)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        _bound_and_keep_alive(self._socket)
+        _set_limits_and_heartbeat(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         self._handshakes = _Handshakes(self._socket, self._context)
-        self._strangers = RepeatedWarning(logger)
-        self._where = f"{config.host}:{config.port}"
+        self._stranger_warning = RepeatedWarning(logger)
+        self._address = f"{config.host}:{config.port}"
         try:
             listen_encrypted(self._socket, host=config.host, port=config.port, key=secret.derive(KEY_PURPOSE))
         except OSError as exc:
@@ -235,14 +240,16 @@ class ZmqReceiver:
         self._inbox.fail("the receiver was closed")
 
     def _answer(self) -> None:
-        """Run in the thread, the only one that touches the socket until it has ended."""
+        """Answer messages until `close`, in the receiver's thread. No other thread uses the socket before this one has ended."""
         try:
             while not self._is_closing.is_set():
                 if self._socket.poll(_CLOSE_POLL_MS):
                     self._answer_one()
                 if self._handshakes.read():
-                    self._strangers.log(f"someone without this run's secret connected to {self._where}; {_SAME_SECRET}")
-        except Exception as exc:  # whatever it was, the trainer that waits must hear of it, or it would wait for nothing
+                    self._stranger_warning.log(
+                        f"someone without this run's secret connected to {self._address}; {_SAME_SECRET_ADVICE}"
+                    )
+        except Exception as exc:  # whatever failed: otherwise the trainer would wait in vain
             logger.exception("receiver failed")
             self._inbox.fail(f"its receiver failed with {type(exc).__name__}: {exc}")
 

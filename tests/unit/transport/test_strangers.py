@@ -32,9 +32,9 @@ def receiver(monkeypatch):
     config = make_config()
     receiver = ZmqReceiver(config, secret=SECRET, run=RUN)
     receiver.config, receiver.let_in, receiver.has_noticed = config, [], threading.Event()
-    accept, log = receiver._inbox.accept, receiver._strangers.log
+    accept, log = receiver._inbox.accept, receiver._stranger_warning.log
     monkeypatch.setattr(receiver._inbox, "accept", lambda frames: receiver.let_in.append(len(frames)) or accept(frames))
-    monkeypatch.setattr(receiver._strangers, "log", lambda text: (log(text), receiver.has_noticed.set()))
+    monkeypatch.setattr(receiver._stranger_warning, "log", lambda text: (log(text), receiver.has_noticed.set()))
     with closing(receiver):
         yield receiver
 
