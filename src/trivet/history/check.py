@@ -1,7 +1,7 @@
-"""Proves from what a run left behind that it kept invariants 1 to 4, or names what broke which. Called by `trivet check`.
+"""Proves from a run's files that the run kept invariants 1 to 4, or names each breach and its invariant. Called by `trivet check`.
 
-Reads events.jsonl twice, one line at a time: first for the steps that attempts started from, then everything. Works on a run
-that is still going, up to where its file reached.
+It reads events.jsonl twice, one line at a time: first the steps from which attempts started, then all events. A run that is still
+running is checked up to the length that the file had at the start.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from trivet.history.run_history import ORCHESTRATOR, RunHistory
 from trivet.wire.versions import Step
 
 _MAX_BREACHES = 10
-"""The first is the cause; what comes after it often only follows."""
+"""Limit of breaches that are printed. The first is the cause, and later ones are often only consequences of it."""
 _NEVER_EXAMINED = (
     "what lies in logs/, metrics/, evals/ and configs/ beyond the values that were used; and of what the orchestrator's part of a "
     "checkpoint means, all but the groups that it holds"
@@ -27,11 +27,11 @@ _NEVER_EXAMINED = (
 
 
 def check_run(layout: RunLayout) -> RunHistory:
-    """Compare everything that a run left behind with its history, which has the findings in its ledger.
+    """Check a run's events and compare its files with them. The ledger of the returned history has the findings.
 
     Raises:
-        ConfigError: no run wrote there.
-        HistoryError: a line is no event.
+        ConfigError: the directory has no events of a run.
+        HistoryError: a line of events.jsonl is not an event.
         CheckpointError: the checkpoint that the run was forked from cannot be read.
     """
     if not layout.events.exists():
@@ -40,7 +40,7 @@ def check_run(layout: RunLayout) -> RunHistory:
     outline = read_outline(layout.events, does_count_attempts=files.has_launcher)
     first_step = outline.first_step
     limit = files.configs.get(ORCHESTRATOR, {}).get("max_off_policy_steps")
-    if not isinstance(limit, int):  # not used without an orchestrator
+    if not isinstance(limit, int):  # a run without an orchestrator has no such key and needs no limit
         limit = OrchestratorConfig.model_fields["max_off_policy_steps"].default
     has_part = first_step in files.commits and (layout.checkpoint_step(Step(first_step)) / ORCHESTRATOR).exists()
     history = RunHistory(
@@ -67,7 +67,7 @@ def check_run(layout: RunLayout) -> RunHistory:
 
 
 def describe_report(history: RunHistory, *, events: Path) -> str:
-    """Return the lines that `trivet check` prints; `events` is read for the lines that break an invariant."""
+    """Return the text that `trivet check` prints. Lines that break an invariant are quoted from the file `events`."""
     return "\n".join(_lines(history, events))
 
 

@@ -40,9 +40,9 @@ class _RunFile(msgspec.Struct):
 
 
 class Files:
-    """Lists what lay in the directory before the history was read: all of it has its event by then.
+    """The files of a run, listed before its history is read, so that the history has the events of all of them.
 
-    A running run may remove what was listed; a file that is gone when it is compared is passed over.
+    A running run may remove a listed file before it is compared. Then that file is skipped.
     """
 
     def __init__(self, layout: RunLayout) -> None:
@@ -59,7 +59,7 @@ class Files:
             self._status = None
         self._config_problems: list[str] = []
         self.configs: dict[str, dict[str, Any]] = {}
-        """The configuration of each role's last attempt. A role without one that can be read is left out."""
+        """The configuration of each role's last attempt, by role. A role whose file is missing or cannot be read is left out."""
         for file in [layout.configs / f"{role}.toml" for role in roles]:
             try:
                 if file.exists():
@@ -68,7 +68,7 @@ class Files:
                 self._config_problems.append(f"{file} cannot be read: {exc}")
 
     def compare(self, history: RunHistory) -> None:
-        """Record in the history's ledger where the files contradict the history."""
+        """Compare the files with the history, and record each contradiction in the history's ledger."""
         history.ledger.line = None
         self._compare_identity(history)
         self._compare_length(history)
@@ -154,7 +154,8 @@ class Files:
         require(parts == expected, _COMMIT, message)
         record = read_record(self.layout, step)
         require(
-            record.run_id in ("", history.run_id) or step == history.outline.first_step,  # a fork's own first checkpoint
+            # the first checkpoint of a fork is that of another run
+            record.run_id in ("", history.run_id) or step == history.outline.first_step,
             _RECORD,
             f"{directory} was committed by run {record.run_id!r}; the history is of {history.run_id!r}",
         )
@@ -182,7 +183,7 @@ class Files:
         require(next_ids[0] == next_ids[1], _ONCE, message)
 
     def _require_kept_commits(self, history: RunHistory) -> None:
-        """Require every commit that retention does not remove."""
+        """Require that each committed checkpoint is there, except those that retention removes."""
         ledger = history.ledger
         missing: list[int] = []
         for step in sorted(history.commits):

@@ -1,7 +1,8 @@
-"""Checks invariant 1, and the policy versions of batches: follows every group from dispatch to its one end.
+"""Checks invariant 1 and the policy versions of batches: follows every group from its dispatch to its end.
 
-Fed with the orchestrator's events. Holds the groups that live (in flight or ready) and, for each step that some attempt
-resumes from or that is committed, those that lived when its batch was formed: memory does not grow with the run's length.
+`RunHistory` passes the orchestrator's events to it. It holds the live groups, which are in flight or ready. It also keeps
+the groups that were live when a batch was formed, for each step that is committed or that an attempt resumes from. So its
+memory does not grow with the length of the run.
 """
 
 from collections import Counter
@@ -18,14 +19,16 @@ from trivet.wire.versions import PolicyVersion, Step
 
 _ONCE, _VERSIONS = Invariant.EXACTLY_ONCE, Invariant.VERSIONS_TELL_THE_TRUTH
 _NO_TOKENS = PolicyVersion(-1)
-"""Versions of a finished group in which nothing was sampled."""
+"""Version that stands in the `finish` of a group without sampled tokens."""
 
 
 class LiveGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A million of them are made for a long run; a msgspec struct is made ten times as fast as a frozen dataclass."""
+    """A group that has not ended. A msgspec struct, because a long run has a million of them and a dataclass is ten times as
+    slow.
+    """
 
     env: str = ""
-    """Empty for a group of another run's checkpoint, of which this history has the id alone."""
+    """Empty for a group of another run's checkpoint, of which this history knows only the id."""
     example_id: int = -1
     version: PolicyVersion = PolicyVersion(0)
     """Policy version of its last dispatch."""
@@ -40,22 +43,26 @@ class LiveGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(slots=True, kw_only=True)
 class GroupState:
-    """The groups at one moment, and counts of those that stand: work undone by a resume is excluded."""
+    """The live groups at one moment, and counts of groups so far. Groups that a resume voids are not counted."""
 
     step: int = 0
     """The last batch formed."""
     next_group_id: int = 0
     live: dict[int, LiveGroup] = field(default_factory=dict[int, LiveGroup])
+    """Groups that have not ended, by id, in the order of their last dispatch."""
     ended: set[int] | None = None
-    """Groups that ended here, if it is not known which groups another run's checkpoint handed on; else None."""
+    """Ids of the groups that ended, in a fork whose first checkpoint has been removed: any other id may be of a group in it. None
+    where every group is known."""
     dispatched: int = 0
-    """Groups, not tries."""
+    """Number of groups that were dispatched, retries not counted."""
     tried_again: int = 0
+    """Number of further dispatches of these groups."""
     batched: int = 0
+    """Number of groups in batches."""
     filtered: Counter[str] = field(default_factory=Counter[str])
-    """Number by reason."""
+    """Number of filtered groups by reason."""
     dropped: Counter[str] = field(default_factory=Counter[str])
-    """Number by the reason up to its colon."""
+    """Number of dropped groups by the reason up to its colon."""
 
     def copy(self) -> "GroupState":
         """Return a state that changes independently of this one."""
@@ -79,8 +86,8 @@ class GroupHistory:
         """Start with no groups.
 
         Args:
-            remembered: steps whose state will be asked for: by a start from them, or by `pending_after`.
-            with_rollouts: steps whose groups will be asked for, by `formed`.
+            remembered: steps whose state must be kept, for a start from them or for `pending_after`.
+            with_rollouts: steps whose rollouts are on disk: the groups of their batches are kept in `formed`.
         """
         self._require = ledger.require
         self._max_off_policy_steps = max_off_policy_steps
@@ -88,6 +95,7 @@ class GroupHistory:
         self._with_rollouts = frozenset(with_rollouts)
         self.state = GroupState()
         self._states: dict[int, GroupState] = {}
+        """The state after the batch of each remembered step."""
         self.untrained: dict[int, list[int]] = {}
         """Ids of the groups of each batch that was formed and not trained yet, by step."""
         self.formed: dict[int, dict[int, LiveGroup]] = {}
@@ -97,22 +105,22 @@ class GroupHistory:
         self._newest_dispatch = PolicyVersion(0)
         """Version of the last dispatch since the orchestrator started."""
         self.num_since_start = 0
-        """Events of groups and batches since the orchestrator started."""
+        """Number of events of groups and batches since the orchestrator started."""
         self.voided = 0
-        """Dispatches that resumes took back."""
+        """Number of dispatched groups that resumes voided."""
         self.is_replay = False
-        """The orchestrator replays rollouts: their versions are of another run's policies, and may have any age."""
+        """True when the orchestrator replays rollouts: their versions are of another run's policies, and may have any age."""
 
     def pending_after(self, step: int) -> PendingGroups | None:
-        """Return the groups that lived when batch `step` was formed. None: it was not formed, or is not remembered."""
+        """Return the groups that were live after batch `step` was formed; None when they are not known."""
         state = self._states.get(step)
         return state.pending if state is not None and state.ended is None else None
 
     def adopt(self, step: Step, pending: PendingGroups | None) -> None:
-        """Start from another run's checkpoint of `step`, whose groups this history does not know.
+        """Start from another run's checkpoint of `step`.
 
         Args:
-            pending: None when the checkpoint has been removed: any group that was not seen before may be one of it.
+            pending: the groups in the checkpoint. None when it has been removed: then any unknown group may be one of its groups.
         """
         self.state = self._states[step] = GroupState(step=step, ended=set())
         if pending is not None:
@@ -121,10 +129,10 @@ class GroupHistory:
             self.state.live |= dict.fromkeys(sorted(pending.ready), LiveGroup(is_finished=True))
 
     def start(self, from_step: Step, *, is_replay: bool = False) -> None:
-        """Go back to batch `from_step`: later events are void, and groups in flight then must be dispatched again.
+        """Go back to batch `from_step`: later events are void, and groups that were in flight then must be dispatched again.
 
         Args:
-            is_replay: groups come from another run's record.
+            is_replay: the groups that follow come from another run's record.
         """
         self.is_replay = is_replay
         dispatched, state = self.state.dispatched, self._states.get(from_step)
@@ -145,7 +153,7 @@ class GroupHistory:
         self.num_since_start = 0
 
     def dispatch(self, event: Dispatch) -> None:
-        """Check a group's first dispatch, or another after a lost try or a resume."""
+        """Check a dispatch of a group: its first, or a further one after a lost attempt at the group or a resume."""
         self.num_since_start += 1
         self._require(
             event.version >= self._newest_dispatch or self.is_replay,
@@ -170,12 +178,12 @@ class GroupHistory:
             self._require(not group.is_finished, _ONCE, f"group {group_id} is dispatched again after it finished")
             known, repeated = (group.env, group.example_id), (event.env, event.example_id)
             self._require(
-                known == repeated or group.must_restart,  # a data set may have changed before a resume: rows move
+                known == repeated or group.must_restart,  # before a resume the data set may have changed, and with it the index
                 _ONCE,
                 f"group {group_id} is dispatched as example {repeated} and was example {known}",
             )
             state.tried_again += 1
-        # At the end of `live`, which is in the order of the dispatches: the last batch looks at the first.
+        # Appended at the end, so `live` is in the order of dispatches. `batch` checks the first entry.
         state.live[group_id] = LiveGroup(env=event.env, example_id=event.example_id, version=event.version)
 
     def finish(self, event: Finish, *, newest_published: PolicyVersion) -> None:
@@ -204,7 +212,7 @@ class GroupHistory:
         )
 
     def filter(self, event: Filter) -> None:
-        """End a finished group that carries no signal."""
+        """Check that the group finished, and end it: it carries no signal."""
         group = self._find(event.group_id, "is filtered")
         if group is not None:
             self._require(group.is_finished, _ONCE, f"group {event.group_id} is filtered before it finished")
@@ -220,7 +228,7 @@ class GroupHistory:
             self._end(event.group_id)
 
     def batch(self, event: BatchFormed) -> None:
-        """End the batch's groups, check their versions, and remember those that live on."""
+        """End the groups of the batch, check their versions, and keep the state if its step is remembered."""
         state, step, name = self.state, event.step, f"batch {event.step}"
         self._require(step == state.step + 1, _ONCE, f"{name} is formed, but {state.step + 1} is the next")
         self.num_since_start += 1
@@ -248,7 +256,8 @@ class GroupHistory:
         state.step = step
         state.batched += len(found)
         self.untrained[step] = list(event.group_ids)
-        # The group dispatched longest ago must not be stale. One step of grace: groups in flight are looked at between batches.
+        # The group dispatched longest ago must not be stale. It is allowed one step more, because the dispatcher cancels
+        # stale groups only after the batch was formed.
         dispatched = (live for live in state.live.items() if live[1].env and not live[1].must_restart)
         if not self.is_replay and (first := next(dispatched, None)) is not None:
             group_id, group = first
@@ -263,7 +272,7 @@ class GroupHistory:
             self._states[step] = state.copy()
 
     def rollouts_written(self, event: RolloutsWritten) -> None:
-        """Keep the digest of a step's files, written once and right after its batch."""
+        """Keep the digest of a step's files, and check that they were written once, right after its batch was formed."""
         step = self.state.step
         self._require(
             event.step == step and event.step not in self.rollouts,
@@ -274,10 +283,11 @@ class GroupHistory:
         self.rollouts[event.step] = event
 
     def _find(self, group_id: int, happens: str) -> LiveGroup | None:
+        """Return a live group. If there is none, record a breach and return None; `happens` is the verb in its text."""
         state = self.state
         group = state.live.get(group_id)
         if group is None and state.ended is not None and group_id not in state.ended:
-            group = state.live[group_id] = LiveGroup(is_finished=True)  # another run finished it
+            group = state.live[group_id] = LiveGroup(is_finished=True)  # a group that another run finished
         before = "it ended before" if group_id < state.next_group_id else "it was never dispatched"
         self._require(group is not None, _ONCE, f"group {group_id} {happens}, but {before}")
         return group

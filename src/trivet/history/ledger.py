@@ -1,18 +1,18 @@
-"""Collects the statements that the checker examined, and which of them do not hold."""
+"""Counts the statements that the checker examined, and collects those that do not hold."""
 
 from dataclasses import dataclass
 from enum import IntEnum
 
 
 class Invariant(IntEnum):
-    """Numbered as in docs/architecture.md."""
+    """The invariants of a run, numbered as in docs/architecture.md."""
 
     EXACTLY_ONCE = 1
     VERSIONS_TELL_THE_TRUTH = 2
     ONE_COMMIT = 3
     READERS_ARE_SAFE = 4
     INTACT_RECORD = 0
-    """No invariant of a run: what the others are proven from is as the run wrote it."""
+    """Not one of the run's invariants: the files from which these are proven are as the run wrote them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Breach:
     invariant: Invariant
     reason: str
     line: int | None = None
-    """Line of events.jsonl, counted from 1. None where a file contradicts the history as a whole."""
+    """Line of events.jsonl, counted from 1; None for a contradiction between a file and the whole history."""
 
 
 class Ledger:
@@ -30,13 +30,14 @@ class Ledger:
 
     def __init__(self) -> None:
         self.line: int | None = None
+        """Line of the event that is being read; None while files are compared."""
         self.breaches: list[Breach] = []
         self.checks = 0
-        """Statements that were examined."""
+        """Number of statements that were examined."""
         self.remarks: list[str] = []
         """Observations that are unusual and break nothing."""
         self.not_examined: list[str] = []
-        """Things about which no statement was made, with the reason."""
+        """Subjects that were not examined, each with the reason."""
 
     def require(self, holds: bool, invariant: Invariant, reason: str) -> bool:
         """Count a statement, record a breach unless it `holds`, and return `holds`."""

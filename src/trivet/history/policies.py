@@ -1,7 +1,6 @@
-"""Checks invariants 2 and 4: follows every policy from its publication over the servers that load it to its removal.
+"""Checks invariants 2 and 4: follows every policy from its publication through its loads on servers to its removal.
 
-Fed with the trainer's publications and removals and the orchestrator's loads. Holds one digest per policy that may still be
-loaded.
+`RunHistory` passes the trainer's events of publications and removals, and the orchestrator's events of servers and evaluations.
 """
 
 from trivet.history.ledger import Invariant, Ledger
@@ -12,30 +11,31 @@ _VERSIONS, _READERS = Invariant.VERSIONS_TELL_THE_TRUTH, Invariant.READERS_ARE_S
 
 
 class PolicyHistory:
-    """Holds the digest of each policy, and which server serves which."""
+    """Holds the digest of each policy, and the policy that each server serves."""
 
     def __init__(self, ledger: Ledger, *, first_step: int = 0) -> None:
         """Start before the first publication.
 
         Args:
-            first_step: the step that the run itself began from. Policies up to there are another run's.
+            first_step: the step from which the first attempt of the run started. Older policies are those of another run.
         """
         self._require = ledger.require
         self._first_step = first_step
         self._adopted: dict[int, str] = {}
-        """Digest by version of another run's policies and of the start model, as they were loaded first."""
+        """Digests of another run's policies and of the start model, by version, as the first load of each had them."""
         self.published: dict[int, str] = {}
-        """Digest by version, of those not removed."""
+        """Digests of the published policies that are not removed, by version."""
         self.retired: dict[int, str] = {}
-        """Digest by version, of those removed."""
+        """Digests of the removed policies, by version."""
         self._from_step = START_VERSION
         self._has_published = False
-        """The trainer has published since it started."""
+        """True when the trainer has published a policy since its last start."""
         self._served: dict[str, tuple[int, str]] = {}
-        """Version and digest by server, since the orchestrator started or the server came back."""
+        """Version and digest of each server's last load, since the orchestrator started or the server came back."""
         self._highest: dict[str, int] = {}
-        """Highest version by server, since the orchestrator started. It is kept when the server goes down."""
+        """Highest version that each server loaded since the orchestrator started. It is kept when the server goes down."""
         self._up: set[str] = set()
+        """The servers that take rollouts."""
         self.newest_published = START_VERSION
         """The newest version that the trainer published, or started from."""
         self.num_loads = 0
@@ -45,7 +45,7 @@ class PolicyHistory:
         """Versions that were published with a probe."""
 
     def start_orchestrator(self) -> None:
-        """Forget the servers: they go back to the policy that the run starts from."""
+        """Forget the state of all servers, because each loads the policy from which the run starts."""
         self._served.clear()
         self._highest.clear()
         self._up.clear()
@@ -58,7 +58,7 @@ class PolicyHistory:
         self._has_published = False
 
     def publish(self, event: Publish, *, last_step: int) -> None:
-        """Check that a version is published once, after its step."""
+        """Check that a version is published after its step, and once. The policy of a resume may be published again."""
         version, known = event.version, self.published.get(event.version)
         self._require(version == last_step, _VERSIONS, f"policy {version} is published after step {last_step}")
         self._require(
@@ -75,14 +75,14 @@ class PolicyHistory:
         self._has_published = True
         if event.num_probe_tokens:
             self._probed.add(version)
-        else:  # found damaged and published again, without its probe: the run then compares it with a new one
+        else:  # a damaged policy is published again without its probe; the trainer then compares it with a new probe
             self._probed.discard(version)
         self.published[version] = event.digest
         self.retired.pop(version, None)
         self.newest_published = max(self.newest_published, version)
 
     def load(self, event: Load) -> None:
-        """Check that a server loads what was published, and never an older version."""
+        """Check that a server loads a published policy, and never an older version than before."""
         self.num_loads += 1
         version, name = event.version, f"{event.server} loads policy {event.version}"
         if self._require(
@@ -101,17 +101,17 @@ class PolicyHistory:
         self._served[event.server] = (version, event.digest)
 
     def compare_probe(self, event: ProbeCompared) -> None:
-        """Check that the servers computed what the trainer did for the policy that the run starts from."""
+        """Check that the servers' log-probabilities for the start policy agree with the trainer's."""
         self._check_probe(f"the start policy {event.version} on {event.num_servers} servers", event.mismatch, event.limit)
 
     def server_down(self, event: ServerDown) -> None:
-        """Forget what the server served."""
+        """Check that the server was up, and forget the policy that it served."""
         self._require(event.server in self._up, _VERSIONS, f"{event.server} goes down, which was not up")
         self._up.discard(event.server)
         self._served.pop(event.server, None)
 
     def server_up(self, event: ServerUp) -> None:
-        """Check that the server serves what it loaded last."""
+        """Check that the server serves the policy that it loaded last."""
         served = self._served.get(event.server)
         self._require(event.server not in self._up, _VERSIONS, f"{event.server} is up, and comes up again")
         self._require(
@@ -136,7 +136,7 @@ class PolicyHistory:
             )
 
     def retire(self, event: Retire) -> None:
-        """Check that no server may still read the removed policy."""
+        """Check that the removed policy was published, is not the newest, and that no server may still read it."""
         name = f"policy {event.version} is removed"
         readers = sorted(server for server, (version, _) in self._served.items() if version <= event.version)
         self._require(not readers, _READERS, f"{name}, and {', '.join(readers)} may still need it")

@@ -1,4 +1,4 @@
-"""Compares what a run published with its history: policies in weights/, and the rollouts of each batch in rollouts/."""
+"""Compares a run's published files with its history: policies in weights/, and the rollouts of each batch in rollouts/."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ _ONCE, _VERSIONS, _READERS, _RECORD = (
     Invariant.INTACT_RECORD,
 )
 _MEAN_TOLERANCE = 1e-9
-"""Relative: the mean of the same rewards, added up in another order."""
+"""Relative and absolute tolerance between two means of the same rewards, which may be added in different orders."""
 
 
-class _Row(msgspec.Struct):
+class _RolloutLine(msgspec.Struct):
     """The fields of a line of rollouts.jsonl that are compared."""
 
     group_id: int
@@ -36,12 +36,16 @@ class _Row(msgspec.Struct):
     example_id: int
     index: int
     reward: float | None
-    """The reward; None when it is no number."""
+    """The reward; None when it is not a number."""
     versions: list[VersionRun] = []
 
 
 def compare_weights(history: RunHistory, layout: RunLayout, versions: Sequence[PolicyVersion]) -> None:
-    """Compare the policies that lay in weights/ with those that were published and removed."""
+    """Compare the policies in weights/ with those that were published and removed.
+
+    Args:
+        versions: the policies that were in weights/ before the history was read.
+    """
     policies, require = history.policies, history.ledger.require
     for version in versions:
         directory = layout.weights_step(version)
@@ -55,7 +59,7 @@ def compare_weights(history: RunHistory, layout: RunLayout, versions: Sequence[P
         published = policies.published.get(version)
         if version in policies.retired:
             require(not is_there, _READERS, f"policy {version} was removed, and {directory} is there")
-        elif published is not None or version > history.outline.first_step:  # else of the run that this one was forked from
+        elif published is not None or version > history.outline.first_step:  # older ones are of the run that was forked
             require(
                 published == manifest.digest,
                 _VERSIONS,
@@ -78,9 +82,9 @@ def require_published(history: RunHistory, layout: RunLayout, *, is_live: bool) 
         since = [line.event for line in read_lines(layout.events, first=history.outline.num_bytes)]
         removed = {event.version for event in since if isinstance(event, Retire)}
         missing = [version for version in missing if version not in removed]
-    # A removal comes before its event: of each attempt that was cut short it may have happened to one policy older than
-    # the step that the next attempt went back to, which then removed what was left of it. A publication's event comes
-    # before its directory.
+    # A policy is removed before the event is written. So each attempt that was cut short may have removed one policy without
+    # an event, older than the step that the next attempt went back to. A policy is published after the event is written. So
+    # the newest one may be missing if the last attempt was cut short.
     cuts = sorted(history.roles.starts_after_cut.get(history.trainer_role, []))
     newest = max(published, default=0)
     is_cut_short = history.roles.is_cut_short(history.trainer_role)
@@ -104,16 +108,16 @@ def compare_rollouts(
     """Compare the rollouts of each step with the batch that was formed for it.
 
     Args:
-        steps: those whose files lay there before the history was read.
+        steps: the steps whose files were there before the history was read.
         group_size: rollouts of each group; None if it is unknown.
-        is_live: the run goes on, and may remove files meanwhile.
+        is_live: the run is still running, and may remove files meanwhile.
     """
     ledger, groups = history.ledger, history.groups
     for step in steps:
         if (formed := groups.formed.get(step)) is not None:
             with suppress(*([FileNotFoundError] if is_live else [])):
                 _compare_step(history, layout, step, formed, group_size=group_size)
-        else:  # the files of steps that are taken again go away just after the start
+        else:  # just after a start, the files of steps that are done again may not be removed yet
             ledger.require(
                 is_live or not groups.num_since_start or step <= history.outline.first_step,
                 _ONCE,
@@ -131,61 +135,66 @@ def _compare_step(
     """Compare the files in rollouts/step_N/ with the groups of batch N, as they were when it was formed."""
     require, directory = history.ledger.require, layout.rollouts_step(step)
     if (written := history.groups.rollouts.get(step)) is not None:
-        names = [name for name in list_files(directory) if not name.startswith(".")]  # else what a killed writer left
+        names = [name for name in list_files(directory) if not name.startswith(".")]  # hidden files are left by a killed writer
         require(
             digest_of(hash_files(directory, names)) == written.digest,
             _RECORD,
             f"the files in {directory} are not those that were written there: one was changed, added or removed",
         )
-    path, decoder = directory / ROLLOUTS_FILE, msgspec.json.Decoder(_Row)
-    rows: dict[int, list[_Row]] = {}
+    path, decoder = directory / ROLLOUTS_FILE, msgspec.json.Decoder(_RolloutLine)
+    rollouts_by_group: dict[int, list[_RolloutLine]] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                row = decoder.decode(line)
+                rollout = decoder.decode(line)
             except DECODE_ERRORS as exc:
                 require(False, _RECORD, f"{path}:{number} is no rollout: {exc}")
                 return
             if not require(line.endswith(b"\n"), _RECORD, f"{path}:{number} is cut short"):
                 return
-            rows.setdefault(row.group_id, []).append(row)
-    missing, added = sorted(groups.keys() - rows.keys()), sorted(rows.keys() - groups.keys())
+            rollouts_by_group.setdefault(rollout.group_id, []).append(rollout)
+    missing, added = sorted(groups.keys() - rollouts_by_group.keys()), sorted(rollouts_by_group.keys() - groups.keys())
     parts = [f"not {missing[:8]}"] * bool(missing) + [f"also {added[:8]}"] * bool(added)
     require(not parts, _ONCE, f"{path} holds other groups ({' but '.join(parts)}) than step {step} trained")
-    newest = max((run.version for found in rows.values() for row in found for run in row.versions), default=0)
+    all_rollouts = [rollout for rollouts in rollouts_by_group.values() for rollout in rollouts]
+    newest = max((run.version for rollout in all_rollouts for run in rollout.versions), default=0)
     require(
         newest < step or history.groups.is_replay,
         _VERSIONS,
         f"{path} holds tokens of policy {newest}; step {step} trained before it existed",
     )
-    for group_id in sorted(rows.keys() & groups.keys()):
+    for group_id in sorted(rollouts_by_group.keys() & groups.keys()):
         name = f"group {group_id} in {path}"
-        _compare_group(history.ledger, name, rows[group_id], groups[group_id], group_size=group_size)
+        _compare_group(history.ledger, name, rollouts_by_group[group_id], groups[group_id], group_size=group_size)
 
 
-def _compare_group(ledger: Ledger, name: str, rows: Sequence[_Row], group: LiveGroup, *, group_size: int | None) -> None:
-    indices = [row.index for row in rows]
+def _compare_group(
+    ledger: Ledger, name: str, rollouts: Sequence[_RolloutLine], group: LiveGroup, *, group_size: int | None
+) -> None:
+    """Compare the rollouts of one group with its events: indices, example, mean reward and versions."""
+    indices = [rollout.index for rollout in rollouts]
     ledger.require(
-        indices == list(range(group_size or len(rows))),
+        indices == list(range(group_size or len(rollouts))),
         _ONCE,
         f"{name} has the rollouts {indices[:8]} of {group_size or 'an unknown number'}",
     )
     if not group.env:
-        return  # of another run's checkpoint: this history knows its id alone
+        return  # a group of another run's checkpoint, of which this history knows only the id
+    first = rollouts[0]
     ledger.require(
-        all((row.env, row.example_id) == (group.env, group.example_id) for row in rows),
+        all((rollout.env, rollout.example_id) == (group.env, group.example_id) for rollout in rollouts),
         _ONCE,
-        f"{name} is of example {(rows[0].env, rows[0].example_id)}; it was dispatched as {(group.env, group.example_id)}",
+        f"{name} is of example {(first.env, first.example_id)}; it was dispatched as {(group.env, group.example_id)}",
     )
-    rewards = [row.reward for row in rows if row.reward is not None]
-    if len(rewards) == len(rows):
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    if len(rewards) == len(rollouts):
         mean = math.fsum(rewards) / len(rewards)
         ledger.require(
             math.isclose(mean, group.reward_mean, rel_tol=_MEAN_TOLERANCE, abs_tol=_MEAN_TOLERANCE),
             _ONCE,
             f"{name} has the mean reward {mean:.9g}; it finished with {group.reward_mean:.9g}",
         )
-    versions = [run.version for row in rows for run in row.versions]
+    versions = [run.version for rollout in rollouts for run in rollout.versions]
     found = (min(versions, default=-1), max(versions, default=-1))
     ledger.require(
         found == (group.oldest, group.newest),

@@ -1,9 +1,10 @@
-"""Reads events.jsonl line by line, and checks that it holds every line as it was written (`telemetry.events`).
+"""Reads events.jsonl line by line, and checks that every line is as it was written (`telemetry.events`).
 
-Each role's lines are a chain: a line that was changed, removed, repeated or moved breaks it at the next one. Each line says how
-long the file was when it was written: a line that stands earlier has lost something before it, whoever wrote that. Each role's
-events are attempts: a start, events in the order of its clock, and a stop unless the role was killed. Lines that are missing at the
-end of the file are not found here; other files show those. A run may go on while it is checked.
+The lines of each role form a chain of hashes. A line that was changed, removed, repeated or moved breaks the chain at the
+next line. Each line has the length of the file at the time when it was written. If a line now starts earlier than that,
+something before it is missing. The events of each role form attempts: a start, events in the order of its clock, and a stop
+unless the role was killed. Lines that are missing at the end of the file are not found here, but by comparison with other
+files (`history.files`). The run may continue while it is checked.
 """
 
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from trivet.wire.events import AnyEvent, Start, Stop
 _RECORD, _ONCE = Invariant.INTACT_RECORD, Invariant.EXACTLY_ONCE
 _START, _ORCHESTRATOR = b'"start"', b'"role":"orchestrator"'
 _LAUNCHER = "launcher"
-"""Writes between the attempts of others, and has no start of its own."""
+"""Role of the launcher, which writes events between the attempts of other roles and no `start`."""
 _ORDERLY = ("done", "preempted", "exhausted")
-"""Reasons of a stop before which the role has finished everything that it began."""
+"""Reasons of a `stop` after which the role has left nothing unfinished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +33,16 @@ class Outline:
     start_steps: frozenset[int]
     """Every step that an attempt started from."""
     has_orchestrator: bool
-    """False for supervised fine-tuning and for batches that are fed again from disk."""
+    """False for supervised fine-tuning, and for a trainer that reads recorded batches."""
     first_step: int = 0
     """The step that the first attempt started from; above 0 for a fork of another run."""
     does_count_attempts: bool = False
-    """A launcher started the roles: each start is a later attempt. Roles started by hand may all write attempt 1."""
+    """True when a launcher started the roles: then each start has a higher attempt. Roles started by hand may all have
+    attempt 1."""
     num_bytes: int = 0
-    """Length of the complete lines, which are checked."""
+    """Length in bytes of the complete lines, which are checked."""
     num_torn: int = 0
-    """Bytes after them: a line that is being written, or was cut short."""
+    """Number of bytes after them: a line that is being written, or was cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,10 @@ class Line:
 
 
 def read_outline(path: Path, *, does_count_attempts: bool) -> Outline:
-    """Read where the attempts started, and the length of the file.
+    """Read the steps from which the attempts started, and the length of the file.
 
     Raises:
-        HistoryError: a line is no event, or there is no file to read.
+        HistoryError: a `start` cannot be decoded, or the file cannot be read.
     """
     starts: list[Start] = []
     num_bytes = 0
@@ -78,12 +80,12 @@ def read_outline(path: Path, *, does_count_attempts: bool) -> Outline:
         first_step=int(starts[0].from_step) if starts else 0,
         does_count_attempts=does_count_attempts,
         num_bytes=num_bytes,
-        num_torn=0 if b"\n" in rest else len(rest),  # else lines that were written since
+        num_torn=0 if b"\n" in rest else len(rest),  # with a line break: lines that were written meanwhile
     )
 
 
 def read_lines(path: Path, *, first: int = 0, num_bytes: int | None = None) -> Iterator[Line]:
-    """Read the events of the `num_bytes` after the byte `first`, with their lines.
+    """Read the events in the `num_bytes` bytes after byte `first`, with their lines. With None read to the end of the file.
 
     Raises:
         HistoryError: a line is no event.
@@ -107,7 +109,7 @@ def _lines(path: Path, *, first: int = 0, num_bytes: int | None) -> Iterator[tup
                 left -= len(text)
                 if left < 0:
                     return
-            if text.endswith(b"\n"):  # else a last line that is being written, or was cut short by a crash
+            if text.endswith(b"\n"):  # a last line without it is being written, or was cut short by a crash
                 yield line, text
 
 
@@ -124,13 +126,14 @@ def _decode(text: bytes, path: Path, line: int) -> AnyEvent:
 
 
 class ChainHistory:
-    """Follows the chain of each role's lines."""
+    """Checks the chain of hashes in each role's lines."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._last: dict[str, bytes] = {}
+        """Chain value of the last line, by role."""
         self._num_unsealed = 0
-        """Lines that carry no chain: of versions that wrote none."""
+        """Number of lines without a chain value: older versions wrote none."""
 
     def read(self, line: Line) -> None:
         """Check one line against the last line of its role."""
@@ -155,7 +158,7 @@ class ChainHistory:
         self._last[role] = parts.chain
 
     def report_not_examined(self) -> None:
-        """Report what the chain cannot show."""
+        """Add to the ledger what the chain cannot show."""
         if self._num_unsealed:
             self._ledger.not_examined.append(
                 f"the chain of {self._num_unsealed:,} lines: they carry none, as those of older versions"
@@ -164,7 +167,7 @@ class ChainHistory:
 
 
 class RoleHistory:
-    """Holds the last event of each role."""
+    """Checks the order of each role's events: attempts, starts, stops and times."""
 
     def __init__(self, ledger: Ledger, *, does_count_attempts: bool) -> None:
         self._ledger = ledger
@@ -172,12 +175,12 @@ class RoleHistory:
         self.last: dict[str, AnyEvent] = {}
         """The last event by role."""
         self.starts_after_cut: dict[str, list[int]] = {}
-        """Steps by role, of starts that found the attempt before without an orderly stop."""
+        """By role, the steps of starts that followed an attempt without an orderly stop."""
         self._clock_steps: dict[str, tuple[int, float, int | None]] = {}
-        """Number, greatest seconds and first line of the times that a role's clock went back."""
+        """By role, how often its clock went back, the most seconds by which it did, and the first line where it did."""
 
     def read(self, event: AnyEvent) -> None:
-        """Check the event's attempt, time and place between start and stop."""
+        """Check the event's attempt and time, and that it comes between a start and a stop of its role."""
         ledger, role, last = self._ledger, event.role, self.last.get(event.role)
         self.last[role] = event
         if last is None:
@@ -207,11 +210,11 @@ class RoleHistory:
         return isinstance(self.last.get(role), Stop)
 
     def is_cut_short(self, role: str) -> bool:
-        """Return whether the role's last attempt has no orderly stop: it runs, was killed, or failed."""
+        """Return whether the role's last attempt has no orderly stop: it is running, was killed, or failed."""
         return not _is_orderly(self.last.get(role))
 
     def report_clocks(self) -> None:
-        """Remark on clocks that went back."""
+        """Add a remark to the ledger for each clock that went back."""
         for role, (count, seconds, line) in self._clock_steps.items():
             times = "once" if count == 1 else f"{count} times"
             self._ledger.remarks.append(

@@ -1,7 +1,7 @@
 """Follows a run's events in the order in which they were written, and checks invariants 1 to 4 (docs/architecture.md).
 
-Fed by `history.check` and by tests. Events of the trainer are compared with those of the orchestrator where one says what the
-other may do: steps with the batch formed for them; commits and starts.
+`history.check` and tests pass the events. Events of the trainer are compared with those of the orchestrator where they depend on
+each other: a trained step with its batch, and the starts of both roles with the commits.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -40,7 +40,7 @@ _ONCE, _COMMIT = Invariant.EXACTLY_ONCE, Invariant.ONE_COMMIT
 
 
 class RunHistory:
-    """Hands each event to the parts of the checker, and itself follows the trainer's steps and commits."""
+    """Passes each event to the part of the checker for it, and checks the trainer's steps and commits itself."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class RunHistory:
         """Start before the first event.
 
         Args:
-            remembered: steps, besides those of starts, whose pending groups will be asked for.
-            with_rollouts: steps whose groups will be asked for.
-            inherited: for a history that begins at another run's checkpoint: the groups in it; None if they are unknown.
+            remembered: steps, besides those of starts, whose pending groups must be kept.
+            with_rollouts: steps whose rollouts are on disk, so that the groups of their batches must be kept.
+            inherited: the groups in the other run's checkpoint, for a history that begins at one; None if they are unknown.
         """
         self.outline = outline
         self.ledger = Ledger()
@@ -76,17 +76,18 @@ class RunHistory:
         self._from_step: dict[str, Step] = {}
         """Step of the last start by role."""
         self.trainer_role = TRAINER
-        """Role that trains: SFT in supervised fine-tuning."""
+        """The role that trains: `SFT` in supervised fine-tuning."""
         self.last_step = Step(0)
         """The last step trained."""
         self.last_stop: Stop | None = None
-        """The trainer's end; None while it runs, and for ever when it was killed: then it may have committed without an event."""
+        """The `stop` of the trainer's last attempt; None while it runs or when it was killed, in which case it may have
+        committed a step without an event."""
         self.commits: dict[int, str] = {}
-        """Digest of its record by committed step, empty where the history has none."""
+        """By committed step, the digest of its record; empty where the history has no digest."""
         self.recent_commits: set[int] = set()
         """Steps committed since the trainer started, and the one that it started from."""
         self.voided_steps = 0
-        """Steps that resumes took back."""
+        """Number of trained steps that resumes voided."""
         self._handlers: dict[tuple[bool, type], Callable[[Any], None]] = {
             (True, Dispatch): self._dispatch,
             (True, Finish): lambda event: self.groups.finish(event, newest_published=self.policies.newest_published),
@@ -105,7 +106,7 @@ class RunHistory:
             (False, Commit): self._commit,
             (False, Stop): self._stop,
         }
-        """Function by event, of the orchestrator (True) or of the role that trains."""
+        """The function for each kind of event: of the orchestrator (True), or of the role that trains (False)."""
 
     def read(self, event: AnyEvent, *, line: int) -> None:
         """Check the event at line `line` of events.jsonl."""
@@ -114,17 +115,18 @@ class RunHistory:
         self.roles.read(event)
         if isinstance(event, Start):
             self._start(event)
-        elif event.role in (ORCHESTRATOR, TRAINER, SFT) and (
-            handle := self._handlers.get((event.role == ORCHESTRATOR, type(event)))
-        ):
-            handle(event)
+        elif event.role in (ORCHESTRATOR, TRAINER, SFT):
+            handle = self._handlers.get((event.role == ORCHESTRATOR, type(event)))
+            if handle is not None:
+                handle(event)
 
     def may_have_committed(self, step: int) -> bool:
-        """Return whether a commit of `step` may be real without an event: it is written just before the event is."""
+        """Return whether `step` may be committed without an event: a killed trainer writes the commit before its event."""
         from_step = self._from_step.get(self.trainer_role)
         return from_step is not None and self.last_stop is None and from_step < step <= self.last_step
 
     def _start(self, event: Start) -> None:
+        """Check the step from which a role starts, and void what its earlier attempts did after that step."""
         role, from_step, is_first = event.role, event.from_step, event.role not in self.starts
         self.ledger.require(
             self.run_id in ("", event.run_id),
@@ -168,7 +170,7 @@ class RunHistory:
         self.groups.dispatch(event)
 
     def _train(self, event: Train) -> None:
-        """Check that the step is the next, and trains the groups that its batch was formed of."""
+        """Check that the step is the next, and that it trains the groups of its batch."""
         require, step = self.ledger.require, event.step
         formed = event.group_ids
         if self.outline.has_orchestrator:
@@ -186,7 +188,7 @@ class RunHistory:
         self.last_step = step
 
     def _publish(self, event: Publish) -> None:
-        if event.role == SFT:  # whose events name a step when it publishes it
+        if event.role == SFT:  # it writes no `train` events, so a step is known to be trained when its policy is published
             self.last_step = Step(max(self.last_step, event.version))
         self.policies.publish(event, last_step=self.last_step)
 
