@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
-from trivet.key_names import from_variable, key_name, use_names
+from trivet.key_names import key_name, names_from_variable, use_names
 from trivet.telemetry.metrics import MetricsWriter
 
 REFUSED, FAILING, ENDLESS = 1001, 1002, 1003
@@ -27,7 +27,7 @@ def main() -> int:
     config = tomllib.loads(Path(sys.argv[2]).read_text())
     max_steps, layout = config["max_steps"], RunLayout(Path(config["output_dir"]))
     if max_steps == REFUSED:
-        with use_names(from_variable(os.environ)):
+        with use_names(names_from_variable(os.environ)):
             print(f"error: {key_name('orchestrator.batch_size')} is wrong; add {key_name('--clean')}", file=sys.stderr)
         return 2
     (layout.root / "started").touch()

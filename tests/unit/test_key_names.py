@@ -1,6 +1,6 @@
 import threading
 
-from trivet.key_names import from_variable, key_name, list_keys, to_variable, use_names
+from trivet.key_names import key_name, list_keys, names_from_variable, names_to_variable, use_names
 
 NAMES = {"seq_len": "args.length", "max_model_len": "args.length", "vllm_args.": "args.", "--clean": "--args.overwrite true"}
 
@@ -25,5 +25,5 @@ def test_keys_that_are_one_of_the_users_are_listed_once() -> None:
 
 
 def test_names_reach_a_process_in_a_variable() -> None:
-    assert from_variable(to_variable(NAMES)) == NAMES
-    assert from_variable({}) == {}
+    assert names_from_variable(names_to_variable(NAMES)) == NAMES
+    assert names_from_variable({}) == {}

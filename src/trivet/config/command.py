@@ -1,4 +1,4 @@
-"""Runs every command that takes a configuration: help, dry run, notices and exit codes around the command's own work."""
+"""Runs every command that has a configuration: handles help, dry runs, notices and exit codes around the command's own work."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from trivet.config.load import LoadedConfig, load_arguments
 from trivet.config.schema.base import Section
 from trivet.config.sources import Arguments, parse_arguments
 from trivet.errors import ConfigError, DiskFull, TrivetError
-from trivet.key_names import from_variable, use_names
+from trivet.key_names import names_from_variable, use_names
 from trivet.machine import inspect_machine
 from trivet.process.closed_output import run_until_output_closes
 from trivet.process.proxies import OWN_DIRECT, find_unusable
@@ -24,10 +24,13 @@ TargetT = TypeVar("TargetT", bound=Section)
 
 
 class Submit(Protocol[TargetT]):
-    """Has a scheduler carry out a command whose configuration says so."""
+    """Submits a command to a scheduler, if the command's configuration asks for it."""
 
     def __call__(self, loaded: LoadedConfig[TargetT], *, is_dry_run: bool) -> int | None:
-        """Take a configuration that is not settled for this machine; return the exit code, None when the command runs here."""
+        """Submit the command, whose `auto` dtypes are not replaced yet: the scheduler's machine chooses them.
+
+        Returns the exit code; None if the configuration names no scheduler, so that the command runs here.
+        """
         ...
 
 
@@ -40,11 +43,11 @@ def run_command(
     dry_run: Callable[[TargetT], None] | None = None,
     submit: Submit[TargetT] | None = None,
 ) -> int:
-    """Load a `kind` from the command line and hand it to `main`: `run_translated` without a translation.
+    """Load a `kind` from the command line and pass it to `main`. The arguments are those of `run_translated`.
 
-    Messages name the keys as the user of the command that started this process knows them.
+    Another command may have started this process. Messages then name the keys by the names that its user knows.
     """
-    with use_names(from_variable(os.environ)):
+    with use_names(names_from_variable(os.environ)):
         return run_translated(kind, main, argv, translate=lambda loaded: loaded, check=check, dry_run=dry_run, submit=submit)
 
 
@@ -58,16 +61,17 @@ def run_translated(
     dry_run: Callable[[TargetT], None] | None = None,
     submit: Submit[TargetT] | None = None,
 ) -> int:
-    """Load a `kind` from the command line, make of it what the command works with, and hand that to `main`.
+    """Load a `kind` from the command line, translate it to the configuration that the command works with, and pass that to `main`.
 
     Args:
         argv: the words after the command's name; None takes those of this process.
-        check: raises a TrivetError for what only this command can know. It starts nothing, and runs for `--dry-run` too.
-        dry_run: checks, for `--dry-run`, what takes long and what `main` therefore checks while it starts.
-        submit: has a scheduler carry the command out if the configuration says so.
+        translate: returns the configuration that `main` takes.
+        check: checks that only this command has; it raises a TrivetError. It starts nothing, and runs for `--dry-run` too.
+        dry_run: further checks for `--dry-run` alone. They take long, so `main` does them itself while it starts.
+        submit: submits the command to a scheduler if the configuration asks for it.
 
     Returns:
-        The exit code: `main`'s, that of the TrivetError that ended it, or 141 when the reader of the output had closed the pipe.
+        The exit code: of `main`, of the TrivetError that ended it, or 141 if the reader of the output closed the pipe.
     """
     words = sys.argv[1:] if argv is None else argv
     findings = Findings()
@@ -98,7 +102,7 @@ def run_translated(
             return exc.exit_code
         except OSError as exc:
             if not is_full_disk(exc) or arguments.help_section is not None:
-                raise  # help writes to the output alone
+                raise  # help writes only to the output: if that is full, there is no place for a message
             print_error(describe_full_disk(exc))
             return DiskFull.exit_code
 
@@ -106,6 +110,7 @@ def run_translated(
 
 
 def _print_notices(notices: Sequence[str]) -> None:
+    """Print the notices, and one more if a proxy that the environment names cannot be used."""
     unusable = find_unusable(os.environ)
     for notice in (*notices, *([f"{unusable}; {OWN_DIRECT}"] if unusable else [])):
         print(f"notice: {printable(notice)}", file=sys.stderr)
@@ -119,7 +124,7 @@ def _print_help(kind: type[Section], section: str) -> int:
 
 
 def _load(kind: type[Section], arguments: Arguments, findings: Findings, *, shows_usage: bool) -> LoadedConfig[Any]:
-    """Load the configuration; print how the command is called if it was called without the arguments that it needs."""
+    """Load the configuration. If that fails and `shows_usage`, print first how the command is called."""
     try:
         return load_arguments(kind, arguments, findings, environ=os.environ)
     except ConfigError:

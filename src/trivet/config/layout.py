@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from trivet.key_names import VARIABLE
+from trivet.key_names import NAMES_VARIABLE
 
 STABLE = "STABLE"
 COMMITTED = "COMMITTED"
@@ -12,18 +12,18 @@ MANIFEST = "manifest.json"
 SECRET_FILE = "TRIVET_SECRET_FILE"
 """The variable that names the file of the run's secret."""
 VENVS = "TRIVET_VENVS"
-"""The variable that names the directory of the virtual environments of environments."""
-OWN_VARIABLES = frozenset({SECRET_FILE, VENVS, VARIABLE})
-"""Variables with trivet's prefix that set no configuration key, as every other one does."""
+"""The variable that names the directory with the virtual environments of environments."""
+OWN_VARIABLES = frozenset({SECRET_FILE, VENVS, NAMES_VARIABLE})
+"""The variables with the prefix TRIVET_ that set no configuration key. Every other one sets a key."""
 ROLLOUTS_FILE = "rollouts.jsonl"
 RESULTS_FILE = "results.jsonl"
 BATCH_SUFFIX = ".msgpack"
-"""The end of a recorded batch's name, behind `step_N`."""
+"""The suffix of a recorded batch's file name, after `step_N`."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
 def step_name(step: int) -> str:
-    """Return the name `step_N` of a directory of one step."""
+    """Return the name `step_N` of a step's directory."""
     return f"step_{step}"
 
 
@@ -33,8 +33,8 @@ def parse_step(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-class _Below:
-    """A path below the output directory."""
+class _SubPath:
+    """An attribute of `RunLayout` whose value is a path below the output directory."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
@@ -45,60 +45,60 @@ class _Below:
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """The paths below one output directory. Nothing is created or read. Those whose name says what they hold have no string."""
+    """The paths below one output directory. Nothing is created or read. Paths with a clear name have no docstring."""
 
     root: Path
 
-    weights = _Below("weights")
-    readers = _Below("weights", "readers")
-    """The directory with a file per reader of weights, which holds the version that it has loaded."""
-    checkpoints = _Below("checkpoints")
-    logs = _Below("logs")
-    metrics = _Below("metrics")
-    events = _Below("events.jsonl")
-    configs = _Below("configs")
-    """The directory of resolved configurations, a file per role."""
-    slurm = _Below("slurm")
-    """The directory of batch scripts and of the logs of their jobs, which are older than the run itself."""
-    kubernetes = _Below("kubernetes")
-    """The directory of a JobSet's manifest and configuration, and, in the pods, of what each start notes for later ones."""
-    skypilot = _Below("skypilot")
-    """The directory of a task of SkyPilot and its configuration, and, on its nodes, of what each start notes for later ones."""
-    secret = _Below(".secret")
-    yielded_step = _Below(".yielded_step")
-    """The file with the last step that a loop of a Python program over the run's steps had."""
-    lock = _Below(".lock")
-    """The file that the process which owns the directory locks."""
-    scratch_note = _Below(".scratch")
+    weights = _SubPath("weights")
+    readers = _SubPath("weights", "readers")
+    """The directory with a file for each reader of weights. The file holds the version that the reader has loaded."""
+    checkpoints = _SubPath("checkpoints")
+    logs = _SubPath("logs")
+    metrics = _SubPath("metrics")
+    events = _SubPath("events.jsonl")
+    configs = _SubPath("configs")
+    """The directory with the resolved configuration of each role."""
+    slurm = _SubPath("slurm")
+    """The directory of batch scripts and of their jobs' logs. It exists before the run itself starts."""
+    kubernetes = _SubPath("kubernetes")
+    """The directory of a JobSet's manifest and configuration. In the pods, each start also leaves notes for later starts here."""
+    skypilot = _SubPath("skypilot")
+    """The directory of a SkyPilot task and its configuration. On the nodes, each start also leaves notes for later starts here."""
+    secret = _SubPath(".secret")
+    yielded_step = _SubPath(".yielded_step")
+    """The file with the number of the last step that `RLTrainer` or `SFTTrainer` yielded to the loop of a Python program."""
+    lock = _SubPath(".lock")
+    """The file that is locked by the process that owns the directory."""
+    scratch_note = _SubPath(".scratch")
     """The file that names the directory of the live run's temporary files."""
-    servers = _Below(".servers")
-    """The file with the address of each inference server of a run of several nodes; one may come back at another address."""
-    control = _Below(".control.json")
-    """The file that says where the first node of a run of several listens for the others."""
-    lease = _Below(".lease.json")
-    """The file that says which first node leads a run of several: `launcher.nodes.lease.Lease`."""
-    run_file = _Below("run.json")
-    """The file of run id and attempt, from which a resumed run takes its identity."""
-    compute_dtype = _Below(".compute_dtype.json")
-    """The file of the dtype that the run computes in and serves: `config.compute_dtype.ChosenDtype`."""
-    status = _Below("status.json")
+    servers = _SubPath(".servers")
+    """The file with the addresses of the inference servers of a run over several nodes. A restarted server may have another one."""
+    control = _SubPath(".control.json")
+    """The file with the address at which the first of several nodes listens for the others."""
+    lease = _SubPath(".lease.json")
+    """The file with the lease of the node that leads a run over several nodes: `launcher.nodes.lease.Lease`."""
+    run_file = _SubPath("run.json")
+    """The file with the run's id and attempt. A resumed run takes its id from here."""
+    compute_dtype = _SubPath(".compute_dtype.json")
+    """The file with the dtype of the run: `config.compute_dtype.ChosenDtype`."""
+    status = _SubPath("status.json")
     """The run's state, written by its launcher: `wire.status.RunStatus`."""
-    reports = _Below(".reports")
-    """The directory of reports, one by each process of the run about itself: `wire.status.ProcessReport`."""
-    batches = _Below("batches")
-    rollouts = _Below("rollouts")
-    evals = _Below("evals")
+    reports = _SubPath(".reports")
+    """The directory of reports. Each process of the run writes one about itself: `wire.status.ProcessReport`."""
+    batches = _SubPath("batches")
+    rollouts = _SubPath("rollouts")
+    evals = _SubPath("evals")
 
     def role_lock(self, role: str) -> Path:
-        """Return the file that the only process of a role locks, whoever started it."""
+        """Return the file that a role's process locks, so that no second process of the role can run here."""
         return self.root / f".lock.{role}"
 
     def scratch_note_of(self, node: int) -> Path:
-        """Return the same for a node that is not the first."""
+        """Return the file that names the temporary directory of a node other than the first."""
         return self.root / f".scratch.{node}"
 
     def report_file(self, role: str, rank: int = 0) -> Path:
-        """Return the file of the newest report of a process about itself."""
+        """Return the file with the newest report of a process about itself."""
         return self.reports / (f"{role}.rank_{rank}.json" if rank else f"{role}.json")
 
     def weights_step(self, version: int) -> Path:
@@ -126,11 +126,11 @@ class RunLayout:
         return self.logs / name
 
     def env_worker_log(self, env: str) -> Path:
-        """Return the log of the workers of an environment. The slash of a hub id makes no directory."""
+        """Return the log of an environment's workers. The slash of a hub id is replaced, because it would name a directory."""
         return self.logs / "env_workers" / f"{env.replace('/', '--')}.log"
 
     def eval_worker_log(self, env: str) -> Path:
-        """Return the log of the workers of the command `eval`, which may measure a run that is going on."""
+        """Return the log of the command `eval`'s workers. It is a separate file, because `eval` may measure a live run."""
         return self.logs / "eval" / self.env_worker_log(env).name
 
     def rank_log(self, rank: int) -> Path:

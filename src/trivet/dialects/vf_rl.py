@@ -1,7 +1,7 @@
-"""Runs the command `vf-rl`: a run described in the dialect of verifiers' trainer, with its console and its checkpoints.
+"""Runs the command `vf-rl`: a run in the dialect of verifiers' trainer, with that trainer's console lines and checkpoints.
 
-The run itself is `rl`, started as a process of its own. This command prints what it does in the dialect's words and writes
-`checkpoint-N/` into the run's directory (`vf_output`). In tmux it shows the inference server's log above that (`vf_tmux`).
+The run itself is the command `rl`, started as a child process. This command translates the lines that the child prints, and writes
+`checkpoint-N/` into the run's directory (`vf_output`). In tmux it shows the inference server's log above the lines (`vf_tmux`).
 """
 
 import os
@@ -23,7 +23,7 @@ from trivet.dialects.vf_output import VfCheckpoints, VfConsole
 from trivet.dialects.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
 from trivet.dialects.vf_translation import RUN_NAMES, load_run
 from trivet.errors import ConfigError
-from trivet.key_names import to_variable, use_names
+from trivet.key_names import names_to_variable, use_names
 from trivet.launcher.commands import rl
 from trivet.launcher.logs import LogFollower
 from trivet.process.closed_output import run_until_output_closes
@@ -33,7 +33,7 @@ from trivet.shown_text import print_error
 from trivet.storage.durable import write_private
 
 _POLL_INTERVAL_S = 0.5
-"""Time between two looks at the run's output and its policies, seconds: a step takes longer."""
+"""Time between two reads of the run's output and policies, seconds: a step takes longer."""
 _USAGE = f"""usage: vf-rl @ FILE.toml [-s SESSION] [--no-tmux] [--key VALUE …]
 
 -s, --session NAME   the tmux session; default {DEFAULT_SESSION}
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def check(config: RLConfig) -> None:
         if session is not None and not is_dry_run:
             require_tmux(session)
-        if session is not None or is_dry_run:  # else the run's own process checks it
+        if session is not None or is_dry_run:  # otherwise the child process checks it
             rl.check(config)
             rl.check_for_dry_run(config)
 
@@ -78,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def take_options(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the tmux session, None for this terminal, and the words that are no options of the command itself."""
+    """Split the words of the command line.
+
+    Returns the name of the tmux session, None to run in this terminal, and the words for the configuration.
+    """
     session: str | None = DEFAULT_SESSION
     rest: list[str] = []
     remaining = iter(words)
@@ -93,7 +96,7 @@ def take_options(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _run(config: RLConfig, dialect: VfRLConfig) -> int:
-    """Run `config` to its end in this terminal; return the exit code of the training."""
+    """Run `config` in this terminal until its end. Return the exit code of the training."""
     layout, args = RunLayout(config.output_dir), dialect.trainer.args
     assert config.max_steps is not None, "the dialect always has max_steps"
     console = VfConsole(
@@ -101,17 +104,17 @@ def _run(config: RLConfig, dialect: VfRLConfig) -> int:
         model=dialect.model,
         env=dialect.env.id,
         max_steps=config.max_steps,
-        every=args.logging_steps,
+        line_interval=args.logging_steps,
         since=time.time(),
     )
-    every = args.save_steps if args.save_strategy == "steps" else None
-    checkpoints = VfCheckpoints(layout, every=every, max_steps=config.max_steps, replaces_run=config.clean)
+    interval = args.save_steps if args.save_strategy == "steps" else None
+    checkpoints = VfCheckpoints(layout, interval=interval, max_steps=config.max_steps, replaces_run=config.clean)
     with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch:
         file, output = Path(scratch) / "run.toml", Path(scratch) / "launcher.stdout"
         write_private(file, to_toml(config))
         follower = LogFollower(output, offset=0)
 
-        def show_news() -> None:
+        def show_new_output() -> None:
             for line in follower.read_lines():
                 for translated in console.translate(line):
                     show(translated)
@@ -121,9 +124,9 @@ def _run(config: RLConfig, dialect: VfRLConfig) -> int:
                 show(f"Saved {path}")
 
         with Interrupts(clock=time.monotonic) as interrupts, output.open("wb") as stdout:
-            launcher = subprocess.Popen(  # ends when this process does
+            launcher = subprocess.Popen(  # the kernel ends it if this process is killed
                 tied_command(module_command("trivet.launcher.commands.rl", "@", str(file))),
-                env=os.environ | to_variable(RUN_NAMES),
+                env=os.environ | names_to_variable(RUN_NAMES),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=subprocess.STDOUT,
@@ -131,18 +134,18 @@ def _run(config: RLConfig, dialect: VfRLConfig) -> int:
             )
             forwarded = 0
             while launcher.poll() is None:
-                show_news()
+                show_new_output()
                 forwarded = interrupts.forward(launcher.send_signal, forwarded)
                 time.sleep(_POLL_INTERVAL_S)
-        show_news()
+        show_new_output()
     code = launcher.returncode
     return code if code >= 0 else 128 - code
 
 
 def show(line: str) -> None:
-    """Print a line, unless it is a notice, which was printed before the run was started."""
+    """Print a line unless it is a notice: notices were printed before the run was started."""
     if not line.startswith("notice: "):
-        with suppress(OSError):  # the terminal was closed, or the reader of our pipe has gone: the run goes on
+        with suppress(OSError):  # the terminal or the pipe was closed; the run goes on
             print(line, flush=True)  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""Translates the dialect of `vf-rl` to the keys of a run. Pure; the command `vf-rl --dry-run` prints the result."""
+"""Translates the dialect of `vf-rl` to the keys of a run. Reads and writes no files; `vf-rl --dry-run` prints the result."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from trivet.key_names import key_name
 
 _ARGS = "trainer.args"
 _CHECKPOINT = re.compile(r"(?:.*/)?checkpoint-(\d+)/?")
-_SAME_MEANING = {
+_EQUAL_KEYS = {
     "learning_rate": "trainer.optim.lr",
     "weight_decay": "trainer.optim.weight_decay",
     "adam_beta1": "trainer.optim.betas1",
@@ -51,8 +51,8 @@ _SAME_MEANING = {
     "vllm_server_port": "inference.server.port",
     "vllm_server_timeout": "orchestrator.client.wait_for_ready_timeout",
 }
-"""Key of [trainer.args] to the run's key that has its value as it is."""
-_LORA = {
+"""Key of a run by the key of [trainer.args] that has the same value."""
+_LORA_KEYS = {
     "lora_rank": "rank",
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
@@ -60,10 +60,10 @@ _LORA = {
     "lora_modules_to_save": "modules_to_save",
     "lora_use_rslora": "rslora",
 }
-"""Key of [trainer.args] to the key below trainer.model.lora that has its value as it is."""
+"""Key of the section trainer.model.lora by the key of [trainer.args] that has the same value."""
 RUN_NAMES = {
-    **{key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items()},
-    **{f"trainer.model.lora.{key}": f"{_ARGS}.{name}" for name, key in _LORA.items()},
+    **{key: f"{_ARGS}.{name}" for name, key in _EQUAL_KEYS.items()},
+    **{f"trainer.model.lora.{key}": f"{_ARGS}.{name}" for name, key in _LORA_KEYS.items()},
     **{f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_KEYS.items()},
     **dict.fromkeys(
         ("max_model_len", "inference.model.max_model_len", "trainer.model.seq_len", "orchestrator.seq_len"),
@@ -80,7 +80,7 @@ RUN_NAMES = {
     "ckpt.resume_step = -1": f"{_ARGS}.resume_from_checkpoint = true",
     "--clean": f"--{_ARGS}.overwrite-output-dir true",
 }
-"""Names of keys and flags of the run for a user of the dialect."""
+"""The dialect's names by keys and flags of the run, for messages; see `trivet.key_names`."""
 
 
 def load_run(
@@ -89,8 +89,9 @@ def load_run(
     """Return the run that a `vf-rl` configuration describes, checked like any other.
 
     Args:
-        environ: variables with our prefix set keys of the run; what the user wrote in the dialect wins, its defaults do not.
-        run_entries: values of the run's own keys, which win over all others.
+        environ: variables with the prefix TRIVET_ set keys of the run. Values that the user wrote in the dialect win over them,
+            defaults of the dialect do not.
+        run_entries: values of keys of the run, which win over all others.
     """
     findings = Findings()
     for notice in loaded.notices:
@@ -103,24 +104,25 @@ def load_run(
         entry = Entry(path=tuple(key.split(".")), value="None" if value is None else value, origin=origin)
         (written if source in loaded.origins else by_default).append(entry)
     variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
-    if any(entry.path == ("trainer", "loss", "type") for entry in run_entries):  # the dialect's defaults are of another loss
+    if any(entry.path == ("trainer", "loss", "type") for entry in run_entries):  # the dialect's defaults are for its own loss
         by_default = [entry for entry in by_default if entry.path[:2] != ("trainer", "loss")]
     return load_sources(RLConfig, [by_default, variables, written, run_entries], findings)
 
 
 def _check(config: VfRLConfig, findings: Findings) -> None:
-    """Refuse what the dialect alone restricts, and note each key whose effect here differs from the dialect's."""
+    """Refuse values that only the dialect forbids, and add a notice for each key whose effect differs from verifiers' trainer."""
     args, num_gpus, keys = config.trainer.args, config.trainer.gpus, ROOT.trainer.args
-    at_once, resume = args.micro_batch_size * num_gpus, args.resume_from_checkpoint
-    if args.batch_size % at_once:
+    num_at_once, resume = args.micro_batch_size * num_gpus, args.resume_from_checkpoint
+    if args.batch_size % num_at_once:
         findings.refuse(
             f"{keys.batch_size} ({args.batch_size}) must be divisible by {keys.micro_batch_size} * {ROOT.trainer.gpus} "
-            f"({args.micro_batch_size} * {num_gpus} = {at_once}): {args.batch_size} % {at_once} = {args.batch_size % at_once}; "
-            f"try batch_size = {at_once * max(1, round(args.batch_size / at_once))}"
+            f"({args.micro_batch_size} * {num_gpus} = {num_at_once}): "
+            f"{args.batch_size} % {num_at_once} = {args.batch_size % num_at_once}; "
+            f"try batch_size = {num_at_once * max(1, round(args.batch_size / num_at_once))}"
         )
     if isinstance(resume, str) and _CHECKPOINT.fullmatch(resume) is None:
         findings.refuse(f'{keys.resume_from_checkpoint} must be true, false, or end with checkpoint-N, got "{resume}"')
-    if unknown := sorted({*_reports(args)} - {"wandb", "none", "all"}):
+    if unknown := sorted({*_report_targets(args)} - {"wandb", "none", "all"}):
         findings.refuse(f'{keys.report_to} knows "wandb" and "none", got "{", ".join(unknown)}"')
     length = f"max_seq_len ({args.max_seq_len})"
     if "micro_batch_size" in args.model_fields_set:
@@ -138,8 +140,8 @@ def _environment_name(config: VfRLConfig) -> str:
 
 
 def _translate(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
-    """Yield every value as one of the run: its key there, the value, and the key of the dialect that it follows from."""
-    first, args = config.inference.gpus, config.trainer.args
+    """Yield each value of the run that follows from the dialect: the key of the run, the value, and the key of the dialect."""
+    num_inference_gpus, args = config.inference.gpus, config.trainer.args
     yield "model.name", config.model, "model"
     yield "orchestrator.env", [_environment(config)], "env.id"
     max_model_len: tuple[str, object, str] = "max_model_len", args.max_seq_len, f"{_ARGS}.max_seq_len"
@@ -150,26 +152,37 @@ def _translate(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
         else:
             yield f"inference.{VLLM_KEYS.get(argument, f'vllm_args.{argument}')}", value, f"inference.args.{name}"
     yield max_model_len
-    yield "inference_gpu_ids", list(range(first)), "inference.gpus"
-    yield "trainer_gpu_ids", list(range(first, first + config.trainer.gpus)), "trainer.gpus"
-    same = {**_SAME_MEANING, **({name: f"trainer.model.lora.{key}" for name, key in _LORA.items()} if args.use_lora else {})}
-    for name, key in same.items():
+    yield "inference_gpu_ids", list(range(num_inference_gpus)), "inference.gpus"
+    yield "trainer_gpu_ids", list(range(num_inference_gpus, num_inference_gpus + config.trainer.gpus)), "trainer.gpus"
+    run_keys = {
+        **_EQUAL_KEYS,
+        **({name: f"trainer.model.lora.{key}" for name, key in _LORA_KEYS.items()} if args.use_lora else {}),
+    }
+    for name, key in run_keys.items():
         if (value := getattr(args, name)) is not None or name == "max_grad_norm":
             yield key, value, f"{_ARGS}.{name}"
         if key.startswith("orchestrator.sampling.") and value is not None and args.eval_strategy == "steps":
-            yield key.replace("orchestrator.", "orchestrator.eval.", 1), value, f"{_ARGS}.{name}"  # measured as it is trained
-    for is_wanted, key, value, name in _derived_values(config):
-        if is_wanted:
+            yield (
+                key.replace("orchestrator.", "orchestrator.eval.", 1),
+                value,
+                f"{_ARGS}.{name}",
+            )  # evaluations sample as training does
+    for is_set, key, value, name in _derived_values(config):
+        if is_set:
             yield key, value, f"{_ARGS}.{name}"
 
 
 def _environment(config: VfRLConfig) -> dict[str, object]:
+    """Return the entry of `orchestrator.env` for the dialect's environment."""
     named = {"name": _environment_name(config)} if "/" in config.env.id else {}
     return {"id": config.env.id, "args": config.env.args, **named}
 
 
 def _derived_values(config: VfRLConfig) -> list[tuple[bool, str, object, str]]:
-    """Return keys whose value is made of other values of the dialect, each with whether the run has it."""
+    """Return the values of the run that are computed from values of the dialect.
+
+    Each item is: whether the run gets the value, the key of the run, the value, and the key of [trainer.args] for its origin.
+    """
     args = config.trainer.args
     run_name = args.run_name or _environment_name(config)
     dtypes: dict[object, str] = {"auto": "auto", True: "bfloat16", False: "float32"}
@@ -178,8 +191,8 @@ def _derived_values(config: VfRLConfig) -> list[tuple[bool, str, object, str]]:
     warmup_key = "warmup_steps" if args.warmup_steps or not args.warmup_ratio else "warmup_ratio"
     decay_steps = max(0, args.max_steps - warmup) if kind == "linear" else 0
     saves, evaluates = args.save_strategy == "steps", args.eval_strategy == "steps"
-    wandb, shows = args.wandb or VfWandbConfig(), args.log_completions
-    has_wandb = args.wandb is not None or not {"wandb", "all"}.isdisjoint(_reports(args))
+    wandb, shows_samples = args.wandb or VfWandbConfig(), args.log_completions
+    has_wandb = args.wandb is not None or not {"wandb", "all"}.isdisjoint(_report_targets(args))
     return [
         (True, "output_dir", args.output_dir or f"outputs/{run_name}", "output_dir" if args.output_dir else "run_name"),
         (True, "trainer.model.compute_dtype", dtypes[args.bf16], "bf16"),
@@ -203,11 +216,12 @@ def _derived_values(config: VfRLConfig) -> list[tuple[bool, str, object, str]]:
         (has_wandb, "wandb.offline", wandb.offline, "wandb.offline"),
         # The documented trainer logs sample completions with every line of numbers.
         (has_wandb, "wandb.log_extras.interval", args.logging_steps, "logging_steps"),
-        (has_wandb, "wandb.log_extras.samples", shows, "log_completions"),
-        (shows, "orchestrator.shown_samples.count", args.num_completions_to_print, "num_completions_to_print"),
-        (not shows, "orchestrator.shown_samples", None, "log_completions"),
+        (has_wandb, "wandb.log_extras.samples", shows_samples, "log_completions"),
+        (shows_samples, "orchestrator.shown_samples.count", args.num_completions_to_print, "num_completions_to_print"),
+        (not shows_samples, "orchestrator.shown_samples", None, "log_completions"),
     ]
 
 
-def _reports(args: VfTrainerArgs) -> list[str]:
+def _report_targets(args: VfTrainerArgs) -> list[str]:
+    """Return `report_to` as a list."""
     return [args.report_to] if isinstance(args.report_to, str) else args.report_to

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from trivet.config.layout import VENVS
-from trivet.key_names import VARIABLE
+from trivet.key_names import NAMES_VARIABLE
 from trivet.launcher.plan import ProcessSpec, ReportFile
 from trivet.process.lifetime import descendants, read_processes, tied_command
 from trivet.process.signals import STACKS_SIGNAL
@@ -269,4 +269,4 @@ class LocalHost:
 
 def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what roles inherit: not the keys that the environment sets, which their configuration files already hold."""
-    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_") or name in (VENVS, VARIABLE)}
+    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_") or name in (VENVS, NAMES_VARIABLE)}

@@ -1,8 +1,8 @@
-"""The arguments that a program passes, and the configuration of the run that they describe. Starts nothing.
+"""Turns the arguments that a Python program passes into the configuration of a run. Starts nothing.
 
-Fields and defaults are those of the configuration's models. A wrong name or value is refused where it is written, with the nearest
-name, as on the command line. The keys of the documented dialect go the way of `vf-rl`; sections of the configuration and Python
-functions are laid over them as keys of the run.
+Fields and defaults are those of the configuration's models. A wrong name or value is refused when the arguments are created, with
+the nearest name, as on the command line. `RLConfig` has the keys of [trainer.args] in the dialect of `vf-rl`, which are translated
+as `vf-rl` does. It also takes sections of the run's configuration and Python functions. Their values win over the translated ones.
 """
 
 import inspect
@@ -39,11 +39,11 @@ from trivet.shown_text import printable
 logger = logging.getLogger(__name__)
 
 _DIALECT = ("trainer", "args")
-"""The section of the dialect whose keys a program passes by their names alone."""
+"""The section of the dialect whose keys are fields of `RLArguments`, without the name of the section."""
 
 
 class _RLKeys(VfTrainerArgs):
-    """The keys of `RLArguments`. A section is given as its model or as a dictionary; None there means the default."""
+    """The fields of `RLArguments`. A section is given as its model or as a dictionary, or is None for the defaults."""
 
     loss: dict[str, Any] | LossConfig | Callable[..., Any] | str | None = None
     """A function of one sample (trivet.trainer.losses.custom), the `type` of a loss, or the keys of [trainer.loss]."""
@@ -52,7 +52,7 @@ class _RLKeys(VfTrainerArgs):
     rewards: list[Callable[..., Any] | tuple[Callable[..., Any], float]] | None = None
     """Reward functions of verifiers, each alone or with its weight, that replace the environment's own."""
     callbacks: list[Callable[..., Any]] = []
-    """Called in this process with each step that was trained."""
+    """Functions that are called in this process with each trained step."""
     max_model_len: int | None = None
     """Longest context of the server, tokens; unset: max_seq_len."""
     deterministic: bool | None = None
@@ -90,13 +90,13 @@ class _RLKeys(VfTrainerArgs):
 FUNCTION_KEYS = {"loss", "advantage", "rewards", "callbacks"}
 """Keys of `RLArguments` that may hold Python functions."""
 RUN_KEYS = _RLKeys.model_fields.keys() - VfTrainerArgs.model_fields.keys() - FUNCTION_KEYS
-"""Keys of `RLArguments` that are keys of a run, by the same name."""
+"""The fields of `RLArguments` that a run's configuration has under the same name."""
 
 
 class RLArguments(_RLKeys):
-    """Arguments of a run, `trivet.RLConfig`."""
+    """The arguments of `trivet.RLTrainer`. Programs import the class as `trivet.RLConfig`."""
 
-    if not TYPE_CHECKING:  # an editor completes the fields, which a constructor of its own would hide
+    if not TYPE_CHECKING:  # without this constructor, editors complete the names of the fields
 
         def __init__(self, **values: Any) -> None:
             findings = Findings()
@@ -125,7 +125,7 @@ class EvalArguments(EvalConfig):
 
 
 def _check(kind: type[SectionT], values: Mapping[str, Any], findings: Findings, *, origin: str) -> dict[str, Any]:
-    """Return the values of the keys that were given, validated."""
+    """Validate `values` as keys of `kind`, and return those that were given. Notices are shown; a problem is a ConfigError."""
     loaded = load_sources(kind, [entries_of(values, origin=origin)], findings)
     config = loaded.config
     show_notices(loaded.notices)
@@ -133,24 +133,24 @@ def _check(kind: type[SectionT], values: Mapping[str, Any], findings: Findings, 
 
 
 def show_notices(notices: Iterable[str]) -> None:
-    """Say what loading a configuration must tell the user."""
+    """Log the notices of loading a configuration."""
     for notice in notices:
         logger.warning("notice: %s", printable(notice))
 
 
 def entries_of(values: Mapping[str, Any], *, origin: str, path: tuple[str, ...] = ()) -> list[Entry]:
-    """Return the values as one source of a configuration: of a section those that were set, and its type."""
+    """Return the values as entries of one source. Of a section only the keys that were set, and its type, are included."""
     return list(flatten(Entry(path=path, value=_as_data(dict(values)), origin=origin)))
 
 
 def written_values(section: Section) -> dict[str, Any]:
-    """Return the keys of a section that were set, and its `type`, which says what the others mean."""
+    """Return the keys of a section that were set, with their values, and its `type`, on which the meaning of the others depends."""
     names = [name for name in type(section).model_fields if name in section.model_fields_set or name == "type"]
     return {name: getattr(section, name) for name in names}
 
 
 def _as_data(value: Any) -> Any:
-    """Return a value as a file would give it: null is the text "None" there, and a path is a text."""
+    """Return a value in the form that it has in a TOML file, where null is the text "None" and a path is text."""
     match value:
         case None:
             return "None"
@@ -169,22 +169,22 @@ def _as_data(value: Any) -> Any:
 Environment = str | Callable[..., Any]
 """An environment: its id, or a function that returns it."""
 
-_ARGUMENTS = "RLConfig"
-"""Origin of the values that a user passes in `RLConfig`, for messages."""
+_ORIGIN = "RLConfig"
+"""The origin, in messages, of the values that a user passes in `RLConfig`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A run that was checked."""
+    """The checked configuration of a run, and the functions that it needs."""
 
     config: RLConfig
     functions: FunctionFiles
-    """The files of the program's functions, which are not written yet."""
+    """The program's functions. Their files are written when the run starts."""
 
 
 @use_names(PYTHON_NAMES)
 def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args: Mapping[str, Any]) -> PlannedRun:
-    """Return the run that the arguments of `RLTrainer` describe. A ConfigError lists every problem by the user's names."""
+    """Return the run that the arguments of `RLTrainer` describe. A ConfigError lists all problems, under the user's names."""
     if not isinstance(model, str | Path):
         raise ConfigError(
             f"model must be a Hugging Face name or a directory, got an object of type {type(model).__name__}: other processes load "
@@ -195,11 +195,11 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
             f"env must be the id of an environment or a function that returns one, got an object of type {type(env).__name__}: "
             "other processes make it"
         )
-    env, fixed = (env, {}) if isinstance(env, str) else split_partial(env)
+    env, fixed_args = (env, {}) if isinstance(env, str) else split_partial(env)
     name = env if isinstance(env, str) else name_of_environment(env)
     output_dir = Path(args.output_dir or f"outputs/{args.run_name or name.rpartition('/')[2]}")
     functions = FunctionFiles(output_dir)
-    env_args = {**fixed, **env_args}
+    env_args = {**fixed_args, **env_args}
     if inspect.isfunction(env):
         try:
             inspect.signature(env).bind(**env_args)
@@ -207,26 +207,28 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
             raise ConfigError(f"env_args: {env.__name__!r} cannot be called with them: {exc}") from exc
     written = {key: value for key, value in written_values(args).items() if key in VfTrainerArgs.model_fields}
     if args.deterministic:
-        written.setdefault("bf16", False)  # the dialect's default is the device's own dtype
+        written.setdefault(
+            "bf16", False
+        )  # a deterministic run computes in float32; without the key the dialect chooses by the device
     dialect = {
         "model": str(model),
         "env": {"id": name, "args": env_args},
         "inference": {"gpus": len(args.inference_gpu_ids or [0])},
         "trainer": {"gpus": len(args.trainer_gpu_ids or [0]), "args": {**written, "output_dir": str(output_dir)}},
     }
-    loaded = load_sources(VfRLConfig, [entries_of(dialect, origin=_ARGUMENTS)], Findings())
+    loaded = load_sources(VfRLConfig, [entries_of(dialect, origin=_ORIGIN)], Findings())
     run_entries = [
         *_environment_entries(env, name, args, functions, env_args),
-        *entries_of({key: getattr(args, key) for key in RUN_KEYS if key in args.model_fields_set}, origin=_ARGUMENTS),
-        *entries_of(_chosen(args.loss, functions, argument="loss"), origin=_ARGUMENTS, path=("trainer", "loss")),
+        *entries_of({key: getattr(args, key) for key in RUN_KEYS if key in args.model_fields_set}, origin=_ORIGIN),
+        *entries_of(_section_keys(args.loss, functions, argument="loss"), origin=_ORIGIN, path=("trainer", "loss")),
         *entries_of(
-            _chosen(args.advantage, functions, argument="advantage"), origin=_ARGUMENTS, path=("orchestrator", "advantage")
+            _section_keys(args.advantage, functions, argument="advantage"), origin=_ORIGIN, path=("orchestrator", "advantage")
         ),
     ]
     run = load_run(loaded, environ=os.environ, run_entries=run_entries)
     show_notices(run.notices)
     for configured in run.config.orchestrator.environments.values():
-        if file_of(configured.package) is None:  # the file of a function is written when the run is started
+        if file_of(configured.package) is None:  # the file of a function is written when the run starts
             require_installed(configured.package)
     return PlannedRun(config=run.config, functions=functions)
 
@@ -245,7 +247,7 @@ def plan_sft(model: str | Path | None, data: str | Path | None, args: SFTArgumen
 
 
 def name_of_environment(function: Callable[..., Any]) -> str:
-    """Return the name that the environment of a function has in logs, metrics and paths."""
+    """Return the name, in logs, metrics and paths, of the environment that a function makes."""
     name = getattr(function, "__name__", "environment")
     if name != LOADER:
         return name.removeprefix("load_").replace("_", "-")
@@ -256,27 +258,30 @@ def name_of_environment(function: Callable[..., Any]) -> str:
 def _environment_entries(
     env: Environment, name: str, args: RLArguments, functions: FunctionFiles, env_args: Mapping[str, Any]
 ) -> list[Entry]:
-    """Name the function that makes the environment; an environment that is an id alone is the dialect's own key."""
+    """Return the run's entries for an environment that a function makes or scores.
+
+    An environment that is an id, without `args.rewards`, needs none: the dialect has a key for it.
+    """
     if isinstance(env, str) and args.rewards is None:
         return []
     path = env if isinstance(env, str) else functions.path_of(env, argument="env")
     if args.rewards is not None:
         pairs = [reward if isinstance(reward, tuple) else (reward, 1.0) for reward in args.rewards]
-        paths = [functions.path_of(reward, argument="rewards") for reward, _ in pairs]
-        path = functions.with_rewards(path, paths, weights=[weight for _, weight in pairs])
+        rewards = [functions.path_of(reward, argument="rewards") for reward, _ in pairs]
+        path = functions.with_rewards(path, rewards, weights=[weight for _, weight in pairs])
     table = {"id": path, "name": name.rpartition("/")[2], "args": dict(env_args)}
-    places = [("orchestrator", "env"), *([("orchestrator", "eval", "env")] if args.eval_strategy == "steps" else [])]
-    return [Entry(path=place, value=[table], origin="RLTrainer") for place in places]
+    paths = [("orchestrator", "env"), *([("orchestrator", "eval", "env")] if args.eval_strategy == "steps" else [])]
+    return [Entry(path=key_path, value=[table], origin="RLTrainer") for key_path in paths]
 
 
-def _chosen(value: Any, functions: FunctionFiles, *, argument: str) -> dict[str, Any]:
-    """Return the keys of a section that is given as its type, as a table, as its model, or as a function."""
+def _section_keys(value: Any, functions: FunctionFiles, *, argument: str) -> dict[str, Any]:
+    """Return the keys of the section of a loss or an advantage, which is given as its type, a table, its model or a function."""
     if value is None:
         return {}
     if isinstance(value, str):
         return {"type": "none" if value == "None" else value}
     if not callable(value):
         return dict(value) if isinstance(value, dict) else written_values(value)
-    function, fixed = split_partial(value)
+    function, fixed_args = split_partial(value)
     path = functions.path_of(function, argument=argument)
-    return {"type": "custom", "import_path": path, **({"kwargs": fixed} if fixed else {})}
+    return {"type": "custom", "import_path": path, **({"kwargs": fixed_args} if fixed_args else {})}

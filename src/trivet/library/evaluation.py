@@ -1,4 +1,4 @@
-"""`evaluate`: the command `eval` for a program, on a server that it starts itself or on one that runs."""
+"""Provides `trivet.evaluate`: the command `eval` for Python programs, on a server that it starts or on a running one."""
 
 import json
 import tempfile
@@ -30,7 +30,7 @@ from trivet.weights.adapters import ADAPTER_CONFIG, is_adapter
 _POLL_INTERVAL_S = 0.2
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 1800.0
-"""Longest wait for a server that is started here: one that ends earlier is noticed at once, and large models load for minutes."""
+"""Longest wait for the server that `evaluate` starts. Large models load for minutes; a server that ends is noticed at once."""
 
 
 def evaluate(
@@ -52,31 +52,31 @@ def evaluate(
         args: the arguments of the evaluation; None: the defaults of `eval`.
         env_args: passed to load_environment, or to the function.
         weights_dir: the directory `weights` of a run: each of its policies is measured, and the start model.
-        base_url: a server that runs; None: one is started for `model`, and ended.
+        base_url: the address of a running server; None: a server is started for `model`, and ended afterwards.
         inference: keys of [inference] for the server that is started.
-        progress: show in a terminal or a notebook that it goes on.
+        progress: show in a terminal or a notebook how many results there are.
 
-    Returns the scores of each policy and environment, as `summary.json` has them. A RoleFailed has the last lines of the
+    Returns the scores of each policy and environment, as in `summary.json`. The message of a RoleFailed has the last lines of the
     evaluation or server that failed.
     """
     args = args or EvalArguments()
     layout = results_layout(args.model_copy(update={"weights_dir": None if weights_dir is None else Path(weights_dir)}))
     functions = FunctionFiles(layout.root)
     started = time.time()
-    with ExitStack() as held:
+    with ExitStack() as stack:
         server = None
         variables: dict[str, str] = {}
         if base_url is None and not {"client", "resume_path"} & args.model_fields_set:
-            config = _plan_server(model, weights_dir, inference or {}, held)
+            config = _plan_server(model, weights_dir, inference or {}, stack)
             variables = share_secret(RunLayout(config.output_dir), environ={})
-            server = held.enter_context(RunProcess("trivet.inference.main", config, variables=variables))
+            server = stack.enter_context(RunProcess("trivet.inference.main", config, variables=variables))
             base_url = f"http://{_HOST}:{config.server.port}/v1"
         planned = _plan(env, args, functions, env_args=env_args or {}, weights_dir=weights_dir, base_url=base_url)
         if server is not None:
             update = {"wait_for_ready_timeout": _START_TIMEOUT_S}
             planned = planned.model_copy(update={"client": planned.client.model_copy(update=update)})
         functions.write()
-        process = held.enter_context(RunProcess("trivet.evaluation.main", planned, variables=variables))
+        process = stack.enter_context(RunProcess("trivet.evaluation.main", planned, variables=variables))
         with ProgressBar(None, is_wanted=progress) as bar:
             while process.exit_code is None:
                 bar.update(len(_new_summaries(layout, since=started)), activity="evaluating")
@@ -96,12 +96,13 @@ def _plan(
     weights_dir: str | Path | None,
     base_url: str | None,
 ) -> EvalConfig:
+    """Return the configuration of the command `eval` that the arguments of `evaluate` describe."""
     values: dict[str, Any] = {}
     if env is not None:
-        function, fixed = (env, {}) if isinstance(env, str) else split_partial(env)
+        function, fixed_args = (env, {}) if isinstance(env, str) else split_partial(env)
         path = function if isinstance(function, str) else functions.path_of(function, argument="env")
         name = function if isinstance(function, str) else name_of_environment(function)
-        values["env"] = [{"id": path, "name": name, "args": {**fixed, **env_args}}]
+        values["env"] = [{"id": path, "name": name, "args": {**fixed_args, **env_args}}]
     if weights_dir is not None:
         values["weights_dir"] = str(weights_dir)
     if base_url is not None:
@@ -111,9 +112,9 @@ def _plan(
 
 
 def _plan_server(
-    model: str | Path | None, weights_dir: str | Path | None, inference: InferenceConfig | Mapping[str, Any], held: ExitStack
+    model: str | Path | None, weights_dir: str | Path | None, inference: InferenceConfig | Mapping[str, Any], stack: ExitStack
 ) -> InferenceConfig:
-    """Return the configuration of a server for this evaluation alone. Its port and its directory live as long as `held`."""
+    """Return the configuration of a server for this evaluation. Its port and its directory are freed when `stack` closes."""
     weights = None if weights_dir is None else Path(weights_dir).absolute()
     name = model or read_origin(weights).model_name
     if name is None:
@@ -121,22 +122,22 @@ def _plan_server(
     adapters = [] if weights is None else [path for path in complete_steps(weights).values() if is_adapter(path)]
     ranks = [json.loads((path / ADAPTER_CONFIG).read_bytes())["r"] for path in adapters]
     values = {
-        "output_dir": held.enter_context(tempfile.TemporaryDirectory(prefix="trivet-eval-")),
+        "output_dir": stack.enter_context(tempfile.TemporaryDirectory(prefix="trivet-eval-")),
         "model": {"name": str(name)},
         "server": {
             "host": _HOST,
-            "port": held.enter_context(ReservedPorts()).reserve(_HOST, preferred=0),
+            "port": stack.enter_context(ReservedPorts()).reserve(_HOST, preferred=0),
             **({"weight_dirs": [str(weights)]} if weights is not None else {}),
         },
         **({"enable_lora": True, "max_lora_rank": max(ranks)} if ranks else {}),
     }
-    wanted = written_values(inference) if isinstance(inference, InferenceConfig) else inference
-    sources = [entries_of(values, origin="evaluate"), entries_of(wanted, origin="evaluate(inference=…)")]
+    user_values = written_values(inference) if isinstance(inference, InferenceConfig) else inference
+    sources = [entries_of(values, origin="evaluate"), entries_of(user_values, origin="evaluate(inference=…)")]
     return load_sources(InferenceConfig, sources, Findings()).config
 
 
 def _new_summaries(layout: RunLayout, *, since: float) -> list[Summary]:
-    """Return the scores that were written since a moment, by step and environment."""
+    """Return the scores that were written since the Unix time `since`, sorted by step and environment."""
     files = [path for path in layout.evals.glob("step_*/**/summary.json") if path.stat().st_mtime >= since]
     found = [msgspec.json.decode(path.read_bytes(), type=Summary) for path in files]
     return sorted(found, key=lambda summary: (summary.step, summary.env))

@@ -1,7 +1,7 @@
-"""Runs a command of trivet as a process of the program that uses the library: its end is the end of the run.
+"""Runs a command of trivet as a child process of the program that uses the library. The run ends with this process.
 
-The process leads a session of its own, so that Ctrl-C in a terminal reaches the program alone. The first Ctrl-C has the run commit
-and end, and the second ends it at once. When the program is killed, the kernel ends the process.
+The process leads a session of its own, so Ctrl-C in a terminal reaches only the program, which passes it on: after the first Ctrl-C
+the run commits and ends, after the second it ends at once. When the program is killed, the kernel ends the process.
 """
 
 import atexit
@@ -31,14 +31,15 @@ from trivet.storage.durable import write_private
 
 _POLL_INTERVAL_S = 0.05
 _KILL_TIMEOUT_S = 5.0
-"""A killed process is gone within milliseconds, unless the kernel itself is stuck in it."""
+"""Longest wait for a killed process to end. It takes milliseconds, unless a system call hangs."""
 _COMMIT_TIMEOUT_S = 60.0
-"""Time that the launcher needs after its own deadline: killing what is left, and its last status."""
+"""Time that the launcher needs after its own deadline, to kill remaining processes and to write its last status."""
 _NUM_LINES = 30
-_ARGS = "trainer.args."
+"""Lines of output that an error shows."""
+_ARGS_PREFIX = "trainer.args."
 PYTHON_NAMES = {
-    **{key: name.removeprefix(_ARGS) for key, name in RUN_NAMES.items() if name.startswith(_ARGS)},
-    _ARGS: "",
+    **{key: name.removeprefix(_ARGS_PREFIX) for key, name in RUN_NAMES.items() if name.startswith(_ARGS_PREFIX)},
+    _ARGS_PREFIX: "",
     "model.name": "model",
     "inference.gpus": "inference_gpu_ids",
     "trainer.gpus": "trainer_gpu_ids",
@@ -47,20 +48,27 @@ PYTHON_NAMES = {
     "ckpt.resume_step = -1": "resume_from_checkpoint=True",
     "--clean": "overwrite_output_dir=True",
 }
-"""Names of keys and flags in the messages of a run that `RLTrainer` starts. `RLConfig` takes all other keys by their own names."""
+"""The names that users of `RLTrainer` know, by key or flag of the run; see `trivet.key_names`. Other keys have equal names."""
 _ERRORS: Mapping[int, type[TrivetError]] = {2: ConfigError, 3: Diverged}
-"""Meanings of a command's exit codes; any other than 0 means that a role failed."""
-_REFUSAL = re.compile(r"^error: ", re.MULTILINE)
-"""Prefix of a refusal."""
+"""The error that an exit code of the command stands for. Any other code but 0 means that a role failed."""
+_ERROR_PREFIX = re.compile(r"^error: ", re.MULTILINE)
+"""The beginning of the message of an error that ended the command."""
 
 
 class RunProcess:
-    """A command that works on one configuration, from entering the block to its end. The block may be entered again."""
+    """Runs a command with one configuration while a `with` block is active. The block may be entered again."""
 
     def __init__(
         self, module: str, config: Section, *, stop_timeout_s: float = 0.0, variables: Mapping[str, str] | None = None
     ) -> None:
-        """Start nothing. `module` reads a file after `@`, and gives its own processes `stop_timeout_s` to commit and end."""
+        """Start nothing yet.
+
+        Args:
+            module: the module of the command, which reads the configuration from a file after `@`.
+            config: the configuration.
+            stop_timeout_s: the time that the command gives its own processes to commit and end.
+            variables: environment variables of the command, in addition to those of this process.
+        """
         self._variables = variables or {}
         self._module = module
         self._config = config
@@ -69,9 +77,10 @@ class RunProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_interrupted = False
         self._handlers: dict[signal.Signals, Any] = {}
+        """The program's own handlers of the signals that this object handles."""
 
     def __enter__(self) -> "RunProcess":
-        """Start the command; what it prints goes to a file."""
+        """Start the command. Its output goes to a file, and this process handles signals until the block ends."""
         self._folder, self._is_interrupted = Path(tempfile.mkdtemp(prefix="trivet-run-")), False
         file = self._folder / "run.toml"
         write_private(file, to_toml(self._config))
@@ -95,7 +104,7 @@ class RunProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, as a shell counts it; None while the command runs."""
+        """The exit code as in a shell (128 + N for signal N); None while the command runs."""
         assert self._process is not None, "it was started"
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
@@ -111,19 +120,20 @@ class RunProcess:
         return "\n".join(last_lines(self._folder / "output", offset=0, count=_NUM_LINES))
 
     def require_success(self, *, details: str = "") -> None:
-        """Raise the error that ended the command, by its exit code, unless it succeeded or this program ended it.
+        """Raise the error that ended the command, by its exit code. Do nothing if it succeeded or this program ended it.
 
-        The text has the last lines of what failed, or `details`: what is known of the failure besides the command's output.
+        The message is the command's own error. Without one it is `details`, what the caller knows of the failure, or else the last
+        lines of output.
         """
         if self.exit_code in (0, None) or self._is_interrupted:
             return
-        printed = printable(self.last_output())
-        *_, last = _REFUSAL.split(printed)
-        text = last if last != printed else f"the run ended with exit code {self.exit_code}: {details or printed}"
+        output = printable(self.last_output())
+        *_, error = _ERROR_PREFIX.split(output)  # the text after the last prefix; without a prefix the whole output
+        text = error if error != output else f"the run ended with exit code {self.exit_code}: {details or output}"
         raise _ERRORS.get(self.exit_code or 1, RoleFailed)(text.strip())
 
     def stop(self) -> None:
-        """Have the command commit and end, and wait for it. Ctrl-C meanwhile ends it at once. May be called again."""
+        """Ask the command to commit and end, and wait for its end. Ctrl-C meanwhile ends it at once. May be called again."""
         if self._process is None:
             return
         if not self._is_interrupted:
@@ -132,19 +142,19 @@ class RunProcess:
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
                 time.sleep(_POLL_INTERVAL_S)
-            except KeyboardInterrupt:  # the handler has passed it on
+            except KeyboardInterrupt:  # the handler has passed the signal on
                 continue
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(_KILL_TIMEOUT_S)
 
     def close(self) -> None:
-        """Stop, and remove the files of the command. May be called again."""
+        """Stop the command and remove its files. May be called again."""
         self.stop()
         atexit.unregister(self.close)
         if threading.current_thread() is threading.main_thread():
-            for number, before in self._handlers.items():
-                signal.signal(number, before)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
         self._handlers = {}
         if self._folder is not None:
             shutil.rmtree(self._folder)
@@ -156,13 +166,13 @@ class RunProcess:
             self._process.send_signal(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on, and do what this program did at it before."""
+        """Pass a signal on to the command, then do what the program's own handler does."""
         is_first_interrupt = number == signal.SIGINT and not self._is_interrupted
         if is_first_interrupt and self.is_running:
             sys.stderr.write("the run finishes its step and commits it; Ctrl-C again ends it at once\n")
         self._send_signal(signal.SIGTERM if is_first_interrupt else signal.Signals(number))
-        before = self._handlers.get(signal.Signals(number))
-        if callable(before):
-            before(number, frame)
+        own_handler = self._handlers.get(signal.Signals(number))
+        if callable(own_handler):
+            own_handler(number, frame)
         else:
             sys.exit(128 + number)

@@ -1,6 +1,6 @@
-"""Reads a run from its output directory, while it goes on and after: steps, metrics, rollouts and policies.
+"""Reads a run from its output directory, during the run and after it: steps, metrics, rollouts and policies.
 
-`trivet.Run` is for programs what `trivet view` is for people. It changes nothing.
+`trivet.Run` gives programs what `trivet view` shows people. It changes nothing in the run.
 """
 
 import json
@@ -29,42 +29,42 @@ from trivet.wire.status import RunStatus
 from trivet.wire.versions import PolicyVersion
 
 _COPY_LIFETIME_S = 600.0
-"""For this long a policy that is being copied is kept, if the program is killed meanwhile."""
+"""Time for which the run keeps a policy that is being copied, in case that the copying program is killed."""
 
 
 class RecordedRollout(RolloutRecord):
-    """A rollout that was trained on, as `rollouts/step_N/rollouts.jsonl` has it."""
+    """A rollout that was trained on: a line of `rollouts/step_N/rollouts.jsonl`."""
 
     @property
     def text(self) -> str:
-        """The text of the model, turn after turn."""
+        """The texts that the model wrote in all its turns."""
         turns = [message.get("content") or "" for message in self.completion if message.get("role") == "assistant"]
         return "\n".join(str(turn) for turn in turns)
 
 
 @dataclass(frozen=True)
 class RunStep:
-    """A step that every role has finished."""
+    """A step that all its roles have finished."""
 
     number: int
     metrics: Mapping[str, float]
-    """Everything that the roles measured in it, by name: `reward/mean`, `loss/mean`, `perf/throughput`, …"""
+    """The metrics of the step from all roles, by name: `reward/mean`, `loss/mean`, `perf/throughput`, …"""
     directory: Path
     """The directory of its rollouts."""
 
     @property
     def reward(self) -> float:
-        """Mean reward of its rollouts; a HistoryError if it has none, as in supervised fine-tuning."""
+        """Mean reward of its rollouts. Raises a HistoryError if it has none, as in supervised fine-tuning."""
         return self._metric("reward/mean")
 
     @property
     def loss(self) -> float:
-        """Mean loss; a HistoryError if it was not measured."""
+        """Mean loss. Raises a HistoryError if it was not measured."""
         return self._metric("loss/mean")
 
     @cached_property
     def rollouts(self) -> list[RecordedRollout]:
-        """The rollouts that were trained on, read when they are asked for; none in supervised fine-tuning."""
+        """The rollouts that were trained on, read at the first access; an empty list in supervised fine-tuning."""
         try:
             lines = (self.directory / ROLLOUTS_FILE).read_bytes().splitlines()
             return [msgspec.json.decode(line, type=RecordedRollout) for line in lines]
@@ -86,10 +86,13 @@ class Policy:
     version: int
     """The step after which it was published."""
     directory: Path
-    """As Hugging Face writes it, with a manifest; of a run with LoRA the adapter. The run may remove it for newer ones."""
+    """The directory in the format of Hugging Face, with a manifest. With LoRA it holds the adapter. The run may remove it later."""
 
     def save(self, path: str | Path) -> Path:
-        """Copy the policy to a new directory, which transformers and vLLM load; a WeightsError if it is not new or not complete."""
+        """Copy the policy to a new directory, which transformers and vLLM can load.
+
+        Raises a WeightsError if the directory exists, or if the policy is incomplete or damaged.
+        """
         target, layout = Path(path), RunLayout(self.directory.parent.parent)
         if target.exists():
             raise WeightsError(
@@ -98,13 +101,13 @@ class Policy:
             )
         reader = f"save-{os.getpid()}-{secrets.token_hex(4)}"
         staging = target.absolute().with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        if layout.readers.is_dir():  # the trainer of a live run removes no policy that a reader needs
+        if layout.readers.is_dir():  # the trainer of a live run keeps every policy that a registered reader needs
             acknowledge(layout, reader, PolicyVersion(self.version), lifetime_s=_COPY_LIFETIME_S)
         try:
             verify(self.directory)
             shutil.copytree(self.directory, staging, ignore=shutil.ignore_patterns(MANIFEST, STABLE))
             adapter_config = staging / "adapter_config.json"
-            if adapter_config.exists():  # the base is found from any working directory then; a name on the hub stays
+            if adapter_config.exists():  # an absolute path works from any working directory; a name on the hub stays
                 config = json.loads(adapter_config.read_bytes())
                 base = config.get("base_model_name_or_path")
                 if base and Path(base).is_dir():
@@ -123,7 +126,7 @@ class Run:
     """A run in its output directory, finished or not."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Read nothing yet; a ConfigError if the directory holds no run."""
+        """Open a run without reading it. Raises a ConfigError if the directory holds no run."""
         self._layout = open_run(Path(directory))
 
     @property
@@ -133,17 +136,17 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """The current state of the run, or its end; a ConfigError if neither its launcher nor a role has reported it."""
+        """The current state of the run, or its last one. Raises a ConfigError if neither launcher nor roles have reported one."""
         return read_status(self._layout)
 
     @property
     def steps(self) -> list[RunStep]:
-        """The steps that stand, in their order. A step that was taken again is there once, as it was the last time."""
+        """The valid steps in rising order. A step that was taken again after a restart is included once, with its last values."""
         return StepReader(self._layout).read_new()
 
     @property
     def policies(self) -> list[Policy]:
-        """The policies that are there now, oldest first. The start model is none of them."""
+        """The policies in the output directory now, oldest first, without the start model."""
         return [
             Policy(version, path)
             for version, path in sorted(list_steps(self._layout.weights, marker=STABLE).items())
@@ -152,7 +155,7 @@ class Run:
 
     @property
     def policy(self) -> Policy:
-        """The newest policy; a WeightsError if none was published yet, or it is not complete."""
+        """The newest policy. Raises a WeightsError if none was published yet, or if it is incomplete."""
         policies = self.policies
         if not policies:
             raise WeightsError(f"{self._layout.weights} has no policy yet: the first is published after step 1")
@@ -167,40 +170,42 @@ class StepReader:
     """Reads each step of a run once, as soon as all its roles have written it."""
 
     def __init__(self, layout: RunLayout, *, since: float = 0.0) -> None:
-        """Read nothing yet. Steps that were finished before the unix time `since` are another start's."""
+        """Read nothing yet. Steps that were finished before the Unix time `since` belong to an earlier start and are skipped."""
         self._layout = layout
         self._since = since
         self._last = 0
-        self._rows: dict[str, dict[int, dict[str, float]]] = {}
+        self._unfinished: dict[str, dict[int, dict[str, float]]] = {}
+        """The metrics of steps that another role has not finished yet, by role and step."""
         self._files: dict[str, GrowingLines] = {}
 
     def read_new(self) -> list[RunStep]:
         """Return the steps that were finished since the last call, each number once, in rising order."""
         is_sft = (self._layout.metrics / "sft.jsonl").exists()
-        rows = [self._read(role) for role in (("sft",) if is_sft else ("orchestrator", "trainer"))]
+        roles = ("sft",) if is_sft else ("orchestrator", "trainer")
+        role_metrics = [self._read(role) for role in roles]
         steps: list[RunStep] = []
-        for number in sorted(set.intersection(*(set(of_role) for of_role in rows))):
+        for number in sorted(set.intersection(*(set(by_step) for by_step in role_metrics))):
             if number > self._last:
-                metrics = {name: value for of_role in rows for name, value in of_role[number].items() if name != "step"}
+                metrics = {name: value for by_step in role_metrics for name, value in by_step[number].items() if name != "step"}
                 steps.append(RunStep(number, metrics, self._layout.rollouts_step(number)))
                 self._last = number
-        for of_role in rows:
-            for number in [number for number in of_role if number <= self._last]:
-                del of_role[number]
+        for by_step in role_metrics:
+            for number in [number for number in by_step if number <= self._last]:
+                del by_step[number]
         return steps
 
     def _read(self, role: str) -> dict[int, dict[str, float]]:
-        """Return the rows of a role that belong to no step yet, by step."""
+        """Read the new lines of a role's metrics. Return its metrics, by step, of all steps that were not returned yet."""
         if role not in self._files:
             self._files[role] = GrowingLines(self._layout.root, self._layout.metrics / f"{role}.jsonl")
-        known = self._rows.setdefault(role, {})
-        if self._files[role].was_replaced():  # a role that goes back removes the lines of later steps
-            known.clear()
+        by_step = self._unfinished.setdefault(role, {})
+        if self._files[role].was_replaced():  # a role that goes back to a checkpoint removes the lines of later steps
+            by_step.clear()
         for line in self._files[role].read_new():
             try:
-                row = msgspec.json.decode(line, type=dict[str, float])
+                metrics = msgspec.json.decode(line, type=dict[str, float])
             except DECODE_ERRORS:  # `trivet check` reports damaged lines
                 continue
-            if "step" in row and row.get("time", 0.0) >= self._since:
-                known[int(row["step"])] = row
-        return known
+            if "step" in metrics and metrics.get("time", 0.0) >= self._since:
+                by_step[int(metrics["step"])] = metrics
+        return by_step

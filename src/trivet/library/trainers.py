@@ -1,7 +1,7 @@
-"""`RLTrainer` and `SFTTrainer`: the commands `rl` and `sft` for a program, which takes their steps one by one.
+"""Provides `RLTrainer` and `SFTTrainer`: the commands `rl` and `sft` for Python programs, which iterate over their steps.
 
-The processes, the output directory and the arithmetic are those of the commands. Steps are read from what the run writes, so that a
-slow loop body holds nothing up.
+Processes, output directory and arithmetic are those of the commands. Steps are read from the files that the run writes, so a slow
+loop body does not delay the run.
 """
 
 import html
@@ -21,7 +21,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError
-from trivet.key_names import to_variable, use_names
+from trivet.key_names import names_to_variable, use_names
 from trivet.launcher.logs import describe_activity, make_progress
 from trivet.library.arguments import Environment, RLArguments, SFTArguments, plan_run, plan_sft
 from trivet.library.functions import FunctionFiles
@@ -31,11 +31,11 @@ from trivet.storage.durable import replace_file, write_atomically
 from trivet.view.status import read_status
 
 _POLL_INTERVAL_S = 0.2
-"""Time between two looks at the files of a run, seconds: a step takes longer."""
+"""Time between two reads of the files of a run, seconds: a step takes longer."""
 
 
 class _Trainer:
-    """A run that this program starts. It can be started once at a time."""
+    """A run that this program starts. One loop at a time can iterate over its steps."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class _Trainer:
         progress: bool,
     ) -> None:
         self._config = config
-        self._process = RunProcess(module, config, stop_timeout_s=stop_timeout_s, variables=to_variable(names or {}))
+        self._process = RunProcess(module, config, stop_timeout_s=stop_timeout_s, variables=names_to_variable(names or {}))
         self._layout = RunLayout(config.output_dir)
         self._functions = functions
         self._callbacks = callbacks
@@ -58,8 +58,8 @@ class _Trainer:
     def __iter__(self) -> Iterator[RunStep]:
         """Start the run and yield each step that it has finished. Leaving the loop commits and ends the run.
 
-        A resumed run first yields the steps up to its commit that no loop over its steps has had. A TrivetError has the last
-        lines of the process that failed.
+        A resumed run first yields the steps up to its commit that no earlier loop received. If a process fails, a TrivetError with
+        its last lines is raised.
         """
         if self._process.is_running:
             raise ConfigError("the run goes on already: one loop takes its steps; end that first, or call stop()")
@@ -68,7 +68,7 @@ class _Trainer:
             self._functions.write()
         with (
             self._process,
-            _stopping_after_errors(self._process),
+            _stopped_after_cell_errors(self._process),
             ProgressBar(self._config.max_steps, is_wanted=self._progress) as bar,
         ):
             for step in itertools.chain(missed, self._new_steps(bar, started=started)):
@@ -84,7 +84,7 @@ class _Trainer:
         return self.run
 
     def stop(self) -> None:
-        """Commit and end the run; a loop over the steps ends. May be called from a callback."""
+        """Commit and end the run. A loop over its steps then ends too. May be called from a callback."""
         self._process.stop()
 
     def save_config(self, path: str | Path) -> Path:
@@ -94,16 +94,16 @@ class _Trainer:
 
     @property
     def run(self) -> Run:
-        """Everything that the run has written until now; a ConfigError if it was never started."""
+        """The run's output until now. Raises a ConfigError if the run was never started."""
         return Run(self._layout.root)
 
     @property
     def policy(self) -> Policy:
-        """The newest policy; a WeightsError if none was published yet."""
+        """The newest policy. Raises a WeightsError if none was published yet."""
         return self.run.policy
 
     def _missed_steps(self) -> list[RunStep]:
-        """Return the steps up to the commit to resume from that came after the last one that a loop had."""
+        """Return the steps that no loop received yet, up to the commit that the run resumes from. Empty for a new run."""
         ckpt, yielded = self._config.ckpt, self._layout.yielded_step
         if ckpt is None or ckpt.resume_step is None:
             yielded.unlink(missing_ok=True)
@@ -115,9 +115,10 @@ class _Trainer:
         return [step for step in StepReader(self._layout).read_new() if last < step.number <= committed[-1]]
 
     def _new_steps(self, bar: "ProgressBar", *, started: float) -> Iterator[RunStep]:
+        """Yield the steps that the run has finished since the Unix time `started`, until it ends; raise its error if it failed."""
         reader, last = StepReader(self._layout, since=started), 0
         while True:
-            exit_code = self._process.exit_code  # before the files: what was written before its end is read then
+            exit_code = self._process.exit_code  # read before the files, so that nothing written before the end is missed
             for step in reader.read_new():
                 last = step.number
                 shown = {"reward": "reward/mean", "loss": "loss/mean"}
@@ -126,7 +127,7 @@ class _Trainer:
                 yield step
             status = None
             if exit_code is not None or not last:
-                with suppress(ConfigError):  # the launcher of this start has written none yet
+                with suppress(ConfigError):  # this start has written no status yet
                     status = read_status(self._layout)
                 status = status if status is not None and status.time >= started else None
             if exit_code is not None:
@@ -138,7 +139,7 @@ class _Trainer:
 
 
 class RLTrainer(_Trainer):
-    """Reinforcement learning on an environment: the command `rl` for a program."""
+    """Reinforcement learning on an environment: the command `rl` for a Python program."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class RLTrainer(_Trainer):
         Args:
             model: Hugging Face name or a directory.
             env: id of an installed environment, or a function that returns a verifiers environment.
-            args: the run's arguments; None: the documented defaults.
+            args: the arguments of the run; None uses the documented defaults.
             env_args: passed to load_environment, or to the function.
             progress: show a bar in a terminal or a notebook.
         """
@@ -174,7 +175,7 @@ class RLTrainer(_Trainer):
 
 
 class SFTTrainer(_Trainer):
-    """Supervised fine-tuning on conversations: the command `sft` for a program."""
+    """Supervised fine-tuning on conversations: the command `sft` for a Python program."""
 
     def __init__(
         self,
@@ -189,7 +190,7 @@ class SFTTrainer(_Trainer):
 
         Args:
             model: Hugging Face name or a directory; None: `args.model.name`.
-            data: where the conversations are, as `args.data.name`; None: that one.
+            data: file, directory or data set with the conversations; None: `args.data.name`.
             args: the run's arguments; None: the defaults of `sft`.
             callbacks: called in this process with each step.
             progress: show a bar in a terminal or a notebook.
@@ -200,7 +201,7 @@ class SFTTrainer(_Trainer):
 
 
 class ProgressBar:
-    """Shows how far a run is: a bar in a terminal, one line of a notebook's output, nothing where output goes to a file."""
+    """Shows the progress of a run: a bar in a terminal, one line in a notebook, nothing if the output goes to a file."""
 
     def __init__(self, max_steps: int | None, *, is_wanted: bool) -> None:
         """Show nothing yet. `max_steps` is None for a run whose number of steps is not known."""
@@ -211,8 +212,8 @@ class ProgressBar:
         self._terminal: Any = None
         """The bar of a terminal, below what the program prints."""
         shell = _find_ipython() if is_wanted else None
-        if hasattr(shell, "kernel"):  # a shell in a terminal has no kernel
-            from IPython.display import display  # type: ignore[import-not-found]  # no dependency: whoever runs a notebook has it
+        if hasattr(shell, "kernel"):  # only a notebook's shell has a kernel
+            from IPython.display import display  # type: ignore[import-not-found]  # not a dependency: every notebook has it
 
             self._notebook = display(self, display_id=True)
         elif is_wanted and sys.stdout.isatty():
@@ -220,7 +221,7 @@ class ProgressBar:
             self._terminal.add_task("", total=max_steps, activity="starting")
 
     def update(self, step: int, *, activity: str) -> None:
-        """Show the last finished step, and what the run does or measured."""
+        """Show the last finished step, and `activity`: what the run does now, or what it measured."""
         if (step, activity) != self._state and self._notebook is not None:
             self._state = (step, activity)
             self._notebook.update(self)
@@ -237,23 +238,23 @@ class ProgressBar:
             self._terminal.stop()
 
     def __repr__(self) -> str:
-        of = "" if self._max_steps is None else f"/{self._max_steps}"
-        return f"step {self._state[0]}{of}: {self._state[1]}"
+        total = "" if self._max_steps is None else f"/{self._max_steps}"
+        return f"step {self._state[0]}{total}: {self._state[1]}"
 
     def _repr_html_(self) -> str:
-        bounds = "" if self._max_steps is None else f' value="{self._state[0]}" max="{self._max_steps}"'
-        return f"<progress{bounds}></progress> {html.escape(repr(self))}"
+        attributes = "" if self._max_steps is None else f' value="{self._state[0]}" max="{self._max_steps}"'
+        return f"<progress{attributes}></progress> {html.escape(repr(self))}"
 
 
 def _find_ipython() -> Any:
-    """Return the shell of IPython, None elsewhere. IPython is imported only where it runs already."""
+    """Return the shell of IPython, or None outside of IPython, which is never imported here."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None
 
 
 @contextmanager
-def _stopping_after_errors(process: RunProcess) -> Iterator[None]:
-    """End the run when a cell of a notebook fails: the error keeps the cell's loop alive, so that nothing else would end it."""
+def _stopped_after_cell_errors(process: RunProcess) -> Iterator[None]:
+    """End the run when a notebook's cell fails. The error keeps the cell's loop object alive, so the loop would not end it."""
     if (shell := _find_ipython()) is None:
         yield
         return

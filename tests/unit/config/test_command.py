@@ -12,7 +12,7 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig
 from trivet.errors import ConfigError, Diverged, EnvironmentLoadError
-from trivet.key_names import VARIABLE, key_name
+from trivet.key_names import NAMES_VARIABLE, key_name
 
 
 class Recorder:
@@ -45,7 +45,7 @@ def test_a_bad_configuration_ends_with_2_before_main(capsys: pytest.CaptureFixtu
 def test_messages_name_keys_as_the_starter_of_the_process_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(VARIABLE, '{"optim.lr": "args.learning_rate"}')
+    monkeypatch.setenv(NAMES_VARIABLE, '{"optim.lr": "args.learning_rate"}')
     assert run_command(TrainerConfig, Recorder(), ["--optim.lr", "x"]) == 2
     assert capsys.readouterr().err.startswith("error: args.learning_rate must be a number")
 

@@ -27,8 +27,10 @@ def write_step(layout: RunLayout, step: int, *roles: str) -> None:
                 file.write(msgspec.json.encode({"step": step, "time": float(step), **values}) + b"\n")
 
 
-def make_console(layout: RunLayout, *, max_steps: int = 100, every: int = 1, since: float = 0.0) -> VfConsole:
-    return VfConsole(layout, model="models/tiny", env="owner/reverse-text", max_steps=max_steps, every=every, since=since)
+def make_console(layout: RunLayout, *, max_steps: int = 100, line_interval: int = 1, since: float = 0.0) -> VfConsole:
+    return VfConsole(
+        layout, model="models/tiny", env="owner/reverse-text", max_steps=max_steps, line_interval=line_interval, since=since
+    )
 
 
 def begin_run(layout: RunLayout, run_id: str = "r") -> None:
@@ -61,7 +63,7 @@ def test_lines_come_every_so_many_steps_and_for_the_last(tmp_path: Path) -> None
     layout = RunLayout(tmp_path)
     for step in range(1, 6):
         write_step(layout, step)
-    lines = list(make_console(layout, max_steps=5, every=2).step_lines())
+    lines = list(make_console(layout, max_steps=5, line_interval=2).step_lines())
     assert [line.split(":")[0] for line in lines if line.startswith("Step")] == ["Step 2/5", "Step 4/5", "Step 5/5"]
 
 
@@ -126,7 +128,7 @@ def test_the_start_names_model_and_port(tmp_path: Path) -> None:
 
 def test_checkpoints_are_the_published_files_with_a_state(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
-    checkpoints = VfCheckpoints(layout, every=2, max_steps=5)
+    checkpoints = VfCheckpoints(layout, interval=2, max_steps=5)
     begin_run(layout)
     for step in (1, 2, 5):
         publish_step(layout, step)
@@ -147,7 +149,7 @@ def test_checkpoints_are_the_published_files_with_a_state(tmp_path: Path) -> Non
 
 def test_a_policy_that_was_taken_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
-    checkpoints = VfCheckpoints(layout, every=2, max_steps=2)
+    checkpoints = VfCheckpoints(layout, interval=2, max_steps=2)
     begin_run(layout)
     write_step(layout, 2)
     publish_step(layout, 2)
@@ -159,7 +161,7 @@ def test_a_policy_that_was_taken_again_replaces_its_checkpoint(tmp_path: Path) -
 
 def test_a_policy_waits_for_the_metrics_of_its_step(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
-    checkpoints = VfCheckpoints(layout, every=2, max_steps=2)
+    checkpoints = VfCheckpoints(layout, interval=2, max_steps=2)
     begin_run(layout)
     publish_step(layout, 2)
     assert checkpoints.write_due() == []
@@ -171,7 +173,7 @@ def test_a_start_that_is_refused_neither_writes_nor_removes_checkpoints(tmp_path
     write_step(layout, 2)
     publish_step(layout, 2)
     (tmp_path / "checkpoint-1").mkdir()
-    assert VfCheckpoints(layout, every=2, max_steps=2, replaces_run=True).write_due() == []
+    assert VfCheckpoints(layout, interval=2, max_steps=2, replaces_run=True).write_due() == []
     assert (tmp_path / "checkpoint-1").exists()
     assert not (tmp_path / "checkpoint-2").exists()
 
@@ -180,7 +182,7 @@ def test_checkpoints_of_the_run_before_go_once_the_new_one_has_taken_the_directo
     layout = RunLayout(tmp_path)
     begin_run(layout, "before")
     (tmp_path / "checkpoint-1").mkdir()
-    checkpoints = VfCheckpoints(layout, every=2, max_steps=2, replaces_run=True)
+    checkpoints = VfCheckpoints(layout, interval=2, max_steps=2, replaces_run=True)
     begin_run(layout, "new")
     assert checkpoints.write_due() == []
     assert not (tmp_path / "checkpoint-1").exists()

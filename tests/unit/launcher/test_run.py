@@ -7,7 +7,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.errors import EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
-from trivet.key_names import to_variable
+from trivet.key_names import names_to_variable
 from trivet.launcher.nodes.lease import HeadLease, Lease
 from trivet.launcher.processes import role_environment
 from trivet.launcher.run import check, lock_wait
@@ -26,7 +26,7 @@ def test_roles_do_not_inherit_keys_that_their_files_already_hold() -> None:
 
 
 def test_roles_name_keys_as_the_launcher_does() -> None:
-    variable = to_variable({"seq_len": "trainer.args.max_seq_len"})
+    variable = names_to_variable({"seq_len": "trainer.args.max_seq_len"})
     assert role_environment(variable) == variable
 
 
