@@ -1,7 +1,8 @@
 """Checks over several keys of a validated configuration. They run before anything is started.
 
-A check yields the text of each problem, which stops the command, or notice, which does not. It gets the configuration and the
-`findings.Key` of its section, whose text is the user's name of the key. What looks at files is in `check_files`.
+A check yields texts: problems stop the command, notices do not. Its arguments are a section and, as `at`, the `findings.Key` of
+that section, whose text is the user's name of the key. Checks that read files are in `check_files`, those of one role in
+`check_roles`.
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ _TRAINER, _ORCHESTRATOR, _SERVER, _TEACHER = ROOT.trainer, ROOT.orchestrator, RO
 
 
 def check(config: Section, findings: Findings) -> None:
-    """Check everything that concerns more than one key of `config`."""
+    """Run all checks over several keys of `config`, and add what they yield to `findings`."""
     problems, notices = iter(()), iter(())
     if isinstance(config, RLConfig):
         problems, notices = _run_problems(config), _run_notices(config)
@@ -111,12 +112,14 @@ def _served_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[s
 
 
 def _sleep_problems(config: RLConfig) -> Iterator[str]:
-    """Check that the roles take turns, and that nothing is generated while the server sleeps."""
-    sleeps, own = config.orchestrator.sleep_servers, _ORCHESTRATOR.sleep_servers
-    # Servers that the run does not start sleep by the orchestrator's own key.
-    cause = _SERVER.sleep_while_training if config.inference is not None else own
-    if config.inference is not None and sleeps != (sleeps := config.inference.sleep_while_training):
-        yield f"{own} ({literal(not sleeps)}) must be {cause} ({literal(sleeps)}); remove {own}"
+    """Check that nothing is generated while the server sleeps, and that trainer and server agree on sleeping."""
+    orchestrator_key = _ORCHESTRATOR.sleep_servers
+    if config.inference is None:  # only the orchestrator's key concerns servers that the run does not start
+        sleeps, cause = config.orchestrator.sleep_servers, orchestrator_key
+    else:
+        sleeps, cause = config.inference.sleep_while_training, _SERVER.sleep_while_training
+        if config.orchestrator.sleep_servers != sleeps:
+            yield f"{orchestrator_key} ({literal(not sleeps)}) must be {cause} ({literal(sleeps)}); remove {orchestrator_key}"
     if not sleeps:
         return
     if not config.trainer.release_gpu_memory:
@@ -141,6 +144,7 @@ def _sleep_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _teacher_problems(config: RLConfig) -> Iterator[str]:
+    """Check that a loss that needs a teacher has one, and that the teacher's server does not sleep."""
     tau, replay = _TRAINER.loss.teacher_tau, config.orchestrator.replay
     if config.trainer.loss.needs_teacher and replay is not None:
         yield f"{tau} is above 0 and needs a teacher's server, and {_ORCHESTRATOR.replay} ({replay}) starts none; set it to 0"
@@ -171,7 +175,7 @@ def _gpu_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _node_problems(config: RLConfig) -> Iterator[str]:
-    """Check what a run of several nodes needs besides the section itself."""
+    """Check that the rest of the configuration fits a run over several nodes, `deployment.type = "multi_node"`."""
     deployment, inference, at = config.deployment, config.inference, ROOT.deployment
     if (inference is None) != (deployment.num_infer_nodes == 0):
         yield (
@@ -198,7 +202,7 @@ def _node_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _spanning_problems(inference: InferenceConfig, deployment: DeploymentConfig) -> Iterator[str]:
-    """Check that the ranks of a server over several nodes are one replica with as many of them on each node."""
+    """Check that a server over several nodes is one replica, with an equal number of ranks on each node."""
     pipeline, dp = inference.vllm_args.get("pipeline_parallel_size", 1), inference.parallel.dp
     num_nodes, num_ranks = deployment.num_infer_nodes, inference.parallel.tp * (pipeline if isinstance(pipeline, int) else 1)
     nodes, tp = ROOT.deployment.num_infer_nodes, _SERVER.parallel.tp
@@ -252,6 +256,7 @@ def _run_notices(config: RLConfig) -> Iterator[str]:
 
 
 def _teacher_notices(config: RLConfig) -> Iterator[str]:
+    """Yield the notices about a teacher whose scores have no effect, or not the effect that the user may expect."""
     loss, orchestrator, server = config.trainer.loss, config.orchestrator, config.teacher_inference
     temperature, max_model_len = orchestrator.sampling.temperature, None if server is None else server.model.max_model_len
     if not loss.needs_teacher and loss.type != "custom":

@@ -1,6 +1,6 @@
-"""Checks that a configuration names only files that this machine has.
+"""Checks that this machine has all files that a configuration names.
 
-They are apart from the other checks, because a configuration can be read where the model is not.
+These checks are separate from the others, because a configuration can be read on a machine without the model.
 """
 
 import sys
@@ -16,9 +16,9 @@ from trivet.config.model_files import (
     find_linear_modules,
     find_weight_files,
     read_chat_template,
-    read_num_rows,
+    read_num_embeddings,
     read_tokens,
-    require_rows,
+    require_embeddings,
 )
 from trivet.config.schema.base import Section
 from trivet.config.schema.evaluation import EvalConfig
@@ -29,18 +29,18 @@ from trivet.config.user_input import usable_path
 from trivet.errors import ConfigError
 
 _LOCAL_ROOTS = ("models", "outputs")
-"""First parts of a name that mean a directory of this project, even before it exists."""
+"""First parts of a model's name that stand for a directory of this project, even if it does not exist yet."""
 _MADE_BY = {
     "models/smollm2": "uv run python -m trivet.examples.smollm2",
     "models/examples": "the three commands at the top of configs/examples/sft.toml",
     "outputs/quickstart": "uv run trivet quickstart",
 }
-"""The command that makes each model that our own configurations start from."""
+"""The command that makes each model with which an example configuration starts, by the model's directory."""
 _DATA_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 
 def require_files(config: Section) -> None:
-    """Raise a ConfigError that lists every problem of the files that a configuration names."""
+    """Raise a ConfigError that lists all problems of `file_problems`."""
     findings = Findings()
     for problem in file_problems(config):
         findings.refuse(problem)
@@ -48,7 +48,7 @@ def require_files(config: Section) -> None:
 
 
 def file_problems(config: Section) -> Iterator[str]:
-    """Yield a problem for each file that `config` names and this machine does not have."""
+    """Yield a problem for each file or directory in `config` that is missing or cannot be used."""
     if isinstance(config, EvalConfig):
         if config.weights_dir is not None and not config.weights_dir.is_dir() and not config.watcher:
             yield (
@@ -61,10 +61,10 @@ def file_problems(config: Section) -> Iterator[str]:
             yield f"{ROOT.data.replay} ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
         elif replay.resolve() == config.output_dir.resolve():
             yield f"{ROOT.data.replay} ({replay}) is output_dir: a replay is a run of its own; choose another {ROOT.output_dir}"
-    if isinstance(config, SftConfig) and config.bench is None:  # else rows are made up
-        yield from _place_problems(config.data, ROOT.data)
+    if isinstance(config, SftConfig) and config.bench is None:  # with bench the data are made up
+        yield from _data_problems(config.data, ROOT.data)
         if config.val is not None:
-            yield from _place_problems(config.val.data, ROOT.val.data)
+            yield from _data_problems(config.val.data, ROOT.val.data)
     if isinstance(config, RLConfig):
         yield from _training_problems(config.trainer, ROOT.trainer, is_served=True)
     elif isinstance(config, TrainingConfig):
@@ -72,8 +72,8 @@ def file_problems(config: Section) -> Iterator[str]:
     yield from _name_problems(config)
 
 
-def _place_problems(config: ConversationsConfig | FakeDataConfig, at: Key) -> Iterator[str]:
-    """Check that data are on this machine. Names of the hub are left to the command."""
+def _data_problems(config: ConversationsConfig | FakeDataConfig, at: Key) -> Iterator[str]:
+    """Check that local data exist. A data set of the hub is checked by the command when it loads the data."""
     if isinstance(config, FakeDataConfig) or not looks_local(config.name):
         return
     try:
@@ -92,16 +92,16 @@ def _place_problems(config: ConversationsConfig | FakeDataConfig, at: Key) -> It
 
 
 def looks_local(name: str) -> bool:
-    """Return whether a data set's name means a file or a directory, even before it exists, and not one of the hub."""
+    """Return whether a data set's name stands for a file or directory, existing or not, and not for a data set of the hub."""
     try:
         exists = Path(name).exists()
-    except (OSError, ValueError):  # no path: too long, or with a NUL
+    except (OSError, ValueError):  # the name cannot be a path: it is too long or contains a NUL
         exists = False
     return exists or name.startswith((".", "/", "~")) or name.endswith(_DATA_ENDINGS) or name.count("/") > 1
 
 
 def _training_problems(trainer: TrainingConfig, at: Key, *, is_served: bool) -> Iterator[str]:
-    """Check the modules of an adapter and the tokens against the model's files, if they are here; else the trainer does."""
+    """Check an adapter's modules and the tokens against the model's local files. Without such files the trainer checks them."""
     name, lora = trainer.model.name, trainer.model.lora
     modules = None if lora is None else find_linear_modules(name)
     if lora is not None and modules is not None and modules.names:
@@ -109,17 +109,19 @@ def _training_problems(trainer: TrainingConfig, at: Key, *, is_served: bool) -> 
             choose_targets(lora.target_modules, modules=modules, key=str(at.model.lora.target_modules))
         except ConfigError as exc:
             yield str(exc)
-    num_rows = read_num_rows(Path(name)) or sys.maxsize
+    num_embeddings = read_num_embeddings(Path(name)) or sys.maxsize
     published = trainer.tokenizer.name or name
     for tokenizer in sorted({name, published} if is_served else {published}):
         try:
-            require_rows(read_tokens(Path(tokenizer)), num_rows, model=name, tokenizer=tokenizer, key=str(at.model.name))
+            require_embeddings(
+                read_tokens(Path(tokenizer)), num_embeddings, model=name, tokenizer=tokenizer, key=str(at.model.name)
+            )
         except ConfigError as exc:
             yield str(exc)
 
 
 def _name_problems(config: Section) -> Iterator[str]:
-    """Check every chat template, and every name of a model or a tokenizer, once each."""
+    """Check each chat template, and each name of a model or a tokenizer. A value that several keys have is checked once."""
     seen: set[tuple[bool, str]] = set()
     for path, key in all_keys(type(config)):
         is_template = path[-1] == "chat_template"
@@ -139,10 +141,10 @@ def _name_problems(config: Section) -> Iterator[str]:
 
 
 def _model_problem(name: str, key: str, *, is_model: bool) -> str | None:
-    """Return the problem of a name that means a directory, and no model of the hub.
+    """Return the problem of a local model or tokenizer. None if there is none, or if `name` stands for a model of the hub.
 
     Raises:
-        ConfigError: it can be no path, or trainer and server would read different files of it.
+        ConfigError: the name cannot be a path, or trainer and server would read different files of the directory.
     """
     path = usable_path(name, key=key)
     parts = name.split("/")
@@ -150,8 +152,10 @@ def _model_problem(name: str, key: str, *, is_model: bool) -> str | None:
     if not looks_like_path:
         return None
     if not path.is_dir():
-        maker = next((command for directory, command in _MADE_BY.items() if path.is_relative_to(directory)), None)
-        remedy = f"it is made by {maker}" if maker else "give a model directory, or a Hugging Face name such as Qwen/Qwen3-0.6B"
+        command = next((made_by for directory, made_by in _MADE_BY.items() if path.is_relative_to(directory)), None)
+        remedy = (
+            f"it is made by {command}" if command else "give a model directory, or a Hugging Face name such as Qwen/Qwen3-0.6B"
+        )
         return f"{key} ({name}) is not a directory; {remedy}"
     if is_model and not (path / "config.json").is_file():
         return f"{key} ({name}) has no config.json: it is not a model directory; give another"

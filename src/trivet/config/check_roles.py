@@ -1,4 +1,8 @@
-"""Checks the configuration of one role. `at` is its section in the configuration of a run, for the keys in messages."""
+"""Checks the configuration of one role.
+
+Each check yields texts for the user. Its argument `at` is the key of the role's section in the configuration of a run, or the root
+if the role has a configuration of its own.
+"""
 
 from collections.abc import Iterator, Sequence
 from math import isclose
@@ -22,8 +26,8 @@ from trivet.config.schema.trainer import DefaultLossConfig, TrainerConfig, Train
 from trivet.wire.groups import biasing_fields
 
 _MAX_SHOWN_CHARS = 60
-"""A longer value, such as a list of token ids, is cut in a notice."""
-_REPRODUCIBLE_ENGINE = """
+"""A notice shows at most this much of a value, which may be a long list of token ids."""
+_HARMLESS_VLLM_ARGUMENTS = """
     aggregate_engine_logging all2all_backend async_scheduling block_size chat_template_content_format compilation_config
     cpu_offload cudagraph data_parallel disable_cascade_attn disable_custom_all_reduce disable_fastapi_docs disable_log
     disable_uvicorn distributed_ download_dir enable_auto_tool_choice enable_chunked_prefill enable_dbo
@@ -34,18 +38,18 @@ _REPRODUCIBLE_ENGINE = """
     scheduling_policy ssl_ stream_interval swap_space tool_parser_plugin trust_request_chat_template use_tqdm_on_load
     uvicorn_
 """
-"""Beginnings of the vLLM arguments that say where, when and how fast tokens are sampled, and not which."""
+"""Beginnings of the vLLM arguments that affect where, when and how fast tokens are sampled, but not which tokens."""
 
 
 def steps_problem(max_steps: int | None, *, resume_step: int) -> str | None:
-    """Return the problem of a run that resumes from `resume_step` and has no step left to do."""
+    """Return the problem of a run that resumes from `resume_step` and has no step left; None if steps are left."""
     if max_steps is None or max_steps > resume_step:
         return None
     return f"max_steps ({max_steps}) must be above the step resumed from ({resume_step}): nothing is left to do; raise it"
 
 
 def tensor_parallel_problem(tp: int, *, num_gpus: int, key: object, gpu_ids: object) -> str | None:
-    """Return the problem of a server whose GPUs hold no whole number of replicas. `key` is that of `tp`."""
+    """Return the problem of a server whose GPUs cannot be divided into replicas of `tp` GPUs, or None. `key` is the key of `tp`."""
     if num_gpus % tp == 0:
         return None
     remainder = f"{num_gpus} % {tp} = {num_gpus % tp}"
@@ -53,7 +57,12 @@ def tensor_parallel_problem(tp: int, *, num_gpus: int, key: object, gpu_ids: obj
 
 
 def replicas_problem(num_replicas: int, *, num_ranks: int, key: object, ranks: str) -> str | None:
-    """Return the problem of a trainer whose copies of the model have different numbers of `ranks`. `key` is that of the copies."""
+    """Return the problem of a trainer whose copies of the model would have different numbers of ranks, or None.
+
+    Args:
+        key: the key of `num_replicas`.
+        ranks: what the ranks are, as text for the message.
+    """
     if num_ranks % num_replicas == 0:
         return None
     divisors = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
@@ -84,6 +93,7 @@ def training_problems(config: TrainingConfig, at: Key = ROOT) -> Iterator[str]:
 
 
 def _trainer_problems(config: TrainerConfig, at: Key) -> Iterator[str]:
+    """Yield the problems of a trainer that supervised fine-tuning cannot have."""
     if config.data.fake is not None and config.data.replay is not None:
         yield f"{at.data.fake} and {at.data.replay} are two sources of batches; remove one"
     for name in ("token_mask", "geo_mask", "sequence_mask") if isinstance(config.loss, DefaultLossConfig) else ():
@@ -94,6 +104,7 @@ def _trainer_problems(config: TrainerConfig, at: Key) -> Iterator[str]:
 
 
 def _sft_problems(config: SftConfig, at: Key) -> Iterator[str]:
+    """Yield the problems of the data of supervised fine-tuning."""
     if not isinstance(config.data, FakeDataConfig):
         yield from _mixture_problems(config.data, at.data)
     elif config.max_steps is None:
@@ -103,7 +114,7 @@ def _sft_problems(config: SftConfig, at: Key) -> Iterator[str]:
 
 
 def _mixture_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
-    """Yield the first problem of how several sources of conversations become one."""
+    """Yield the first problem in the keys that mix several sources of conversations."""
     subsets, splits, chances = config.subsets, config.splits, config.probabilities
     for key, names in ((at.subsets, subsets), (at.splits, splits)):
         if names is not None and (not names or "" in names):
@@ -172,6 +183,7 @@ def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterato
 
 
 def _deterministic_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
+    """Yield a problem for each key whose value keeps the orchestrator from being deterministic."""
     strict, oversampling = config.strict_async_level, config.oversampling_factor
     for key, value, needed in ((at.strict_async_level, strict, True), (at.oversampling_factor, oversampling, 1.0)):
         if value != needed:
@@ -181,23 +193,24 @@ def _deterministic_problems(config: OrchestratorConfig, at: Key) -> Iterator[str
 
 
 def _eval_problems(config: OrchestratorConfig, evals: OnlineEvalConfig, at: Key) -> Iterator[str]:
+    """Yield the problems of evaluations during a run, among them workers that would have the name of other workers."""
     yield from _name_problems(evals.env, at.env)
     yield from _eval_sampling_problems(evals.sampling, evals.env, at)
     trained = {env.label: env for env in config.env}
     for index, env in enumerate(evals.env):
-        taken = trained.get(config.pool_name(env))
-        if taken is not None and taken.program != env.program:
+        same_name = trained.get(config.pool_name(env))
+        if same_name is not None and same_name.program != env.program:
             yield (
-                f'the workers of {at.env[index]} would have the name "{taken.label}" of an environment that is trained on;'
+                f'the workers of {at.env[index]} would have the name "{same_name.label}" of an environment that is trained on;'
                 f" set another name in {at.env[index]}"
             )
 
 
 def _replay_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
-    """Yield what needs a server: a replay has none."""
+    """Yield a problem for each key that needs a server, because a replay starts none, and for a resume from another run."""
     teacher, elastic = config.teacher_model, config.client.elastic
-    needing = ((at.eval, config.eval), (at.val, config.val), (at.teacher_model, teacher), (at.client.elastic, elastic))
-    for key, value in needing:
+    with_server = ((at.eval, config.eval), (at.val, config.val), (at.teacher_model, teacher), (at.client.elastic, elastic))
+    for key, value in with_server:
         if value is not None:
             yield f'{key} needs an inference server, and {at.replay} ({config.replay}) starts none; set {key} = "None"'
     if config.ckpt.resume_from is not None:
@@ -208,7 +221,7 @@ def _replay_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
 
 
 def orchestrator_notices(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
-    """Yield the notices of an orchestrator that was started by hand; the launcher gives a run's own notices."""
+    """Yield the notices of an orchestrator that was started by hand. In a run the launcher has printed them already."""
     if config.run.id != RunIdentity().id:
         return
     if config.max_steps is None:
@@ -253,6 +266,7 @@ def _name_problems(envs: Sequence[EnvConfig], at: Key) -> Iterator[str]:
 
 
 def _run_sampling_problems(config: OrchestratorConfig, sampling: SamplingConfig, at: Key) -> Iterator[str]:
+    """Yield the problems of `sampling` in training: of the run's own section, or of an environment's merged with it."""
     schedule, end = sampling.temp_scheduler, ROOT.max_steps
     if schedule is not None and schedule.total_steps is None and config.max_steps is None:
         yield f"{at.temp_scheduler} ends after {end}, which is not set: set total_steps in it, or {end}"
@@ -260,56 +274,57 @@ def _run_sampling_problems(config: OrchestratorConfig, sampling: SamplingConfig,
 
 
 def _eval_sampling_problems(sampling: EvalSamplingConfig, envs: Sequence[EnvConfig], at: Key) -> Iterator[str]:
-    """Check evaluations' sampling and each environment's over it. A problem of the first is reported once."""
+    """Yield the problems of the sampling of evaluations, and of each environment's changes to it. A shared problem comes once."""
     problems = list(_sampling_problems(sampling, at.sampling))
     yield from problems
     for index, env in enumerate(envs):
-        of_env = at.env[index].sampling
+        env_key = at.env[index].sampling
         if env.sampling.temp_scheduler is not None:
-            yield f"{of_env.temp_scheduler} changes with the step, and evaluations are compared; set {of_env.temperature}"
+            yield f"{env_key.temp_scheduler} changes with the step, and evaluations are compared; set {env_key.temperature}"
         elif not problems:
-            yield from _sampling_problems(env.sampling.over(sampling), of_env)
+            yield from _sampling_problems(env.sampling.over(sampling), env_key)
 
 
 def _sampling_problems(sampling: SamplingConfig | EvalSamplingConfig, at: Key) -> Iterator[str]:
-    own = {"temperature", *RequestSamplingConfig.model_fields} - {"extra_body"}
-    knobs = {key: key for key in own} | {"max_completion_tokens": "max_tokens"}
+    """Yield the problems of sampling, among them fields of extra_body that have a key of their own."""
+    names = {"temperature", *RequestSamplingConfig.model_fields} - {"extra_body"}
+    key_of_field = {name: name for name in names} | {"max_completion_tokens": "max_tokens"}
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         yield f"{at.min_tokens} ({sampling.min_tokens}) must be <= {at.max_tokens} ({sampling.max_tokens})"
-    for knob in sorted(knobs.keys() & sampling.extra_body.keys()):
-        key = knobs[knob]
+    for field in sorted(key_of_field.keys() & sampling.extra_body.keys()):
+        key = key_of_field[field]
         yield (
-            f"{at.extra_body[knob]} ({sampling.extra_body[knob]}) and {at[key]} ({getattr(sampling, key)})"
+            f"{at.extra_body[field]} ({sampling.extra_body[field]}) and {at[key]} ({getattr(sampling, key)})"
             f" are the same knob; set {at[key]} and remove it from {at.extra_body}"
         )
 
 
 def sampling_notices(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
-    """Yield a notice that names every key whose effect the trainer's log-probabilities do not follow."""
+    """Yield a notice with all sampling keys whose effect the trainer's log-probabilities do not contain."""
     biasing: list[str] = []
-    of_envs = ((at.env[index].sampling, env.sampling) for index, env in enumerate(config.env))
-    for place, section in ((at.sampling, config.sampling), *of_envs):
-        own = {key: getattr(section, key) for key in RequestSamplingConfig.model_fields if key != "extra_body"}
-        biasing += [f"{place[key]} ({value})" for key, value in biasing_fields(own).items()]
+    env_sections = ((at.env[index].sampling, env.sampling) for index, env in enumerate(config.env))
+    for section_key, section in ((at.sampling, config.sampling), *env_sections):
+        set_values = {key: getattr(section, key) for key in RequestSamplingConfig.model_fields if key != "extra_body"}
+        biasing += [f"{section_key[key]} ({value})" for key, value in biasing_fields(set_values).items()]
         further = biasing_fields(section.extra_body).items()
-        biasing += [f"{place.extra_body[key]} ({_shown(key, value)})" for key, value in further]
+        biasing += [f"{section_key.extra_body[key]} ({_format_value(key, value)})" for key, value in further]
     if biasing:
         yield f"the trainer cannot reproduce {', '.join(biasing)}: the importance ratio is biased"
 
 
 def engine_notices(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]:
-    """Yield a notice that names every argument of vLLM that is not known to leave its tokens those of the policy."""
-    known = tuple(_REPRODUCIBLE_ENGINE.split())
+    """Yield a notice with all arguments of vLLM that may change the distribution from which tokens are sampled."""
+    known = tuple(_HARMLESS_VLLM_ARGUMENTS.split())
     unknown = {name: value for name, value in config.vllm_args.items() if not name.replace("-", "_").startswith(known)}
     if unknown:
-        named = ", ".join(f"{at.vllm_args[name]} ({_shown(name, value)})" for name, value in unknown.items())
+        named = ", ".join(f"{at.vllm_args[name]} ({_format_value(name, value)})" for name, value in unknown.items())
         yield (
             f"the trainer computes without {named}: if tokens are sampled otherwise for it, the importance ratio is biased; watch"
             " mismatch_kl/mean"
         )
 
 
-def _shown(name: str, value: object) -> str:
-    """Return the beginning of a value, without secrets: these keys are of others, and may hold any."""
+def _format_value(name: str, value: object) -> str:
+    """Return the beginning of a value as text, without secrets: fields of other programs may contain secrets."""
     text = str(mask_table({name: value})[name])
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

@@ -16,25 +16,30 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 def to_toml(
     config: Section, *, origins: Mapping[str, str] | None = None, is_masked: bool = False, omits_defaults: bool = False
 ) -> str:
-    """Return every key of `config`. A null that is the default is left out; another is written as the text "None".
+    """Return every key of `config`. A null is left out if it is the key's default, and else written as the text "None".
 
     Args:
-        origins: where values came from, by dotted key. If given, each line ends with a comment that says it.
-        is_masked: secrets are hidden, for whoever only looks: such a text does not start a role.
-        omits_defaults: what has its default is left out, for whoever looks for what was changed.
+        origins: the origin of each value, by dotted key. If given, each line ends with a comment that names the origin.
+        is_masked: True hides secrets, for display. No role can start from such a text.
+        omits_defaults: True leaves out keys that have their defaults.
     """
 
-    def line(name: str, value: object, path: KeyPath) -> str:
+    def format_line(name: str, value: object, path: KeyPath) -> str:
         written = f"{_key(name)} = {literal(mask(path, value) if is_masked else value)}"
         return written if origins is None else f"{written}  # {origins.get(dotted(path), 'default')}"
 
-    return "\n".join(_lines(config, (), type(config)() if omits_defaults else None, line)).strip() + "\n"
+    return "\n".join(_lines(config, (), type(config)() if omits_defaults else None, format_line)).strip() + "\n"
 
 
 def _lines(
-    section: Section, path: KeyPath, defaults: Section | None, line: Callable[[str, object, KeyPath], str]
+    section: Section, path: KeyPath, defaults: Section | None, format_line: Callable[[str, object, KeyPath], str]
 ) -> Iterator[str]:
-    """Yield values before tables: TOML would count a value after a table to that table. Values of `defaults` are left out."""
+    """Yield the lines of a section. Values come before tables, because TOML takes a value after a table as part of that table.
+
+    Args:
+        defaults: a section whose values are left out; None leaves out nothing.
+        format_line: returns the line of a key, from its name, its value and its path.
+    """
     tables: list[tuple[str, object]] = []
     for name, field in type(section).model_fields.items():
         value: object = getattr(section, name)
@@ -44,22 +49,23 @@ def _lines(
         if isinstance(value, Section) or _sections_in(value) or as_table(value):
             tables.append((name, value))
         else:
-            yield line(name, value, (*path, name))
+            yield format_line(name, value, (*path, name))
     for name, value in tables:
-        here = (*path, name)
-        header = ".".join(_key(part) for part in here if isinstance(part, str))  # a list's table is that of its last entry
+        table_path = (*path, name)
+        # TOML has no indexes: a table in a list belongs to the list's last entry.
+        header = ".".join(_key(part) for part in table_path if isinstance(part, str))
         if isinstance(value, Section):
             default = getattr(defaults, name, None)
-            inner = default if type(default) is type(value) else None
-            yield from ("", f"[{header}]", *_lines(value, here, inner, line))
+            inner = default if type(default) is type(value) else None  # another type of section has other defaults
+            yield from ("", f"[{header}]", *_lines(value, table_path, inner, format_line))
         elif table := as_table(value):
-            yield from ("", f"[{header}]", *(line(key, item, (*here, key)) for key, item in table.items()))
+            yield from ("", f"[{header}]", *(format_line(key, item, (*table_path, key)) for key, item in table.items()))
         for index, item in enumerate(_sections_in(value)):
-            yield from ("", f"[[{header}]]", *_lines(item, (*here, index), None, line))
+            yield from ("", f"[[{header}]]", *_lines(item, (*table_path, index), None, format_line))
 
 
 def literal(value: object) -> str:
-    """Return `value` as TOML on one line."""
+    """Return `value` as a TOML value on one line."""
     if value is None:
         return '"None"'
     if (table := as_table(value)) is not None:

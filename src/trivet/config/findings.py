@@ -1,4 +1,4 @@
-"""Collects what loading a configuration must tell the user: problems, which stop it, and notices, which do not."""
+"""Collects the messages of loading a configuration: problems, which stop the command, and notices, which do not."""
 
 from dataclasses import dataclass, field
 
@@ -8,11 +8,11 @@ from trivet.errors import ConfigError
 from trivet.key_names import key_name
 
 _MAX_LISTED = 50
-"""Problems that are listed. Nobody reads more, and a file can have any number."""
+"""Most problems that an error lists. A file can have any number, and nobody reads more."""
 
 
 class Key:
-    """A key of the configuration. Its text is the name by which the user knows it."""
+    """A key of the configuration: `ROOT.trainer.optim.lr` is `trainer.optim.lr`. Its text is the user's name of the key."""
 
     __slots__ = ("_path",)
 
@@ -21,12 +21,12 @@ class Key:
 
     def __getattr__(self, name: str) -> "Key":
         """Return the key `name` below this one."""
-        if name.startswith("_"):  # Python's own protocols ask for such names
+        if name.startswith("_"):  # Python itself looks up such names, for instance to copy the object
             raise AttributeError(name)
         return self[name]
 
     def __getitem__(self, part: str | int) -> "Key":
-        """Return the key below this one that is called `part`, or the entry of that index."""
+        """Return the key below this one with the name `part`, or the list's entry with that index."""
         return Key(*self._path, part)
 
     def __str__(self) -> str:
@@ -39,15 +39,15 @@ ROOT = Key()
 
 @dataclass(slots=True)
 class Findings:
-    """Collected from every stage, so that one load reports all its problems together, each once."""
+    """The problems and notices of all stages of one load, so that an error lists all problems together, each once."""
 
     problems: list[str] = field(default_factory=list[str])
     num_unlisted: int = 0
-    """Problems beyond those that are listed."""
+    """Number of problems that are not in `problems` because that list is full."""
     notices: list[str] = field(default_factory=list[str])
 
     def refuse(self, problem: str) -> None:
-        """Add a problem, unless it was added before: two keys of a run can be one key of the user's."""
+        """Add a problem unless its text was added before: two keys of a run can have the same user's name."""
         text = hide_in_addresses(problem)
         if text not in self.problems and len(self.problems) < _MAX_LISTED:
             self.problems.append(text)
@@ -55,7 +55,7 @@ class Findings:
             self.num_unlisted += 1
 
     def notice(self, notice: str) -> None:
-        """Add a notice."""
+        """Add a notice unless its text was added before."""
         if (text := hide_in_addresses(notice)) not in self.notices:
             self.notices.append(text)
 

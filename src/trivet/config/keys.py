@@ -1,4 +1,4 @@
-"""Finds keys in a configuration model: which key stands at a path, and which one a misspelled path was meant to be."""
+"""Finds keys in a configuration model: the key at a path, and the key that a misspelled path probably means."""
 
 import difflib
 from collections.abc import Iterator
@@ -9,12 +9,13 @@ from typing import get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from trivet.config.schema.base import Section, members
+from trivet.config.schema.base import Section, union_members
 
 KeyPath = tuple[str | int, ...]
+"""The parts of a dotted key, from the root: names, and indexes of lists."""
 
-_ALIKE = 0.7
-"""Likeness of two names that are taken for one: `max_step` and `max_steps` have 0.94, `reward` and `wandb` 0.55."""
+_MIN_LIKENESS = 0.7
+"""Likeness from which a name may be a misspelling of another: `max_step` and `max_steps` have 0.94, `reward` and `wandb` 0.55."""
 _MAX_NAME_CHARS = 100
 """Longer names are not compared: it would take seconds, and no key is so long."""
 
@@ -25,11 +26,11 @@ class Shape(StrEnum):
     SECTION = "section"
     SECTION_LIST = "section_list"
     TABLE = "table"
-    """Names of the user's own choice, such as an environment's arguments."""
+    """A table whose names the user chooses, such as an environment's arguments."""
     LIST = "list"
     BOOL = "bool"
     BOOL_OR_VALUE = "bool_or_value"
-    """A flag that may stand alone, and may name something."""
+    """A flag that may stand alone, for true, or have a value."""
     VALUE = "value"
 
 
@@ -39,9 +40,9 @@ class ConfigKey:
 
     shape: Shape
     sections: tuple[type[Section], ...] = ()
-    """Models of a section or of a list of them; several when a `type` key chooses."""
+    """The models of a section or of a list of sections. There are several if a `type` key chooses one."""
     field: FieldInfo | None = None
-    """The field of its model; None for the root, an element of a list and a name inside a table."""
+    """The field of the model; None for the root, for an entry of a list, and for a name inside a table."""
 
 
 def dotted(path: KeyPath) -> str:
@@ -51,7 +52,7 @@ def dotted(path: KeyPath) -> str:
 
 @lru_cache(maxsize=4096)
 def find_key(kind: type[Section], path: KeyPath) -> ConfigKey | None:
-    """Return the key that `kind` has at `path`, or None. A list of sections may be entered with or without an index."""
+    """Return the key of `kind` at `path`, or None. A path into a list of sections may have an index or leave it out."""
     key = ConfigKey(shape=Shape.SECTION, sections=(kind,))
     for part in path:
         if key.shape is Shape.TABLE:
@@ -76,7 +77,7 @@ def value_at(config: Section, path: KeyPath) -> object:
 
 
 def all_keys(kind: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, ConfigKey]]:
-    """Yield every key of `kind`, sections before what they hold, in the order of the models."""
+    """Yield every key of `kind` with its path, a section before its keys, in the order of the models."""
     for name, field in kind.model_fields.items():
         key = key_of(field)
         yield (*prefix, name), key
@@ -85,42 +86,43 @@ def all_keys(kind: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPat
 
 
 def nearest_key(kind: type[Section], path: KeyPath) -> str | None:
-    """Return the existing key that was most likely meant by the unknown `path`: a sibling, or one of its name elsewhere.
+    """Return the existing key that the unknown `path` most likely means: a sibling, or a key of this name in another section.
 
-    None if no key is like it: a guess that is far off misleads more than the list of keys.
+    Returns None if no key is similar: a wrong guess misleads more than the list of keys.
     """
     if any(len(str(part)) > _MAX_NAME_CHARS for part in path):
         return None
-    known = next(length for length in range(len(path)) if find_key(kind, path[: length + 1]) is None)
-    parent, name, last = path[:known], str(path[known]), str(path[-1])
-    key = find_key(kind, parent)
-    siblings = [sibling for section in (key.sections if key else ()) for sibling in section.model_fields]
-    closest = max(siblings, key=lambda sibling: _likeness(sibling, name), default="")
-    if _likeness(closest, name) >= _ALIKE:
-        return dotted((*parent, closest))
-    everywhere = _all_keys_of(kind)
-    same = [candidate for candidate in everywhere if candidate[-1] == last]
-    alike = same or [candidate for candidate in everywhere if _likeness(str(candidate[-1]), last) >= _ALIKE]
-    is_unmistakable = len(same) == 1
-    close = difflib.get_close_matches(dotted(path), map(dotted, alike), n=1, cutoff=0.0 if is_unmistakable else 0.6)
+    num_known = next(length for length in range(len(path)) if find_key(kind, path[: length + 1]) is None)
+    parent_path, unknown_name, last_name = path[:num_known], str(path[num_known]), str(path[-1])
+    parent = find_key(kind, parent_path)
+    siblings = [sibling for section in (parent.sections if parent else ()) for sibling in section.model_fields]
+    closest = max(siblings, key=lambda sibling: _likeness(sibling, unknown_name), default="")
+    if _likeness(closest, unknown_name) >= _MIN_LIKENESS:
+        return dotted((*parent_path, closest))
+    # No sibling is like it. The user may know the key's name, but not its section.
+    paths = _all_paths(kind)
+    same_name = [candidate for candidate in paths if candidate[-1] == last_name]
+    candidates = same_name or [candidate for candidate in paths if _likeness(str(candidate[-1]), last_name) >= _MIN_LIKENESS]
+    cutoff = 0.0 if len(same_name) == 1 else 0.6  # the only key of exactly this name is meant, wherever it is
+    close = difflib.get_close_matches(dotted(path), map(dotted, candidates), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 @lru_cache
-def _all_keys_of(kind: type[Section]) -> list[KeyPath]:
+def _all_paths(kind: type[Section]) -> list[KeyPath]:
     return list(dict.fromkeys(path for path, _ in all_keys(kind)))  # sections of several types share keys
 
 
 def _likeness(known: str, typed: str) -> float:
-    """Return a likeness from 0 to 1. A name's initials count as the name: `lr` for `learning_rate`."""
+    """Return the likeness of two names, from 0 to 1. The initials of `typed` count as the name: `lr` for `learning_rate`."""
     if known == "".join(word[:1] for word in typed.split("_")):
         return 1.0
     return difflib.SequenceMatcher(None, known, typed).ratio()
 
 
 def key_of(field: FieldInfo) -> ConfigKey:
-    """Return the key that a field of a model is."""
-    choices = [member for member in members(field.annotation) if member is not type(None)]
+    """Return the key that a field of a model defines."""
+    choices = [member for member in union_members(field.annotation) if member is not type(None)]
     first, sections = choices[0], tuple(member for member in choices if _is_section(member))
     if get_origin(first) is list and _is_section(item := get_args(first)[0]):
         return ConfigKey(shape=Shape.SECTION_LIST, sections=(item,), field=field)

@@ -1,8 +1,9 @@
 """Turns one command line into one validated configuration. Called by `config.command`; starts nothing and changes nothing.
 
-A value is read from its source (`sources`), spelled as today (`spellings`) and laid over others (`values`) by precedence: flags >
-files, of which later ones win > environment > defaults. Then unknown keys are refused, a run's shared values are filled in
-(`resolve`), and the whole is validated and checked (`check`).
+Values are read from their sources (`sources`), their keys get the current spelling (`spellings`), and they are laid over each other
+(`values`) by precedence: flags > files, of which later ones win > environment > defaults. Then unknown keys are refused, a run's
+shared values are filled in (`resolve`), and the result is validated and checked (`check`). A source is a list of entries, each a
+key with its value and its origin.
 """
 
 import os
@@ -39,13 +40,13 @@ from trivet.shown_text import shorten
 SectionT = TypeVar("SectionT", bound=Section)
 
 COMMANDS: tuple[type[Section], ...] = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig)
-"""Commands whose variables are ignored by the others."""
+"""The commands whose environment variables the other commands ignore, by their configuration."""
 
 FILE_COMMANDS: dict[type[Section], str] = {RLConfig: "rl", VfRLConfig: "vf-rl", SftConfig: "sft", EvalConfig: "eval"}
-"""Commands that users write files for."""
+"""The commands for which users write files, by their configuration."""
 
 _MAX_SUGGESTIONS = 10
-"""Problems for which a nearest key is looked for; each search takes some 20 ms."""
+"""Number of unknown keys for which the nearest known key is searched. Each search takes about 20 ms."""
 
 _EXPECTED = {
     "int_parsing": "a whole number",
@@ -71,29 +72,34 @@ _EXPECTED = {
     "less_than_equal": "<= {le}",
     "too_short": "of at least {min_length} entries",
 }
-"""Text of what is allowed, by pydantic's type of error."""
+"""The text that says what a key allows, by the type of pydantic's error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig(Generic[SectionT]):
-    """A configuration, where each of its values came from, and what the user should be told once."""
+    """A configuration, the origin of each value, and the notices that the user should read once."""
 
     config: SectionT
     origins: Mapping[str, str]
-    """Origin of each value by dotted key; a key that is not here has its default."""
+    """Origin of each value by dotted key. A key without an origin has its default."""
     notices: Sequence[str]
     omits_defaults: bool = False
-    """True: `to_shown_toml` leaves out what has its default."""
+    """True if `to_shown_toml` leaves out keys that have their defaults."""
 
     def to_shown_toml(self) -> str:
-        """Return the configuration for people: with origins, and without secrets."""
+        """Return the configuration as TOML for people: with origins, and without secrets."""
         return to_toml(self.config, origins=self.origins, is_masked=True, omits_defaults=self.omits_defaults)
 
 
 def load_config(
     kind: type[SectionT], argv: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
 ) -> LoadedConfig[SectionT]:
-    """Load a `kind` from the words after the command's name and from variables, by default those of this process.
+    """Load a configuration of class `kind` from a command line and environment variables.
+
+    Args:
+        kind: the class of the configuration, such as RLConfig.
+        argv: the words after the command's name.
+        environ: environment variables; None uses those of this process.
 
     Raises a ConfigError that lists every problem found.
     """
@@ -105,14 +111,14 @@ def load_config(
 def load_arguments(
     kind: type[SectionT], arguments: Arguments, findings: Findings, *, environ: Mapping[str, str]
 ) -> LoadedConfig[SectionT]:
-    """Load a `kind` from parsed arguments, whose problems `findings` holds. Else like `load_config`."""
+    """Do the same with arguments that were parsed already. The problems of parsing are in `findings`."""
     sources = [environment_entries(kind, environ)]
-    is_whole = not findings.problems
-    for file, under in arguments.files:
+    are_sources_complete = not findings.problems
+    for file, section in arguments.files:
         try:
-            entries = read_toml(file, under=under)
+            entries = read_toml(file, section=section)
         except ConfigError as exc:
-            is_whole = False
+            are_sources_complete = False
             findings.refuse(str(exc))
             continue
         if kind in FILE_COMMANDS and not _has_every_key(kind, entries):
@@ -120,21 +126,22 @@ def load_arguments(
                 if _has_every_key(other, entries):
                     raise ConfigError(f"{file} is a configuration of `{command}`; run it with: uv run {command} @ {file}")
         sources.extend(list(flatten(use_underscores(kind, entry, findings))) for entry in entries)
-    return load_sources(kind, [*sources, arguments.flags], findings, is_whole=is_whole)
+    return load_sources(kind, [*sources, arguments.flags], findings, are_sources_complete=are_sources_complete)
 
 
 def _has_every_key(kind: type[Section], entries: Sequence[Entry]) -> bool:
+    """Return whether `kind` has all keys of `entries`, with underscores in place of dashes."""
     leaves = (inner.path for entry in entries for inner in flatten(entry))
     return all(find_key(kind, tuple(str(part).replace("-", "_") for part in path)) for path in leaves)
 
 
 def load_sources(
-    kind: type[SectionT], sources: Sequence[Sequence[Entry]], findings: Findings, *, is_whole: bool = True
+    kind: type[SectionT], sources: Sequence[Sequence[Entry]], findings: Findings, *, are_sources_complete: bool = True
 ) -> LoadedConfig[SectionT]:
-    """Load a `kind` from sources already read, of which later ones win. Else like `load_config`.
+    """Load a configuration like `load_config`, from sources that were read already. A later source wins.
 
     Args:
-        is_whole: False when a source could not be read, so that keys seem missing which it sets.
+        are_sources_complete: False if a source could not be read. Missing keys are then not reported, because it may set them.
     """
     values = Values(kind)
     for entry in (entry for entries in sources for entry in use_current_names(kind, entries, findings)):
@@ -149,10 +156,11 @@ def load_sources(
         config = kind.model_validate(values.tree())
     except ValidationError as exc:
         errors = [(error, _without_tags(kind, error["loc"])) for error in exc.errors(include_url=False)]
-        first_hand = [(error, path) for error, path in errors if not values.is_derived(path)]
-        for error, path in first_hand or errors:
-            if error["type"] != "missing" or is_whole:
-                findings.refuse(_describe(error, path, values))
+        # A wrong value that was copied to other keys is reported once, at the key that the user set.
+        own_errors = [(error, path) for error, path in errors if not values.is_derived(path)]
+        for error, path in own_errors or errors:
+            if error["type"] != "missing" or are_sources_complete:
+                findings.refuse(_describe_error(error, path, values))
         findings.raise_problems()
         raise AssertionError("a source that cannot be read is a problem") from exc
     _refuse_unusable(config, findings)
@@ -163,60 +171,67 @@ def load_sources(
 
 
 def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:
-    """Return variables with our prefix. Those that only other commands know are left out."""
+    """Return the entries of the variables with the prefix TRIVET_. A variable that sets a key of other commands is left out."""
 
-    def is_ours(path: KeyPath) -> bool:
-        is_of_dialect = find_key(VfRLConfig, path) is not None
-        if kind is VfRLConfig or (is_of_dialect and find_key(kind, path) is None):
-            return kind is VfRLConfig and is_of_dialect
-        known = [command for command in COMMANDS if find_key(command, path[:1])]
-        return not known or kind in known
+    def concerns_kind(path: KeyPath) -> bool:
+        is_dialect_key = find_key(VfRLConfig, path) is not None
+        if kind is VfRLConfig:
+            return is_dialect_key
+        if is_dialect_key and find_key(kind, path) is None:
+            return False
+        kinds = [command for command in COMMANDS if find_key(command, path[:1])]
+        return not kinds or kind in kinds  # a variable that no command has is kept: it is refused as an unknown key
 
-    return [entry for entry in read_environment(environ) if is_ours(entry.path)]
+    return [entry for entry in read_environment(environ) if concerns_kind(entry.path)]
 
 
 def _refuse_unknown(kind: type[Section], values: Values, findings: Findings) -> None:
-    """Refuse unknown keys and take them out, so that what remains is still validated. A table in place of a value stays."""
+    """Refuse unknown keys and remove them, so that the other keys are still validated.
+
+    A table in place of a value stays: validation reports it.
+    """
     for entry in values.entries():
         path = entry.path
-        end = next((end for end in range(1, len(path) + 1) if find_key(kind, path[:end]) is None), None)
-        above = find_key(kind, path[: end - 1]) if end else None
-        if end is None or above is None or above.shape is not Shape.SECTION:
+        length = next((length for length in range(1, len(path) + 1) if find_key(kind, path[:length]) is None), None)
+        if length is None:
             continue
-        here = path[:end]
-        does_suggest = len(findings.problems) < _MAX_SUGGESTIONS
-        nearest = (nearest_key(kind, here) or nearest_key(kind, path)) if does_suggest else None
+        unknown, parent = path[:length], find_key(kind, path[: length - 1])
+        if parent is None or parent.shape is not Shape.SECTION:
+            continue
+        can_suggest = len(findings.problems) < _MAX_SUGGESTIONS
+        nearest = (nearest_key(kind, unknown) or nearest_key(kind, path)) if can_suggest else None
         hint = f"; did you mean {nearest}?" if nearest else "; --help lists the keys"
-        findings.refuse(f"unknown key {shorten(dotted(here))} ({entry.origin}){hint}")
+        findings.refuse(f"unknown key {shorten(dotted(unknown))} ({entry.origin}){hint}")
         values.remove(path)
 
 
 def _refuse_unusable(config: Section, findings: Findings, path: KeyPath = ()) -> None:
-    """Refuse values of the right type that no machine can work with: impossible paths, integers beyond 64 bits."""
+    """Refuse values of the right type that no machine can use: impossible paths, and integers beyond 64 bits."""
     for name, value in config:
         items = as_list(value) or [value]
         for index, item in enumerate(items):
-            here = (*path, name, index) if len(items) > 1 else (*path, name)
+            item_path = (*path, name, index) if len(items) > 1 else (*path, name)
             if isinstance(item, Section):
-                _refuse_unusable(item, findings, here)
+                _refuse_unusable(item, findings, item_path)
             elif isinstance(item, Path):
                 try:
-                    usable_path(item, key=str(Key(*here)))
+                    usable_path(item, key=str(Key(*item_path)))
                 except ConfigError as exc:
                     findings.refuse(str(exc))
             elif isinstance(item, int) and abs(item) > MAX_INTEGER:
-                findings.refuse(f"{Key(*here)} must be a whole number of at most 64 bits, got {describe_integer(item)}")
+                findings.refuse(f"{Key(*item_path)} must be a whole number of at most 64 bits, got {describe_integer(item)}")
 
 
-def _describe(error: ErrorDetails, path: KeyPath, values: Values) -> str:
+def _describe_error(error: ErrorDetails, path: KeyPath, values: Values) -> str:
+    """Return the problem that an error of pydantic's stands for, under the user's name of the key at `path`."""
     key, context = Key(*path), error.get("ctx", {})
     origin = f" ({values.origin(path)})" if values.find(path) is not UNSET else ""
     match error["type"]:
         case "extra_forbidden":
-            chooser = (*path[:-1], "type")
-            tag = values.find(chooser)
-            shown = None if tag is UNSET else tag
-            return f'{key} does not apply to {Key(*chooser)} "{shown}"; remove it or change the type{origin}'
+            type_path = (*path[:-1], "type")
+            found_type = values.find(type_path)
+            shown = None if found_type is UNSET else found_type
+            return f'{key} does not apply to {Key(*type_path)} "{shown}"; remove it or change the type{origin}'
         case "missing":
             return f"{key} is missing: it has no default; set it"
         case "union_tag_not_found":
@@ -238,7 +253,10 @@ def _describe(error: ErrorDetails, path: KeyPath, values: Values) -> str:
 
 
 def _without_tags(kind: type[Section], location: KeyPath) -> KeyPath:
-    """Return the user's key for the location of an error: pydantic adds the chosen type of a section to it."""
+    """Return the path of the key at which pydantic found an error.
+
+    In a section that a `type` key chooses, pydantic's location also contains the type's name, which is left out here.
+    """
     path: KeyPath = ()
     for part in location:
         key = find_key(kind, path)

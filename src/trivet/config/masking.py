@@ -1,4 +1,4 @@
-"""Hides secrets wherever a configuration is only shown: pages, dry runs, logs and errors. Roles read the true values.
+"""Hides secrets wherever a configuration is only displayed: in pages, dry runs, logs and errors. Roles read the true values.
 
 Whether a value is hidden depends on the name of its key and on the tables that hold it. It never depends on the value, except for
 the passwords inside addresses.
@@ -14,9 +14,9 @@ _STARS = "***"
 """Replaces a secret inside an address, where HIDDEN would not fit."""
 _SECRET = re.compile(r"key|token|secret|passw|pwd|auth|cookie|credential|bearer|signature", re.IGNORECASE)
 _HARMLESS = re.compile(r"tokenizer|hash_keys|api_key_var|author(?!i)|(?:max|min|micro_batch|no_loss)_tokens", re.IGNORECASE)
-"""Parts of names that hold no secret, though they look like it."""
+"""Parts of names that match `_SECRET` although their values are no secrets."""
 _COUNTED = re.compile(r"tokens|token_(?:id|mask|count|limit|budget|ratio|len)", re.IGNORECASE)
-"""A number under such a name is a count of tokens."""
+"""Names with `token` whose value, if it is a number, is a count and no secret."""
 _PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/?#@\s]*@")
 _SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*(?:{_SECRET.pattern})[^=&#\s]*=)[^&#\s]+", re.IGNORECASE)
 _PATH_OF_ADDRESS = re.compile(r"(?<=[^/:]/)[^/].*", re.DOTALL)
@@ -25,11 +25,11 @@ _HEADERS = "headers"
 _HEARTBEAT = ("heartbeat", "url")
 """The path of this address is a secret: whoever knows it can send heartbeats."""
 _MIN_SECRET_CHARS = 4
-"""Shorter values are not looked for in texts: too many words contain them."""
+"""Shorter secrets are not replaced in texts, because too many words contain them."""
 
 
 def mask(path: Sequence[str | int], value: object) -> object:
-    """Return what may be shown of the value of the key `path`. Masking twice changes nothing more."""
+    """Return the value of the key `path` with secrets hidden. Masking a second time changes nothing."""
     names = [str(part) for part in path]
     if (table := as_table(value)) is not None:
         return {name: mask((*path, name), item) for name, item in table.items()}
@@ -50,12 +50,12 @@ def mask(path: Sequence[str | int], value: object) -> object:
 
 
 def names_secret(name: str) -> bool:
-    """Return whether a variable or a key of this name may hold a secret."""
+    """Return whether an environment variable or a key of this name may hold a secret."""
     return _SECRET.search(_HARMLESS.sub("", name)) is not None
 
 
 def mask_table(table: Mapping[str, object]) -> dict[str, object]:
-    """Return `table` with every value masked, in all that is below it too."""
+    """Return `table` with every value masked, also in nested tables and lists."""
     return {name: mask((name,), value) for name, value in table.items()}
 
 
@@ -65,7 +65,7 @@ def hide_in_addresses(text: str) -> str:
 
 
 def hide_values(text: str, table: Mapping[str, object]) -> str:
-    """Return `text`, which code with access to `table` wrote, without the secret values of `table`."""
+    """Return `text` without the secret values of `table`. Code that can read `table` wrote the text, so it may contain them."""
     pairs = zip(_scalars(mask_table(table)), _scalars(table), strict=True)
     secrets = {str(value) for shown, value in pairs if shown == HIDDEN and len(str(value)) >= _MIN_SECRET_CHARS}
     for secret in sorted(secrets, key=len, reverse=True):
@@ -74,6 +74,7 @@ def hide_values(text: str, table: Mapping[str, object]) -> str:
 
 
 def _scalars(value: object) -> Iterator[object]:
+    """Yield every value inside `value` that is neither a table nor a list."""
     table, items = as_table(value), as_list(value)
     if table is None and items is None:
         yield value

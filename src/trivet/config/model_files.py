@@ -1,4 +1,4 @@
-"""Reads the files of a model that lie on this machine, without loading a weight: headers, tokens and chat template."""
+"""Reads files of a model on this machine without loading its weights: file headers, tokens and the chat template."""
 
 import json
 import re
@@ -15,9 +15,12 @@ _FORMATS = (
     ("*.safetensors", "model.safetensors", "model.safetensors.index.json"),
     ("*.bin", "pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""Pattern, single file and index of each format that holds weights. Everyone takes the first of them that there are files of."""
+"""File pattern, single file and index of each format of weights. Trainer and server read the first format that has files."""
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin")
-"""Files of other trainers that are not read as weights."""
+"""Files of other trainers that match a pattern and hold no weights."""
+MEDIA_TOKEN_KEYS = ("image_token", "audio_token", "video_token")
+"""Keys of a tokenizer's configuration that name the placeholder token of an image, a sound or a video. A text model may have no
+embedding for it, as Gemma 3 1B, and no chat template writes it."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -28,11 +31,17 @@ class LinearModules:
     names: Sequence[str]
     """Sorted; without embedding and head."""
     has_experts: bool
-    """True for a mixture of experts, whose experts are stacked into one tensor and get no adapter."""
+    """True for a mixture of experts. Its experts are stacked into one tensor and cannot have an adapter."""
 
 
 def find_linear_modules(name: str) -> LinearModules | None:
-    """Return the modules with a matrix of their own, of a directory or a downloaded model; None without safetensors here."""
+    """Return the modules of a model that have a weight matrix of their own.
+
+    Args:
+        name: the directory of a model, or the Hugging Face name of a model that is in the local cache.
+
+    Returns None if this machine has no safetensors files of the model.
+    """
     try:
         directory = usable_path(name, key="model.name")
         if not directory.is_dir():
@@ -40,7 +49,7 @@ def find_linear_modules(name: str) -> LinearModules | None:
         files = find_weight_files(directory) if directory is not None else []
         headers = [read_header(file) for file in files if file.suffix == ".safetensors"]
     except (ConfigError, OSError, ValueError):
-        return None  # `check_files`, or whoever loads it, says what is wrong with it
+        return None  # `check_files`, or the process that loads the model, reports the problem
     if not headers:
         return None
     matrices = [
@@ -49,27 +58,27 @@ def find_linear_modules(name: str) -> LinearModules | None:
         for tensor, entry in header.items()
         if tensor.endswith(".weight") and len(entry["shape"]) == 2
     ]
-    # transformers stacks the matrices of experts into one parameter, which is no module.
+    # transformers stacks the matrices of all experts into one parameter, so an expert's matrix is no module.
     own = [module for module in matrices if not _EXPERT.search(f"{module}.")]
     names = sorted(module for module in own if "embed" not in module and not module.endswith("lm_head"))
     return LinearModules(names=names, has_experts=len(own) < len(matrices))
 
 
 def choose_targets(targets: Sequence[str], *, modules: LinearModules, key: str = "model.lora.target_modules") -> list[str]:
-    """Return `targets` of an adapter as PEFT takes them: names stay, an expression becomes the names that it matches.
+    """Return the target modules of an adapter as PEFT accepts them: names stay, expressions become the names that they match.
 
-    A ConfigError names `key` if one matches nothing.
+    Raises a ConfigError that names `key` if a target matches no module.
     """
 
-    def matching(target: str) -> list[str]:
+    def find_matches(target: str) -> list[str]:
         if any(is_called(name, target) for name in modules.names):
             return [target]
         return [name for name in modules.names if re.fullmatch(target, name)]
 
-    found = {target: matching(target) for target in targets}
+    found = {target: find_matches(target) for target in targets}
     if missing := [target for target, names in found.items() if not names]:
-        there_are = ", ".join(last_parts(modules.names))
-        problem = f"{key}: {missing[0]!r} is no linear module of this model; there are {there_are}"
+        available = ", ".join(last_parts(modules.names))
+        problem = f"{key}: {missing[0]!r} is no linear module of this model; there are {available}"
         if modules.has_experts:
             problem += ". Its experts are one stacked tensor and get no adapter"
             if usable := [target for target in targets if found[target]]:
@@ -79,7 +88,7 @@ def choose_targets(targets: Sequence[str], *, modules: LinearModules, key: str =
 
 
 def is_called(name: str, target: str) -> bool:
-    """Return whether `target` is the module's name, or the last parts of it."""
+    """Return whether `target` is the name of the module, or the last parts of its name."""
     return name == target or name.endswith(f".{target}")
 
 
@@ -89,15 +98,17 @@ def last_parts(names: Sequence[str]) -> list[str]:
 
 
 def find_weight_files(directory: Path, *, key: str = "model.name") -> list[Path]:
-    """Return the files that hold a model's weights, all of one format; nothing if there are none.
+    """Return the files that hold a model's weights, all of one format; an empty list if there are none.
 
-    transformers, which the trainer reads as, takes the single file, then what the index names. vLLM takes what an index of
-    safetensors names, and without one every file of the format. Where these differ, a run would have two models, which a
-    ConfigError refuses under `key`, as an index that cannot be read or that names a missing file.
+    The trainer reads as transformers does: the single file if it exists, else the files that the index names. vLLM reads the files
+    that an index of safetensors names, and without an index every file of the format. If these files differ, trainer and server
+    would load different models.
+
+    Raises a ConfigError that names `key` if they differ, or if an index cannot be read or names a missing file.
     """
     for pattern, single, index in _FORMATS:
-        here = {path.name for path in directory.glob(pattern) if path.name not in _NO_WEIGHTS}
-        if not here:
+        present = {path.name for path in directory.glob(pattern) if path.name not in _NO_WEIGHTS}
+        if not present:
             continue
         try:
             indexed = set[str](json.loads((directory / index).read_bytes())["weight_map"].values())
@@ -105,25 +116,26 @@ def find_weight_files(directory: Path, *, key: str = "model.name") -> list[Path]
             indexed = None
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
             raise ConfigError(f"{key} ({directory}): {index} cannot be read as an index of weights: {exc!r}") from exc
-        if missing := sorted((indexed or set()) - here):
+        if missing := sorted((indexed or set()) - present):
             raise ConfigError(f"{key} ({directory}): {index} names {missing[0]}, which is not there; download or copy it again")
-        trained = {single} if single in here else indexed or set()
-        served = here if indexed is None or index != _FORMATS[0][2] else indexed
+        trained = {single} if single in present else indexed or set()
+        served = present if indexed is None or index != _FORMATS[0][2] else indexed
         if trained != served:
             raise ConfigError(
-                f"{key} ({directory}) holds weights twice: the trainer would read {_list(trained)}, and the server "
-                f"{_list(served)}; move what is not of this model into another directory, a stale {index} too"
+                f"{key} ({directory}) holds weights twice: the trainer would read {_list_names(trained)}, and the server "
+                f"{_list_names(served)}; move what is not of this model into another directory, a stale {index} too"
             )
         return [directory / name for name in sorted(trained)]
     return []
 
 
-def _list(names: set[str]) -> str:
+def _list_names(names: set[str]) -> str:
     shown = sorted(names)
     return "nothing" if not shown else ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
 
 
 def _find_downloaded(name: str) -> Path | None:
+    """Return the directory of a model in the cache of Hugging Face; None if its safetensors files are not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -135,7 +147,7 @@ def _find_downloaded(name: str) -> Path | None:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Return the names of a file's tensors with their dtypes and shapes; ValueError if it is no safetensors file or cut short.
+    """Return the header of a safetensors file: name, dtype and shape of each tensor. Raises ValueError if the file is incomplete.
 
     Source: https://github.com/huggingface/safetensors, "Format": the header's length as 8 bytes, then JSON.
     """
@@ -154,7 +166,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def read_chat_template(value: str, *, key: str = "chat_template") -> str:
-    """Return the Jinja template that `value` names as a file, or is itself; a ConfigError names `key` if it is neither."""
+    """Return the Jinja template in the file `value`, or `value` itself if it is a template. A ConfigError names `key` otherwise."""
     try:
         return Path(value).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as exc:
@@ -167,51 +179,55 @@ def read_chat_template(value: str, *, key: str = "chat_template") -> str:
         ) from exc
 
 
-OTHER_MEDIA = ("image_token", "audio_token", "video_token")
-"""Keys of a tokenizer's configuration that name the stand-in for a picture or a sound. A model of text alone may lack its row, as
-Gemma 3 1B does, and no chat template writes it."""
-
-
-def read_num_rows(directory: Path) -> int | None:
-    """Return how many tokens the embedding of a model has by its config.json; None where it does not say so."""
-    config = _read(directory / "config.json")
-    num_rows = (config.get("text_config") or config).get("vocab_size")
-    return num_rows if isinstance(num_rows, int) else None
+def read_num_embeddings(directory: Path) -> int | None:
+    """Return the number of tokens in a model's embedding matrix, from config.json; None if the file does not contain it."""
+    config = _read_json(directory / "config.json")
+    num_embeddings = (config.get("text_config") or config).get("vocab_size")
+    return num_embeddings if isinstance(num_embeddings, int) else None
 
 
 def read_tokens(directory: Path) -> dict[str, int]:
-    """Return the number of each token of the tokenizer in `directory`; nothing if it is of a kind that only its code can read."""
-    tokenizer = _read(directory / "tokenizer.json")
-    known: Any = tokenizer.get("model", {}).get("vocab", {})
-    if not isinstance(known, dict):  # a list of tokens with their scores
-        known = {token: number for number, (token, _) in enumerate(known)}
-    tokens = cast("dict[str, int]", known)
+    """Return the id of each token of the tokenizer in `directory`; an empty table if only the tokenizer's code can read it."""
+    tokenizer = _read_json(directory / "tokenizer.json")
+    vocabulary: Any = tokenizer.get("model", {}).get("vocab", {})
+    if not isinstance(vocabulary, dict):  # a list of tokens with their scores
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    tokens = cast("dict[str, int]", vocabulary)
     if not tokens:
         return {}
-    config = _read(directory / "tokenizer_config.json")
+    config = _read_json(directory / "tokenizer_config.json")
     decoder: dict[str, Any] = config.get("added_tokens_decoder") or {}
     tokens |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens", ())}
     tokens |= {added["content"]: int(number) for number, added in decoder.items()}
-    for key in OTHER_MEDIA:
+    for key in MEDIA_TOKEN_KEYS:
         tokens.pop(str(config.get(key)), None)
     return tokens
 
 
-def require_rows(tokens: Mapping[str, int], num_rows: int, *, model: str, tokenizer: str, key: str = "model.name") -> None:
-    """Raise a ConfigError for a tokenizer that has tokens without a row in the embedding. Rows without a token are harmless."""
-    beyond = {number: token for token, number in tokens.items() if number >= num_rows}
+def require_embeddings(
+    tokens: Mapping[str, int], num_embeddings: int, *, model: str, tokenizer: str, key: str = "model.name"
+) -> None:
+    """Raise a ConfigError for a tokenizer with tokens that have no embedding. Embeddings without a token are harmless.
+
+    Args:
+        tokens: the id of each token.
+        num_embeddings: the number of tokens in the model's embedding matrix.
+        model, tokenizer: their names, for the message.
+        key: the key that names the model, for the message.
+    """
+    beyond = {number: token for token, number in tokens.items() if number >= num_embeddings}
     if not beyond:
         return
     first = min(beyond)
     raise ConfigError(
-        f"{key} ({model}) has an embedding of {num_rows} tokens, and the tokenizer ({tokenizer}) has {max(beyond) + 1}: "
+        f"{key} ({model}) has an embedding of {num_embeddings} tokens, and the tokenizer ({tokenizer}) has {max(beyond) + 1}: "
         f"{len(beyond)} tokens have no row, the first is {beyond[first]!r} ({first}); take the tokenizer that belongs to the "
         f"model, or enlarge the model once: model.resize_token_embeddings({max(beyond) + 1}), then save_pretrained"
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """Return a file's JSON; nothing when it is not there or cannot be read, which whoever loads it says."""
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the table in a JSON file; an empty table if the file cannot be read. The process that loads the model reports that."""
     try:
         content: Any = json.loads(file.read_bytes())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Reads the strings under the fields of configuration sections from the source. For `--help` and the page of keys alone.
+"""Lists the keys of a configuration with their documentation, for `--help` and for the pages of keys.
 
-pydantic would read them too (`use_attribute_docstrings`), but whenever a section is imported, which took about a fifth of the time
-that a command needs to start.
+The documentation of a key is the docstring under its field, which is read from the source. pydantic could read it too
+(`use_attribute_docstrings`), but would do so at every import, which took a fifth of the time that a command needs to start.
 """
 
 import ast
@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from trivet.config.dump import literal
 from trivet.config.keys import KeyPath, Shape, dotted, find_key, key_of, nearest_key
-from trivet.config.schema.base import Section, members
+from trivet.config.schema.base import Section, union_members
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import InferenceConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
@@ -28,14 +28,14 @@ from trivet.shown_text import shorten
 
 
 def field_doc(section: type[Section], name: str) -> str:
-    """Return the string under the field `name` of `section` or of the class that it inherits the field from; empty without one."""
+    """Return the docstring of the field `name` of `section`, which may be inherited; empty if the field has none."""
     owner = next(kind for kind in section.__mro__ if name in vars(kind).get("__annotations__", {}))
     return _docs_of(owner).get(name, "")
 
 
 @cache
 def _docs_of(section: type) -> dict[str, str]:
-    """Return the string under each field of a class."""
+    """Return the docstring under each field of a class, by the field's name."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -49,7 +49,7 @@ def _docs_of(section: type) -> dict[str, str]:
 
 
 NEEDED = "needed"
-"""Stands for the default of a key that has to be given."""
+"""Stands in place of the default for a key that must be set."""
 USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run [--changed]] [--help [SECTION]]"
 EXAMPLES: dict[type[Section], tuple[str, str]] = {
     RLConfig: ("rl", "rl @ config.toml --trainer.optim.lr 1e-5"),
@@ -63,7 +63,7 @@ EXAMPLES: dict[type[Section], tuple[str, str]] = {
     ),
     VfRLConfig: ("vf-rl", "vf-rl @ configs/vf-rl/reverse-text.toml --trainer.args.max-steps 20"),
 }
-"""The command that reads each kind, and a line of it that works."""
+"""The command that reads each kind of configuration, and a command line that works."""
 
 REMARKS: dict[type[Section], str] = {
     RLConfig: "`uv run trainer`, `uv run orchestrator` and `uv run inference` start one role alone. They take the keys of its"
@@ -75,8 +75,8 @@ REMARKS: dict[type[Section], str] = {
 """The kinds of configuration that have a reference page, each with a remark."""
 
 
-class KeyRow(NamedTuple):
-    """A key, as text."""
+class KeyEntry(NamedTuple):
+    """The texts that the reference shows for a key."""
 
     name: str
     type: str
@@ -85,15 +85,15 @@ class KeyRow(NamedTuple):
     text: str
 
 
-class SectionRows(NamedTuple):
-    """A section with the keys that it holds itself, as text."""
+class SectionEntry(NamedTuple):
+    """The texts that the reference shows for a section, with the keys that are directly in it."""
 
     path: str
     """The dotted name; empty for the top level."""
     header: str
     """The header in TOML, with brackets; empty for the top level."""
     text: str
-    rows: Sequence[KeyRow]
+    keys: Sequence[KeyEntry]
 
 
 def usage_text(kind: type[Section]) -> str:
@@ -102,67 +102,74 @@ def usage_text(kind: type[Section]) -> str:
     return f"usage: {command} {USAGE}\n e.g.: uv run {example}"
 
 
-def help_text(kind: type[Section], only: str = "") -> str:
+def help_text(kind: type[Section], section_path: str = "") -> str:
     """Return the usage and every key of `kind`.
 
     Args:
-        only: the section whose keys alone are wanted, such as `trainer.optim`, with the sections in it.
+        section_path: show only this section and the sections in it, such as `trainer.optim`; empty for all.
 
     Raises:
         ConfigError: there is no such section.
     """
-    sections = [section for section in section_rows(kind) if not only or f"{section.path}.".startswith(f"{only}.")]
+    sections = [
+        section for section in list_sections(kind) if not section_path or f"{section.path}.".startswith(f"{section_path}.")
+    ]
     if not sections:
-        nearest = nearest_key(kind, tuple(only.split("."))) if find_key(kind, tuple(only.split("."))) is None else None
+        path = tuple(section_path.split("."))
+        nearest = nearest_key(kind, path) if find_key(kind, path) is None else None
         hint = f"did you mean {nearest}?" if nearest else "--help alone lists all"
-        raise ConfigError(f"--help {shorten(only)}: there is no such section; {hint}")
+        raise ConfigError(f"--help {shorten(section_path)}: there is no such section; {hint}")
     lines = [usage_text(kind)]
     for section in sections:
         lines += ["", f"{section.header}  {section.text}".strip()]
-        for row in section.rows:
-            text = f". {row.text}" if row.text else ""
-            default = row.default if row.default == NEEDED else f"default {row.default}"
-            lines.append(f"  {row.name:<26} {row.type}, {default}{text}")
+        for entry in section.keys:
+            text = f". {entry.text}" if entry.text else ""
+            default = entry.default if entry.default == NEEDED else f"default {entry.default}"
+            lines.append(f"  {entry.name:<26} {entry.type}, {default}{text}")
     return "\n".join(lines)
 
 
 def reference_pages() -> dict[str, str]:
-    """Return a page with every key for each command. A role's sections are listed once, under the run that holds them."""
+    """Return a page with every key for each command of `REMARKS`. The roles' sections are listed once, on the page of `rl`."""
     pages: dict[str, str] = {}
     for kind, remark in REMARKS.items():
         command, example = EXAMPLES[kind]
         parts = [f"# Keys of `{command}`\n\n```\nuv run {example}\n```\n\n{remark}\n"]
-        for section in section_rows(kind):
+        for section in list_sections(kind):
             title = f"## `{section.header}`" if section.header else "## Top level"
             lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-            for row in section.rows:
-                name, kind_of_value, default, text = (cell.replace("|", "\\|") for cell in row)
+            for entry in section.keys:
+                name, kind_of_value, default, text = (cell.replace("|", "\\|") for cell in entry)
                 lines.append(f"| `{name}` | {kind_of_value} | {default if default == NEEDED else f'`{default}`'} | {text} |")
             parts.append("\n\n".join([title, *([section.text] if section.text else []), "\n".join(lines)]) + "\n")
         pages[command] = "\n".join(parts)
     return pages
 
 
-def section_rows(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionRows]:
-    """Yield each section of `kind` with the keys that it holds itself, in the order of the models."""
+def list_sections(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionEntry]:
+    """Yield each section of `kind` with the keys that are directly in it, in the order of the models.
+
+    Args:
+        path, header, text: those of the section `kind` itself; empty for the top level.
+    """
     fields = [(name, field, key_of(field)) for name, field in kind.model_fields.items()]
-    rows = [_row(kind, name, field) for name, field, key in fields if not key.sections]
-    if rows:
-        yield SectionRows(path=dotted(path), header=header, text=text, rows=rows)
+    keys = [_key_entry(kind, name, field) for name, field, key in fields if not key.sections]
+    if keys:
+        yield SectionEntry(path=dotted(path), header=header, text=text, keys=keys)
     for name, field, key in fields:
         inner = (*path, name)
         brackets = f"[[{dotted(inner)}]]" if key.shape is Shape.SECTION_LIST else f"[{dotted(inner)}]"
         default = field.get_default(call_default_factory=True)
         remarks = [field_doc(kind, name), "Off unless it is given." if default is None else ""]
-        if default is not None and type(None) in members(field.annotation):
+        if default is not None and type(None) in union_members(field.annotation):
             remarks.append(f'`{name} = "None"` takes it away.')
         for section in key.sections:
             variant = f' type = "{section.model_fields["type"].default}"' if len(key.sections) > 1 else ""
             description = " ".join(remark for remark in (*remarks, inspect.cleandoc(section.__doc__ or "")) if remark)
-            yield from section_rows(section, inner, brackets + variant, description)
+            yield from list_sections(section, inner, brackets + variant, description)
 
 
-def _row(kind: type[Section], name: str, field: FieldInfo) -> KeyRow:
+def _key_entry(kind: type[Section], name: str, field: FieldInfo) -> KeyEntry:
     default = field.get_default(call_default_factory=True)
     bounds = [
         f"{sign} {getattr(bound, attribute)}"
@@ -170,7 +177,7 @@ def _row(kind: type[Section], name: str, field: FieldInfo) -> KeyRow:
         for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"), ("min_length", "at least"))
         if getattr(bound, attribute, None) is not None
     ]
-    return KeyRow(
+    return KeyEntry(
         name=name,
         type=", ".join([_type_name(field.annotation), *bounds]),
         default=NEEDED if field.is_required() else "None" if default is None else literal(default),
@@ -180,7 +187,7 @@ def _row(kind: type[Section], name: str, field: FieldInfo) -> KeyRow:
 
 def _type_name(annotation: Any) -> str:
     names: list[str] = []
-    for member in members(annotation):
+    for member in union_members(annotation):
         if get_origin(member) is Literal:
             names += [f'"{choice}"' for choice in get_args(member)]
         elif get_origin(member) is list:

@@ -1,7 +1,7 @@
-"""Fills in the values that a whole run derives for its roles, in the order of `resolve`. Works on values before validation.
+"""Fills in the values of a run's roles that follow from the run's own values, or from another role's. Runs before validation.
 
-An explicit value of a role wins where roles may differ; where they may not, two different values are an error that names
-both. What a role runs with is then complete: no role looks at another's section.
+Where roles may differ, an explicit value of a role wins. Where they must agree, two different values are an error that names
+both. Each role's section is then complete: no role reads another role's section.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from trivet.config.values import UNSET, Values
 from trivet.key_names import key_name
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
-CONNECTING = ("host", "advertise", "port", "max_message_mib")
-"""Transport keys that mean the same to both ends; how long each waits is its own affair."""
+SHARED_TRANSPORT_KEYS = ("host", "advertise", "port", "max_message_mib")
+"""Transport keys that must be equal for trainer and orchestrator. The others, such as timeouts, may differ."""
 DETERMINISTIC: dict[str, object] = {
     "trainer.deterministic": True,
     "trainer.model.optimization_dtype": "float32",
@@ -32,20 +32,20 @@ DETERMINISTIC: dict[str, object] = {
     "inference.max_num_seqs": 1,
 }
 """Values that `deterministic = true` sets in each role, besides seeds."""
-_STEPPING = ("trainer", "orchestrator")
-_ROLES = (*_STEPPING, "inference")
-_FILLED = {"wandb": _STEPPING, "detectors": _STEPPING, "bench": ("trainer",), "log": _ROLES}
-"""Sections of a run that fill those of roles, key by key."""
+_STEPPING_ROLES = ("trainer", "orchestrator")
+_ROLES = (*_STEPPING_ROLES, "inference")
+_FILLED_SECTIONS = {"wandb": _STEPPING_ROLES, "detectors": _STEPPING_ROLES, "bench": ("trainer",), "log": _ROLES}
+"""The roles whose sections a section of the run fills, key by key."""
 
 
 def resolve(values: Values, findings: Findings) -> None:
-    """Fill the roles' sections of a run in `values`."""
+    """Fill the roles' sections of a run in `values`, in the order of `_Resolution.run`."""
     _Resolution(values, findings).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Resolution:
-    """The run's values, while those of its roles are derived from each other."""
+    """Derives the values of a run's roles, one rule after the other."""
 
     _values: Values
     _findings: Findings
@@ -55,35 +55,36 @@ class _Resolution:
         if values.has_value("orchestrator.replay") and values.find("orchestrator.replay") is not None:
             values.derive("inference", None, self._origin("orchestrator.replay"))  # a replay samples nothing
         self._make_deterministic()
-        # Someone else's server may serve the model under a name of its own.
-        names = _STEPPING[:1] if values.is_null("inference") else _ROLES
+        # A server that the run does not start may serve the model under another name.
+        names = _STEPPING_ROLES[:1] if values.is_null("inference") else _ROLES
         self._agree("model.name", *(f"{role}.model.name" for role in names))
         self._fill("model.name", "orchestrator.model.name")
         self._fill("seq_len", "trainer.model.seq_len", "orchestrator.seq_len")
         self._fill("max_model_len", "inference.model.max_model_len")
-        for name, roles in (("max_steps", _STEPPING), ("max_async_level", _STEPPING), ("output_dir", _ROLES)):
+        for name, roles in (("max_steps", _STEPPING_ROLES), ("max_async_level", _STEPPING_ROLES), ("output_dir", _ROLES)):
             self._agree(name, *(f"{role}.{name}" for role in roles))
         for name in ("faults.schedule", "seed"):
             self._fill(name, *(f"{role}.{name}" for role in _ROLES))
-        for name, roles in _FILLED.items():
+        for name, roles in _FILLED_SECTIONS.items():
             self._fill_section(name, *(f"{role}.{name}" for role in roles))
         for name in ("weights", "ckpt"):
-            self._agree_section(name, *(f"{role}.{name}" for role in _STEPPING))
+            self._agree_section(name, *(f"{role}.{name}" for role in _STEPPING_ROLES))
         self._agree_section(*(f"{role}.run" for role in _ROLES))
-        ends = [f"{role}.rollout_transport" for role in _STEPPING]
-        for name in self._names_in(*ends):
-            keys = [f"{end}.{name}" for end in ends]
-            if name in CONNECTING:
+        transports = [f"{role}.rollout_transport" for role in _STEPPING_ROLES]
+        for name in self._names_in(*transports):
+            keys = [f"{transport}.{name}" for transport in transports]
+            if name in SHARED_TRANSPORT_KEYS:
                 self._agree(*keys)
             else:
                 self._fill(*keys)
                 self._fill(*reversed(keys))
         self._fill("trainer.max_async_level", "max_async_level", with_default=True)
-        self._place_teacher()
+        self._configure_teacher()
         if not values.is_null("inference"):
             self._match_server()
 
     def _make_deterministic(self) -> None:
+        """Set the keys of `DETERMINISTIC` if the run is deterministic. Another explicit value of such a key is refused."""
         values, key = self._values, key_name
         if str(values.find("deterministic")).lower() != "true":
             return
@@ -92,7 +93,7 @@ class _Resolution:
             if not values.has_value(name):
                 if not values.is_null(name):
                     values.derive(name, value, self._origin("deterministic"))
-            elif _normal(found).lower() not in (str(value).lower(), f"{value:g}" if value == 1 else ""):
+            elif _comparable(found).lower() not in (str(value).lower(), f"{value:g}" if value == 1 else ""):
                 shown = literal(found) if isinstance(found, bool) else found
                 self._findings.refuse(
                     f"{key('deterministic')} = true ({values.origin(('deterministic',))}) needs {key(name)} = {literal(value)},"
@@ -101,7 +102,7 @@ class _Resolution:
         self._fill("seed", "orchestrator.sampling.seed", with_default=True)
 
     def _fill(self, source: str, *targets: str, with_default: bool = False) -> None:
-        """Copy a shared value, or with `with_default` its default, to each role that has none of its own."""
+        """Copy the value of `source` to each target without a value. With `with_default`, an unset source has its default."""
         values = self._values
         if not values.has_value(source) and not with_default:
             return
@@ -111,7 +112,7 @@ class _Resolution:
                 values.derive(target, value, self._origin(source))
 
     def _fill_section(self, source: str, *targets: str) -> None:
-        """Fill the sections `targets` with what is set in `source`, key by key."""
+        """Copy the values that are set in the section `source` to the sections `targets`, key by key."""
         if not isinstance(self._values.find(source), dict):
             self._fill(source, *targets)
             return
@@ -122,7 +123,7 @@ class _Resolution:
             self._fill_section(f"{source}.{name}", *(f"{target}.{name}" for target in targets))
 
     def _agree_section(self, *sections: str) -> None:
-        """Give each key that is set in one of `sections` one value in all."""
+        """Give each key that is set in one of `sections` the same value in all of them."""
         for name in self._names_in(*sections):
             keys = [f"{section}.{name}" for section in sections]
             holds_keys = any(isinstance(self._values.find(key), dict) for key in keys)
@@ -135,22 +136,25 @@ class _Resolution:
         return list(dict.fromkeys(name for table in tables for name in table))
 
     def _agree(self, *keys: str) -> None:
-        """Give `keys` one value: any of them sets all, two different ones are refused."""
+        """Give all `keys` the value that one of them has. Two different values are refused."""
         values, key = self._values, key_name
         explicit = [name for name in keys if values.has_value(name)]
+        if not explicit:
+            return
+        first, value = explicit[0], values.find(explicit[0])
         for name in explicit:
-            first, value, other = explicit[0], values.find(explicit[0]), values.find(name)
-            if _normal(other) != _normal(value):
+            other = values.find(name)
+            if _comparable(other) != _comparable(value):
                 self._findings.refuse(
                     f"{key(first)} ({value}, {self._source(first)}) and {key(name)} ({other}, {self._source(name)}) must be"
                     f" equal; set {key(keys[0])} alone"
                 )
-        for name in keys if explicit else ():
+        for name in keys:
             if name not in explicit and not values.is_null(name):
-                values.derive(name, values.find(explicit[0]), self._origin(explicit[0]))
+                values.derive(name, value, self._origin(first))
 
-    def _place_teacher(self) -> None:
-        """Fill the section of a teacher's server that the run starts, and point the orchestrator at it."""
+    def _configure_teacher(self) -> None:
+        """Fill [teacher_inference], if the run starts a server for the teacher, and give the orchestrator its address."""
         values, key = self._values, key_name
         if values.find("teacher_inference") is UNSET:
             if not values.has_value("teacher_gpu_ids"):
@@ -169,15 +173,16 @@ class _Resolution:
         values.derive("teacher_inference.is_teacher", True, "teacher_inference")
         self._fill_section("orchestrator.run", "teacher_inference.run")
         self._fill("seed", "teacher_inference.seed")
-        # Room for a sample of seq_len tokens, and the one that the server insists on generating.
+        # The server generates at least one token after a sample of seq_len tokens. Its port is the next one to the policy's server.
         for target, source in (("model.max_model_len", "orchestrator.seq_len"), ("server.port", "inference.server.port")):
             value = str(values.find(source) if values.has_value(source) else _default(source))
-            if not values.has_value(f"teacher_inference.{target}") and value.isdecimal():  # else it is refused by its own name
+            if not values.has_value(f"teacher_inference.{target}") and value.isdecimal():  # else refused by its own name
                 values.derive(f"teacher_inference.{target}", int(value) + 1, self._origin(source))
         self._fill_section("log", "teacher_inference.log")
         self._point_client_at_server(server="teacher_inference", client="orchestrator.teacher_model.client")
 
     def _point_client_at_server(self, *, server: str, client: str) -> None:
+        """Set base_url of the section `client` to the address in the section `server`; refuse another explicit address."""
         values, key = self._values, key_name
         names = [name for name in (f"{server}.server.host", f"{server}.server.port") if values.has_value(name)]
         given = {name.rpartition(".")[2]: str(values.find(name)) for name in names}
@@ -200,10 +205,10 @@ class _Resolution:
                 )
 
     def _match_server(self) -> None:
-        """Give trainer, orchestrator and the server that the run starts what they must have in common."""
+        """Make trainer, orchestrator and the server that the run starts agree on dtype, LoRA, chat template and positions."""
         values = self._values
         self._point_client_at_server(server="inference", client="orchestrator.client")
-        # Both get the dtype that one names. If neither does, both stay `auto` for `config.compute_dtype`.
+        # If one of both names a dtype, the other gets it too. If neither does, `config.compute_dtype` replaces `auto` later.
         trained, served = "trainer.model.compute_dtype", "inference.model.dtype"
         named = {key: values.find(key) for key in (trained, served) if values.find(key) in get_args(Dtype)}
         for key, other in ((trained, served), (served, trained)):
@@ -218,15 +223,16 @@ class _Resolution:
         self._agree_section("trainer.model.rope_scaling", "inference.model.rope_scaling")
 
     def _source(self, key: str) -> str:
+        """Return the origin of the value of `key` itself."""
         return self._values.origin(tuple(key.split(".")))
 
     def _origin(self, key: str) -> str:
-        """Return the origin of a value that is derived from `key`."""
+        """Return the origin that a value derived from `key` gets: the key, and the key's own origin."""
         return f"{key}, {self._source(key) if self._values.has_value(key) else 'default'}"
 
 
 def _default(key: str) -> object:
-    """Return the default of a run's key; of one that the run has for its roles, that of the first role."""
+    """Return the default of a run's key. If the key has none because it only fills roles, return the trainer's default."""
     for path in (key.split("."), ["trainer", *key.split(".")]):
         found = find_key(RLConfig, tuple(path))
         if found is not None and found.field is not None and found.field.default is not None:
@@ -234,6 +240,6 @@ def _default(key: str) -> object:
     raise AssertionError(f"{key} has no default")
 
 
-def _normal(value: object) -> str:
-    """Return a value as text to compare: flags are text and files are typed; a last slash of a directory does not count."""
+def _comparable(value: object) -> str:
+    """Return a value as text that can be compared: flags are text, files have types. A last slash of a path is left out."""
     return str(value).rstrip("/")

@@ -1,4 +1,4 @@
-"""Reads the sources of a configuration as entries: files, variables, and the words of a command line. It decodes no value."""
+"""Reads the sources of a configuration as entries: files, environment variables and command lines. It decodes no value."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,22 +17,26 @@ from trivet.shown_text import shorten
 ENVIRONMENT_PREFIX = "TRIVET_"
 INHERIT_KEY = "toml_files"
 _MAX_INHERITED = 16
-"""Files that inherit from each other; doubling lists of such files would otherwise take hours to read."""
+"""Longest chain of files that inherit from each other. If each file listed the next one twice, a long chain would take hours."""
 _BOOLEANS = {"true": True, "false": False}
 
 
-def read_toml(path: Path, *, under: KeyPath = (), _readers: tuple[Path, ...] = ()) -> list[Entry]:
+def read_toml(path: Path, *, section: KeyPath = (), _heirs: tuple[Path, ...] = ()) -> list[Entry]:
     """Return the tables of `path` and of the files that it inherits from, in order of rising precedence.
 
-    `under` is the section that they fill. Raises ConfigError, which names file and line, when one cannot be read.
+    Args:
+        section: the section that the tables fill; empty for the whole configuration.
+        _heirs: the files that led to this one by inheritance, the first one first.
+
+    Raises a ConfigError that names file and line if a file cannot be read.
     """
-    resolved = usable_path(path, key=INHERIT_KEY if _readers else "@").resolve()
-    if resolved in _readers:
-        raise ConfigError(f"{path} inherits from itself through {INHERIT_KEY}: {' -> '.join(str(p) for p in _readers)}")
+    resolved = usable_path(path, key=INHERIT_KEY if _heirs else "@").resolve()
+    if resolved in _heirs:
+        raise ConfigError(f"{path} inherits from itself through {INHERIT_KEY}: {' -> '.join(str(p) for p in _heirs)}")
     try:
         content = read_toml_file(path)
     except OSError as exc:
-        heir = f" ({INHERIT_KEY} of {_readers[-1]} names it, counted from that file's folder)" if _readers else ""
+        heir = f" ({INHERIT_KEY} of {_heirs[-1]} names it, counted from that file's folder)" if _heirs else ""
         raise ConfigError(f"{path} cannot be read: {exc.strerror}{heir}") from exc
     except ValueError as exc:
         raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
@@ -41,17 +45,17 @@ def read_toml(path: Path, *, under: KeyPath = (), _readers: tuple[Path, ...] = (
         raise ConfigError(f"{' and '.join(spellings)} are two spellings of one key ({path}); remove one")
     bases: object = content.pop(spellings[0]) if spellings else []
     names = [base for base in as_list(bases) or [] if isinstance(base, str)]
-    if len(_readers) >= _MAX_INHERITED:
+    if len(_heirs) >= _MAX_INHERITED:
         raise ConfigError(f"{path} inherits through more than {_MAX_INHERITED} files; {INHERIT_KEY} is nested too deep")
     if names != bases:
         raise ConfigError(f'{INHERIT_KEY} in {path} must be a list of file names, e.g. {INHERIT_KEY} = ["base.toml"]')
-    readers = (*_readers, resolved)
-    inherited = [entry for base in names for entry in read_toml(path.parent / base, under=under, _readers=readers)]
-    return [*inherited, Entry(path=under, value=content, origin=str(path))]
+    heirs = (*_heirs, resolved)
+    inherited = [entry for base in names for entry in read_toml(path.parent / base, section=section, _heirs=heirs)]
+    return [*inherited, Entry(path=section, value=content, origin=str(path))]
 
 
 def read_environment(environ: Mapping[str, str]) -> list[Entry]:
-    """Return entries of the variables with our prefix: `TRIVET_A__B=value` sets `a.b`."""
+    """Return an entry for each variable with the prefix TRIVET_: `TRIVET_A__B=value` sets `a.b`."""
     return [
         Entry(
             path=tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")),
@@ -71,10 +75,10 @@ class Arguments:
     """Files after `@`, each with the section that it fills: `--trainer @ t.toml`."""
     flags: list[Entry] = field(default_factory=list[Entry])
     help_section: str | None = None
-    """The section of which help is wanted; empty for all, None for no help."""
+    """The section that `--help` is to show; empty for all sections, None without `--help`."""
     is_dry_run: bool = False
     omits_defaults: bool = False
-    """A dry run prints no value that is the default."""
+    """True if a dry run leaves out values that are the default (`--changed`)."""
 
 
 def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings) -> Arguments:
@@ -98,18 +102,21 @@ def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings
             findings.refuse(f'unexpected argument "{shorten(word)}": files follow @, flags start with --{hint}')
     if arguments.omits_defaults and not arguments.is_dry_run:
         findings.refuse("--changed says what --dry-run prints; add --dry-run")
-    arguments.flags = _number_repeated(kind, arguments.flags)
+    arguments.flags = _number_repeated_flags(kind, arguments.flags)
     return arguments
 
 
-def _take_file(word: str, words: list[str], under: KeyPath, arguments: Arguments, findings: Findings) -> None:
-    if name := word[1:] or (words.pop(0) if words else ""):
-        arguments.files.append((Path(name), under))
+def _take_file(word: str, words: list[str], section: KeyPath, arguments: Arguments, findings: Findings) -> None:
+    """Add the file of `word` (`@file.toml`), or of the next one of `words` if `word` is `@` alone. The file fills `section`."""
+    name = word[1:] or (words.pop(0) if words else "")
+    if name:
+        arguments.files.append((Path(name), section))
     else:
         findings.refuse("@ must be followed by a TOML file")
 
 
 def _take_flag(kind: type[Section], word: str, words: list[str], arguments: Arguments, findings: Findings) -> None:
+    """Add the flag `word`. Its value follows `=`, or is the next one of `words`, which is removed from them."""
     name, equals, text = word.partition("=")
     path = tuple(name.removeprefix("--").replace("-", "_").split("."))
     following = words[0] if words else ""
@@ -118,9 +125,9 @@ def _take_flag(kind: type[Section], word: str, words: list[str], arguments: Argu
     value: object
     if equals:
         value = Text(text)
-    elif key is None and negated and (turned := find_key(kind, negated)):
+    elif key is None and negated and (switch := find_key(kind, negated)):
         path = negated
-        value = False if turned.shape in (Shape.BOOL, Shape.BOOL_OR_VALUE) else None
+        value = False if switch.shape in (Shape.BOOL, Shape.BOOL_OR_VALUE) else None
     elif key and key.shape is Shape.BOOL:
         value = _BOOLEANS[words.pop(0).lower()] if following.lower() in _BOOLEANS else True
     elif following.startswith("@") and (key is None or key.shape is Shape.SECTION):
@@ -140,21 +147,28 @@ def _take_flag(kind: type[Section], word: str, words: list[str], arguments: Argu
     arguments.flags.append(Entry(path=path, value=value, origin=f"flag {shorten(name)}"))
 
 
-def _number_repeated(kind: type[Section], flags: Sequence[Entry]) -> list[Entry]:
-    """Number repeated flags of a list of sections: the first flag, when it comes again, begins the next entry."""
-    firsts: dict[KeyPath, KeyPath] = {}
-    """First flag of each list, by the list's path."""
+def _number_repeated_flags(kind: type[Section], flags: Sequence[Entry]) -> list[Entry]:
+    """Add indexes to repeated flags of a list of sections: `--env.id a --env.id b` sets env.0.id and env.1.id.
+
+    The next entry of a list begins when the list's first flag comes again.
+    """
+    first_flags: dict[KeyPath, KeyPath] = {}
+    """The first flag of each list, by the list's path."""
     indexes: dict[KeyPath, int] = {}
-    """Entry that the last flag of each list is about."""
-    placed: list[tuple[Entry, KeyPath | None, int]] = []
+    """The index of the entry that the latest flag of each list belongs to."""
+    numbered: list[tuple[Entry, KeyPath | None, int]] = []
+    """Each flag, with the list that it belongs to, if any, and the index of its entry."""
     for flag in flags:
-        above = [flag.path[:end] for end in range(1, len(flag.path)) if not str(flag.path[end]).isdecimal()]
-        inside = next((at for at in above if (key := find_key(kind, at)) and key.shape is Shape.SECTION_LIST), None)
-        if inside is not None:
-            begins_next = flag.path == firsts.setdefault(inside, flag.path) and inside in indexes
-            indexes[inside] = indexes.get(inside, 0) + begins_next
-        placed.append((flag, inside, indexes[inside] if inside else 0))
+        parents = [flag.path[:end] for end in range(1, len(flag.path)) if not str(flag.path[end]).isdecimal()]
+        section_list = next((at for at in parents if (key := find_key(kind, at)) and key.shape is Shape.SECTION_LIST), None)
+        if section_list is not None:
+            begins_next = flag.path == first_flags.setdefault(section_list, flag.path) and section_list in indexes
+            indexes[section_list] = indexes.get(section_list, 0) + begins_next
+        numbered.append((flag, section_list, indexes[section_list] if section_list else 0))
+    # Flags of a single entry stay without an index: `Values` finds the list's only entry, or refuses them if there are several.
     return [
-        replace(flag, path=(*inside, str(index), *flag.path[len(inside) :])) if inside and indexes[inside] else flag
-        for flag, inside, index in placed
+        replace(flag, path=(*section_list, str(index), *flag.path[len(section_list) :]))
+        if section_list and indexes[section_list]
+        else flag
+        for flag, section_list, index in numbered
     ]

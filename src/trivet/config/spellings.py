@@ -1,8 +1,9 @@
-"""Accepts older and newer spellings of keys with one line that says the name here, or refuses them with what replaced them.
+"""Translates older spellings of keys, and those of prime-rl, into the current ones.
 
-Applied to each source before unknown keys are looked for, so a key that exists is never touched. The tables speak of a whole
-run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix. Those of the commands `eval` and
-`vf-rl` begin with `eval.` and `vf.` here alone.
+A renamed key is accepted with a notice, a removed key is refused with a text that names its replacement, and a key without effect
+is dropped with a notice. Existing keys are never changed. The tables contain the keys of a whole run (`orchestrator.group_size`). A
+role's own file has the same keys without the role's prefix. The prefixes `eval.` and `vf.`, for the commands `eval` and `vf-rl`,
+exist only in these tables.
 """
 
 from collections.abc import Sequence
@@ -30,37 +31,40 @@ ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     EvalConfig: ("eval",),
     VfRLConfig: ("vf",),
 }
+"""The prefix that the tables below give the keys of each configuration; a whole run has none."""
 
-_TRAINING = ("", "trainer.", "orchestrator.")
-"""Prefixes of sections that a run may write once for trainer and orchestrator: the run's own and each role's."""
-_ROLES = (*_TRAINING, "inference.")
-"""Prefixes of sections that a run may write once for all roles."""
-_EVALS = ("eval.", "orchestrator.eval.")
-"""Prefixes of evaluations: those of the command `eval`, and those during a run."""
+_TRAINING_PREFIXES = ("", "trainer.", "orchestrator.")
+"""Prefixes of the sections that a run may set for trainer and orchestrator at once, at its top level, or for each role."""
+_SHARED_PREFIXES = (*_TRAINING_PREFIXES, "inference.")
+"""Prefixes of the sections that a run may set for all roles at once, or for each role."""
+_EVAL_PREFIXES = ("eval.", "orchestrator.eval.")
+"""Prefixes of evaluations: of the command `eval`, and of evaluations during a run."""
 
 
-def _at(prefixes: Sequence[str], names: Sequence[str], text: str) -> dict[str, str]:
-    """Return a table that has `text` for each of `names` behind each of `prefixes`."""
+def _with_prefixes(prefixes: Sequence[str], names: Sequence[str], text: str) -> dict[str, str]:
+    """Return a table with the value `text` for every combination of a prefix and a name."""
     return {f"{prefix}{name}": text for prefix in prefixes for name in names}
 
 
-_EFFORT = "sampling.extra_body.reasoning_effort"
+_REASONING_EFFORT = "sampling.extra_body.reasoning_effort"
 RENAMED = {
     **dict.fromkeys(("environment", "orchestrator.environment", "orchestrator.train.env"), "orchestrator.env"),
     "orchestrator.train.sampling": "orchestrator.sampling",
     "orchestrator.sampling.max_completion_tokens": "orchestrator.sampling.max_tokens",
     "orchestrator.group_size": "orchestrator.rollouts_per_example",
-    **_at(
+    **_with_prefixes(
         ["orchestrator.", "orchestrator.train."],
         ["filter_zero_advantages"],
         "orchestrator.buffer.online_difficulty_filtering",
     ),
     "orchestrator.model.client": "orchestrator.client",
-    **{f"{section}sampling.reasoning_effort": f"{section}{_EFFORT}" for section in ("orchestrator.", *_EVALS)},
+    **{
+        f"{section}sampling.reasoning_effort": f"{section}{_REASONING_EFFORT}" for section in ("orchestrator.", *_EVAL_PREFIXES)
+    },
     "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
     "rollout_transport": "trainer.rollout_transport",
-    **{f"{role}monitors.wandb": f"{role}wandb" for role in _TRAINING},
-    **{f"{role}resume.step": f"{role}ckpt.resume_step" for role in _TRAINING},
+    **{f"{role}monitors.wandb": f"{role}wandb" for role in _TRAINING_PREFIXES},
+    **{f"{role}resume.step": f"{role}ckpt.resume_step" for role in _TRAINING_PREFIXES},
     "trainer.model.experimental.lora": "trainer.model.lora",
     "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",
     "trainer.data.seq_len": "trainer.model.seq_len",
@@ -73,18 +77,18 @@ RENAMED = {
         if argument not in ("host", "port")  # refused by config.check_roles, which names the key
     },
     **{f"{role}.model.rope_scaling.type": f"{role}.model.rope_scaling.rope_type" for role in ("trainer", "inference")},
-    **_at(["inference.vllm.hf_overrides."], ["rope_scaling", "rope_parameters"], "inference.model.rope_scaling"),
+    **_with_prefixes(["inference.vllm.hf_overrides."], ["rope_scaling", "rope_parameters"], "inference.model.rope_scaling"),
     "inference.vllm": "inference.vllm_args",
     "eval.save.disk.path": "eval.output_dir",
     "eval.eval_base_model": "eval.eval_base",
     "eval.client.extra_body": "eval.sampling.extra_body",
 }
-"""Old prefix to new; the longest that fits is taken, again and again until none does."""
+"""New beginning of a key by its old beginning. The longest old beginning is replaced, repeatedly until none fits."""
 
-_MORE_RANKS = "remove the key, and for memory use more ranks, or trainer.model.fsdp_cpu_offload on a GPU"
+_MEMORY_ADVICE = "remove the key, and for memory use more ranks, or trainer.model.fsdp_cpu_offload on a GPU"
 REFUSED = {
-    **_at(
-        _ROLES,
+    **_with_prefixes(
+        _SHARED_PREFIXES,
         ["weight_broadcast"],
         "policies go to the servers as safetensors in weights/, which they load while they run; remove the key",
     ),
@@ -98,16 +102,18 @@ REFUSED = {
     "orchestrator.token_batch_size": "batches are counted in rollouts: set orchestrator.batch_size",
     "orchestrator.algo": "set orchestrator.advantage",
     "orchestrator.mask_env_responses": ENV_RESPONSES_ARE_MASKED,
-    **_at(
-        _TRAINING,
+    **_with_prefixes(
+        _TRAINING_PREFIXES,
         ["rollout_transport.type"],
         "batches go from orchestrator to trainer over ZeroMQ; remove the key. To keep them as files set"
         " trainer.data.record = true; `uv run trainer` trains on such files again with data.replay",
     ),
     "orchestrator.buffer.skip_verification": "set trainer.loss.adv_tau = 0 to learn from a teacher alone; rewards are computed"
     " and recorded all the same",
-    **_at(
-        _TRAINING, ["events.sign"], "events are not signed: `trivet check` compares them with the run's files; remove the key"
+    **_with_prefixes(
+        _TRAINING_PREFIXES,
+        ["events.sign"],
+        "events are not signed: `trivet check` compares them with the run's files; remove the key",
     ),
     "run": "the launcher names the run; set output_dir to choose where it is kept",
     "orchestrator.ckpt.wait_for_weights_timeout": "set orchestrator.rollout_transport.timeout_s",
@@ -116,38 +122,54 @@ REFUSED = {
     "slurm.template_path": "the script is written by the command; set slurm.pre_run_command, slurm.sbatch_args or slurm.srun_args",
     "slurm.cleanup_grace_period": "set recovery.preemption_grace_s and shutdown_timeout_s",
     "slurm.shared_fs": "the node must see output_dir and this environment; remove the key",
-    **_at(_EVALS, ["save.hf"], "results stay on this machine: upload evals/ with `hf upload` if others should have them"),
-    **_at(_EVALS, ["save.env_hub"], "results stay on this machine: upload evals/ by other means if others should have them"),
-    **_at(_EVALS, ["per_rollout"], "the rollouts of an example are scored together, for rewards of groups; remove the key"),
-    "trainer.model.ep": f"experts are not spread over ranks: FSDP shards them like every other parameter; {_MORE_RANKS}",
-    "trainer.model.tp": f"FSDP shards parameters, and no matrix product is split over ranks; {_MORE_RANKS}",
+    **_with_prefixes(
+        _EVAL_PREFIXES, ["save.hf"], "results stay on this machine: upload evals/ with `hf upload` if others should have them"
+    ),
+    **_with_prefixes(
+        _EVAL_PREFIXES,
+        ["save.env_hub"],
+        "results stay on this machine: upload evals/ by other means if others should have them",
+    ),
+    **_with_prefixes(
+        _EVAL_PREFIXES, ["per_rollout"], "the rollouts of an example are scored together, for rewards of groups; remove the key"
+    ),
+    "trainer.model.ep": f"experts are not spread over ranks: FSDP shards them like every other parameter; {_MEMORY_ADVICE}",
+    "trainer.model.tp": f"FSDP shards parameters, and no matrix product is split over ranks; {_MEMORY_ADVICE}",
     "trainer.model.cp": "a row is not split over ranks: torch's ring attention handles one causal sequence, not a packed row;"
     " lower trainer.model.seq_len, or set trainer.model.ac to have memory for long rows",
 }
-"""Old prefix to what replaced it."""
+"""The text that says what replaced a key, by the beginning of the old key."""
 
 IGNORED = {
-    **_at(_ROLES, ["log.file"], "everything is written to files, in logs/"),
-    **_at(_ROLES, ["log.vf_level", "log.env_worker_logs"], "what environments log is in logs/env_workers/"),
-    **_at(_ROLES, ["log.log_data"], "trainer.data.record keeps batches, rollouts/ has the texts"),
-    **_at(_TRAINING, ["wandb.id"], "a run that is resumed goes on as the run that it was"),
-    **_at(["", "trainer."], ["weight_broadcast.save_sharded"], "ckpt.weights.save_sharded decides it for every policy"),
-    **_at(_TRAINING, ["rollout_transport.hwm"], "two batches wait in the trainer at most"),
+    **_with_prefixes(_SHARED_PREFIXES, ["log.file"], "everything is written to files, in logs/"),
+    **_with_prefixes(
+        _SHARED_PREFIXES, ["log.vf_level", "log.env_worker_logs"], "what environments log is in logs/env_workers/"
+    ),
+    **_with_prefixes(_SHARED_PREFIXES, ["log.log_data"], "trainer.data.record keeps batches, rollouts/ has the texts"),
+    **_with_prefixes(_TRAINING_PREFIXES, ["wandb.id"], "a run that is resumed goes on as the run that it was"),
+    **_with_prefixes(
+        ["", "trainer."], ["weight_broadcast.save_sharded"], "ckpt.weights.save_sharded decides it for every policy"
+    ),
+    **_with_prefixes(_TRAINING_PREFIXES, ["rollout_transport.hwm"], "two batches wait in the trainer at most"),
     "trainer.model.impl": "models are those of transformers",
     "trainer.model.moe_use_grouped_mm": "transformers chooses how experts are multiplied",
     "trainer.tokenizer.trust_remote_code": "model.trust_remote_code counts for the tokenizer too",
     "orchestrator.prime_monitor": "runs are watched by `trivet view`, wandb and metrics_server",
     "orchestrator.client.skip_model_check": "servers are asked which policy they hold, not for a list of models",
     "inference.api_server_count": "one process answers requests",
-    **_at(_EVALS, ["save.disk"], "results are always written, to evals/step_N/<env>/ in output_dir"),
-    **_at(_EVALS, ["save.stream"], "results are always written as examples finish"),
+    **_with_prefixes(_EVAL_PREFIXES, ["save.disk"], "results are always written, to evals/step_N/<env>/ in output_dir"),
+    **_with_prefixes(_EVAL_PREFIXES, ["save.stream"], "results are always written as examples finish"),
     "eval.skip_eval_on_resume": "resume_path never repeats what is finished",
-    **_at(_EVALS, ["reasoning_field"], "thinking is found under each of its usual names, and kept with the message"),
+    **_with_prefixes(
+        _EVAL_PREFIXES, ["reasoning_field"], "thinking is found under each of its usual names, and kept with the message"
+    ),
     "orchestrator.eval.retry": "a rollout that a server fails is tried three times, and on another server when its own was lost",
-    **_at(["", "trainer."], ["ckpt.weights.save_adapter_separately"], "with LoRA the adapter's files are what is published"),
+    **_with_prefixes(
+        ["", "trainer."], ["ckpt.weights.save_adapter_separately"], "with LoRA the adapter's files are what is published"
+    ),
     "trainer.loss_impl": "head and loss are computed together, in chunks of model.fused_lm_head_chunk_size tokens",
     "trainer.data.num_workers": "a batch is read and tokenized in the milliseconds before its step",
-    **_at(
+    **_with_prefixes(
         ["trainer.val.data."],
         ["batch_size", "micro_batch_size", "pack_function", "shuffle", "num_workers", "seq_len"],
         "the held-out loss is the mean over the whole set, in any order and packing, at model.seq_len",
@@ -162,31 +184,31 @@ IGNORED = {
     "orchestrator.num_train_workers": "packing does not depend on the number of trainer ranks",
     "orchestrator.model.trust_remote_code": "the orchestrator runs no model code",
 }
-"""Old prefix to why it needs no key here."""
+"""The reason why a key has no effect here, by the beginning of the key."""
 
 SINGLE_VALUES = {
-    **_at(["", "trainer."], ["weight_broadcast.save_format"], "safetensors"),
-    **_at(["trainer."], ["max_concurrent_runs", "model.ep", "model.tp", "model.cp"], "1"),
+    **_with_prefixes(["", "trainer."], ["weight_broadcast.save_format"], "safetensors"),
+    **_with_prefixes(["trainer."], ["max_concurrent_runs", "model.ep", "model.tp", "model.cp"], "1"),
     "trainer.val.data.type": "sft",
-    **_at(_TRAINING, ["events.sign"], "false"),
-    **_at(_TRAINING, ["rollout_transport.type"], "zmq"),
-    **_at(_ROLES, ["weight_broadcast.type"], "filesystem"),
+    **_with_prefixes(_TRAINING_PREFIXES, ["events.sign"], "false"),
+    **_with_prefixes(_TRAINING_PREFIXES, ["rollout_transport.type"], "zmq"),
+    **_with_prefixes(_SHARED_PREFIXES, ["weight_broadcast.type"], "filesystem"),
     "orchestrator.mask_env_responses": "true",
-    **_at(_EVALS, ["per_rollout"], "false"),
+    **_with_prefixes(_EVAL_PREFIXES, ["per_rollout"], "false"),
     "orchestrator.buffer.skip_verification": "false",
 }
-"""The one value of a prime-rl key whose other values do not exist here. Setting it is right and changes nothing."""
+"""The only value that is possible here, by key of prime-rl. Setting it is correct and has no effect."""
 SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile", "bench", "trainer.bench")
-"""Tables that `true` turns on as they are, and `false` off."""
+"""Sections that the value `true` turns on with their defaults, and `false` turns off."""
 GPU_COUNTS = {
     **dict.fromkeys(("inference_gpus", "deployment.num_infer_gpus"), "inference"),
     **dict.fromkeys(("trainer_gpus", "deployment.num_train_gpus"), "trainer"),
 }
-"""Role by the key that says how many GPUs it has."""
+"""The role whose number of GPUs a key sets."""
 
 
 def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
-    """Return `entries` of one source in today's spelling. What is refused is left out and reported in `findings`."""
+    """Return `entries` of one source with current keys. Refused entries are left out and reported in `findings`."""
     kept: list[Entry] = []
     gpu_counts: dict[str, Entry] = {}
     by_path = {entry.path: entry for entry in entries}
@@ -195,11 +217,11 @@ def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: F
         if kind is RLConfig and name in GPU_COUNTS:
             gpu_counts[GPU_COUNTS[name]] = entry
             continue
-        today = replace(entry, path=current_path(kind, entry.path))
-        old_key, key = Key(*entry.path), Key(*today.path)
-        if today.path != entry.path:
+        current = replace(entry, path=current_path(kind, entry.path))
+        old_key, key = Key(*entry.path), Key(*current.path)
+        if current.path != entry.path:
             findings.notice(f"{old_key} is called {key} here ({entry.origin})")
-            other = by_path.get(today.path)
+            other = by_path.get(current.path)
             if other is not None and other.value != entry.value:
                 findings.refuse(
                     f"{old_key} ({entry.value!r}) and {key} ({other.value!r}) are two names of one key with two values"
@@ -210,17 +232,17 @@ def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: F
             findings.refuse(
                 f'{old_key} is a table, not "{entry.value}": write [{old_key}] and below it freq = 1{and_mode} ({entry.origin})'
             )
-        elif find_key(kind, today.path):
-            kept.append(_current_value(kind, today))
-        elif not _dispose(today, name, findings):
-            kept.append(today)
+        elif find_key(kind, current.path):
+            kept.append(_current_value(kind, current))
+        elif not _report_unsupported(current, name, findings):
+            kept.append(current)
     return [*kept, *_gpu_ids(gpu_counts, findings)]
 
 
 def use_underscores(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
-    """Return the entry of a file with underscores in its keys, which may be written like flags: `micro-batch-size = 8`.
+    """Return the entry of a file with underscores in place of dashes: a file may write keys like flags, `micro-batch-size = 8`.
 
-    Names of the user's own, such as an environment's arguments, stay. A key in both spellings is refused.
+    Names that the user chose, such as an environment's arguments, stay as they are. A key in both spellings is refused.
     """
     if (table := as_table(entry.value)) is not None:
         typed: dict[str, str] = {}
@@ -244,7 +266,7 @@ def use_underscores(kind: type[Section], entry: Entry, findings: Findings) -> En
 
 
 def current_path(kind: type[Section], path: KeyPath) -> KeyPath:
-    """Return the path of a key by its name here; `path` itself if it exists, or if the tables do not lead to a key."""
+    """Return the current path of a key. If `path` exists, or if the tables lead to no existing key, it is `path` itself."""
     if find_key(kind, path):
         return path
     renamed = _full_name(kind, path)
@@ -252,12 +274,12 @@ def current_path(kind: type[Section], path: KeyPath) -> KeyPath:
         renamed = RENAMED[old] + renamed.removeprefix(old)
     prefix = ROLE_PREFIXES.get(kind, ())
     current = tuple(renamed.split("."))
-    leads_here = current[: len(prefix)] == prefix and find_key(kind, current[len(prefix) :])
-    return current[len(prefix) :] if leads_here else path
+    exists = current[: len(prefix)] == prefix and find_key(kind, current[len(prefix) :])
+    return current[len(prefix) :] if exists else path
 
 
-def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
-    """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
+def _report_unsupported(entry: Entry, name: str, findings: Findings) -> bool:
+    """Report an entry that has no key here, as a notice or a problem. Return False if no table contains its key."""
     named = f"{Key(*entry.path)} ({entry.origin})"
     if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
         findings.notice(f"{named}: {SINGLE_VALUES[name]} is the only choice here; remove the key")
@@ -271,6 +293,7 @@ def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
 
 
 def _current_value(kind: type[Section], entry: Entry) -> Entry:
+    """Return the entry of an existing key with its current value: older versions wrote some values in another form."""
     name, key, text = _full_name(kind, entry.path), find_key(kind, entry.path), str(entry.value)
     if name in SWITCHES and text.lower() in ("true", "false"):
         return replace(entry, value={} if text.lower() == "true" else None)
@@ -282,15 +305,17 @@ def _current_value(kind: type[Section], entry: Entry) -> Entry:
 
 
 def _full_name(kind: type[Section], path: KeyPath) -> str:
+    """Return the name that the tables have for a key of `kind`."""
     return dotted((*ROLE_PREFIXES.get(kind, ()), *path))
 
 
 def _longest_prefix(name: str, table: dict[str, str]) -> str | None:
+    """Return the longest key of `table` that is `name` or a section around it; None if there is none."""
     return max((old for old in table if name == old or name.startswith(f"{old}.")), key=len, default=None)
 
 
 def _gpu_ids(counts: dict[str, Entry], findings: Findings) -> list[Entry]:
-    """Return lists of GPU ids for counts of GPUs: inference gets the first ids. A count not given is 1."""
+    """Return the keys with lists of GPU ids for given numbers of GPUs. Inference gets the first ids; a missing number is 1."""
     numbers = {"inference": 1, "trainer": 1}
     for role, entry in counts.items():
         text = str(entry.value)
@@ -300,6 +325,9 @@ def _gpu_ids(counts: dict[str, Entry], findings: Findings) -> list[Entry]:
         numbers[role] = int(text)
     if not counts:
         return []
-    origin, first = ", ".join(dict.fromkeys(entry.origin for entry in counts.values())), numbers["inference"]
-    ids = {"inference_gpu_ids": range(first), "trainer_gpu_ids": range(first, first + numbers["trainer"])}
+    origin, num_inference_gpus = ", ".join(dict.fromkeys(entry.origin for entry in counts.values())), numbers["inference"]
+    ids = {
+        "inference_gpu_ids": range(num_inference_gpus),
+        "trainer_gpu_ids": range(num_inference_gpus, num_inference_gpus + numbers["trainer"]),
+    }
     return [Entry(path=(key,), value=list(value), origin=origin) for key, value in ids.items()]

@@ -1,4 +1,4 @@
-"""Tells tables and lists apart in values that came from TOML or JSON. Imports nothing, so an environment worker can use it too."""
+"""Recognizes tables and lists in values from TOML or JSON. Imports nothing of trivet, so environment workers can use it too."""
 
 from typing import cast
 

@@ -15,18 +15,19 @@ from trivet.errors import ConfigError
 from trivet.shown_text import shorten
 
 MAX_DEPTH = 64
-"""Tables and lists inside each other, and parts of a dotted key. Definitions of tools, the deepest that is known, have about 15."""
+"""Most levels of tables and lists in each other, and most parts of a dotted key. Definitions of tools, the deepest known values,
+have about 15 levels."""
 MAX_INTEGER = 2**63 - 1
-"""The range that TOML promises."""
+"""The largest integer that TOML guarantees to support."""
 MAX_TOML_BYTES = 1 << 20
 """Configurations have some KB; tomllib reads about 1 MB a second."""
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 _IN_UTF8 = "unset PYTHONUTF8, or set LC_ALL=C.UTF-8"
-"""The remedy with which Python reads file names and arguments as UTF-8."""
+"""What the user can change so that Python reads file names and arguments as UTF-8."""
 
 
 def read_toml_file(path: Path) -> dict[str, object]:
-    """Return the content of a TOML file; raise ValueError if it is too large, is no text, is no TOML, or breaks a limit."""
+    """Return the content of a TOML file; raise ValueError if it is too large, no text, no TOML, or exceeds a limit."""
     with path.open("rb") as file:
         data = file.read(MAX_TOML_BYTES + 1)
     if len(data) > MAX_TOML_BYTES:
@@ -40,7 +41,7 @@ def read_toml_file(path: Path) -> dict[str, object]:
 
 
 def decode_text(data: bytes) -> str:
-    """Return the text of a file in UTF-8, or UTF-16 with a byte order mark, without that mark; ValueError names the bad line."""
+    """Return the text of a file in UTF-8, or UTF-16 with a byte order mark. A ValueError names the line that is no text."""
     encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     try:
         return data.decode(encoding)
@@ -55,25 +56,25 @@ def parse_json(text: str) -> object:
         value: object = json.loads(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    if text.count("[") + text.count("{") > MAX_DEPTH:  # else it cannot be nested deeper
-        _require_depth(value)
+    if text.count("[") + text.count("{") > MAX_DEPTH:  # with fewer brackets it cannot be nested too deep
+        _collect_scalars(value)
     return value
 
 
 def require_limits(value: object) -> None:
     """Raise ValueError for a value that is nested too deep or holds an integer beyond 64 bits."""
-    for inner in _require_depth(value):
+    for inner in _collect_scalars(value):
         if isinstance(inner, int) and not -MAX_INTEGER <= inner <= MAX_INTEGER:
             raise ValueError(f"an integer has more than 64 bits: {describe_integer(inner)}")
 
 
 def describe_integer(value: int) -> str:
-    """Return `value`, or its length where it would fill the screen or Python refuses to write it."""
+    """Return `value` as text, or its number of bits if it would fill the screen or is too long for Python to write."""
     return str(value) if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"
 
 
-def _require_depth(value: object) -> list[object]:
-    """Return every value inside `value` that holds no others."""
+def _collect_scalars(value: object) -> list[object]:
+    """Return all values inside `value` that are neither tables nor lists; raise ValueError if it is nested too deep."""
     level, scalars = [value], list[object]()
     for _ in range(MAX_DEPTH + 1):
         below: list[object] = []
@@ -96,7 +97,7 @@ def usable_path(path: str | Path, *, key: str) -> Path:
     try:
         if str(path).startswith("~"):
             expanded = expanded.expanduser()
-        str(expanded.absolute()).encode()  # what is written into files and messages must be text
+        str(expanded.absolute()).encode()  # raises if the path cannot be written into files and messages
         expanded.stat()
     except RuntimeError:  # pathlib's error for a home directory that is not known
         problem = "names the home directory of a user who does not exist"
@@ -105,7 +106,7 @@ def usable_path(path: str | Path, *, key: str) -> Path:
     except ValueError:
         problem = "holds a character that no path can have"
     except OSError as exc:
-        problem = f"cannot be a path: {exc.strerror}" if is_hopeless(exc) else ""
+        problem = f"cannot be a path: {exc.strerror}" if is_impossible_path(exc) else ""
     else:
         problem = ""
     if not problem:
@@ -113,6 +114,6 @@ def usable_path(path: str | Path, *, key: str) -> Path:
     raise ConfigError(f"{key} ({shorten(str(path))}) {problem}; give another path")
 
 
-def is_hopeless(error: OSError) -> bool:
-    """Return whether no file can ever have the path of `error`: its name is too long, or links lead in a circle."""
+def is_impossible_path(error: OSError) -> bool:
+    """Return whether `error` shows that no file can have its path: a name is too long, or links form a circle."""
     return error.errno in (errno.ENAMETOOLONG, errno.ELOOP)

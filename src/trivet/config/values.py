@@ -1,6 +1,7 @@
-"""The values of all sources of a configuration, laid over each other, each with its origin.
+"""Lays the values of all sources of a configuration over each other, each with its origin.
 
-It knows the keys' types, to decode text and to find lists, and validates nothing: `config.load` does that for all values together.
+The types of the keys are used here to decode text and to find lists. Nothing is validated: `config.load` validates all values
+together.
 """
 
 import json
@@ -18,22 +19,22 @@ UNSET = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One value of one source."""
+    """A key of the configuration with the value that one source gives it."""
 
     path: KeyPath
     value: object
     origin: str
-    """The source in the user's words: a file, a flag, a variable."""
+    """The source, as text for the user: a file, a flag, a variable."""
 
 
 class Text(str):
-    """A value that was typed as text whatever its type, and is still to be decoded."""
+    """A value of a flag or an environment variable: text of any type, which still has to be decoded."""
 
     __slots__ = ()
 
 
 def flatten(entry: Entry) -> Iterator[Entry]:
-    """Yield an entry for each value in the tables of `entry`, with its whole path."""
+    """Yield an entry, with its whole path, for each value in the tables of `entry`."""
     if table := as_table(entry.value):
         for name, item in table.items():
             yield from flatten(replace(entry, path=(*entry.path, name), value=item))
@@ -42,22 +43,23 @@ def flatten(entry: Entry) -> Iterator[Entry]:
 
 
 class Values:
-    """The values of all sources by their whole path, later over earlier. What it does not hold has its default.
+    """The values of all sources by their whole path. A later value replaces an earlier one; a key without a value has its default.
 
-    A section that was set to null hides the values below it, until a later one below it brings them back.
+    A section that is set to null hides the values below it. A later value below the section shows them again.
     """
 
     def __init__(self, kind: type[Section]) -> None:
         self._kind = kind
         self._entries: dict[KeyPath, Entry] = {}
         self._tables: set[KeyPath] = set()
-        """Paths of the tables and lists of tables that hold or held a value."""
+        """Paths of the tables and lists of tables in which a value is or was set."""
         self._lengths: dict[KeyPath, int] = {}
         """Number of entries in each list of sections."""
         self._derived: set[KeyPath] = set()
+        """Paths of the values that were set by `derive`."""
 
     def add(self, entry: Entry) -> None:
-        """Lay the value of `entry` over what is there; raise ValueError if it cannot be decoded or has no place in its list."""
+        """Set the value of `entry`. Raise ValueError if it cannot be decoded, or if its list has no entry with this index."""
         if len(entry.path) > MAX_DEPTH:
             raise ValueError(f"a key has at most {MAX_DEPTH} parts")
         try:
@@ -70,25 +72,25 @@ class Values:
             self._set(replace(part, path=self._with_index(part.path)))
 
     def derive(self, key: str, value: object, origin: str) -> None:
-        """Set a dotted key to a value that another key determines, unless its section is null or no table."""
+        """Set a dotted key to a value that another key determines. Does nothing if its section was set to null or to no table."""
         path = tuple(key.split("."))
         if all(self._entries[path[:end]].value == {} for end in range(1, len(path)) if path[:end] in self._entries):
             self._set(Entry(path=path, value=value, origin=origin))
             self._derived.add(path)
 
     def find(self, key: str | KeyPath) -> object:
-        """Return the value of a key, a dictionary with the names in a table, or `UNSET`."""
+        """Return the value of a key, or `UNSET`. For a table this is a dictionary with the names in it, whose values are None."""
         path = tuple(key.split(".")) if isinstance(key, str) else key
         if self._is_hidden(path):
             return UNSET
         for end in range(len(path), 0, -1):
             found = self._entries.get(path[:end])
-            if found is not None and (end == len(path) or as_list(found.value)):  # inside a list, the list stands for its entry
+            if found is not None and (end == len(path) or as_list(found.value)):  # a path into a list gets the whole list
                 return found.value
         return {found[len(path)]: None for found in self._below(path)} or UNSET
 
     def has_value(self, key: str) -> bool:
-        """Return whether a dotted key is set, to null for one; a table is no value."""
+        """Return whether a dotted key has a value. Null is a value, a table is none."""
         found = self.find(key)
         return found is not UNSET and not isinstance(found, dict)
 
@@ -97,13 +99,13 @@ class Values:
         return self._is_hidden((*key.split("."), ""))
 
     def is_derived(self, path: KeyPath) -> bool:
-        """Return whether a value is a copy of another key's. What is wrong with it is reported once, at that key."""
-        while path and isinstance(path[-1], int):  # an element of a list that was copied
+        """Return whether a value was set by `derive`. A wrong value is then reported once, at the key that it was derived from."""
+        while path and isinstance(path[-1], int):  # an element of a derived list
             path = path[:-1]
         return path in self._derived
 
     def origin(self, path: KeyPath) -> str:
-        """Return the origin of a value; of a table that of its first value, of an unset key that of what is around it."""
+        """Return the origin of a value. A table has the origin of its first value, an unset key that of the section around it."""
         below = next((self._entries[inner].origin for inner in self._below(path)), None)
         around = (self._entries[path[:end]].origin for end in range(len(path), 0, -1) if path[:end] in self._entries)
         return below or next(around, "default")
@@ -113,7 +115,7 @@ class Values:
         return {dotted(entry.path): entry.origin for entry in self.entries() if entry.value != {}}
 
     def entries(self) -> list[Entry]:
-        """Return everything that is set and not hidden."""
+        """Return all entries that are set and not hidden by a section that is null."""
         return [entry for path, entry in self._entries.items() if not self._is_hidden(path)]
 
     def remove(self, path: KeyPath) -> None:
@@ -121,7 +123,7 @@ class Values:
         del self._entries[path]
 
     def tree(self) -> dict[str | int, object]:
-        """Return everything that is set as nested tables and lists."""
+        """Return all values that are set, as nested tables and lists."""
         tables: dict[KeyPath, dict[str | int, object]] = {(): {}}
 
         def table_at(path: KeyPath) -> dict[str | int, object]:
@@ -141,12 +143,15 @@ class Values:
         return tables[()]
 
     def _is_hidden(self, path: KeyPath) -> bool:
+        """Return whether a section above `path` is set to null."""
         return any((above := self._entries.get(path[:end])) is not None and above.value is None for end in range(1, len(path)))
 
     def _below(self, path: KeyPath) -> list[KeyPath]:
+        """Return the paths of all values that are set inside the table `path`."""
         return [inner for inner in self._entries if inner[: len(path)] == path != inner] if path in self._tables else []
 
     def _set(self, entry: Entry) -> None:
+        """Store one entry. It replaces values of the sections above it and, unless it is null, all values below it."""
         path, value = entry.path, _with_nulls(entry.value)
         for end in range(1, len(path)):
             self._entries.pop(path[:end], None)
@@ -172,7 +177,7 @@ class Values:
             self._entries[path] = replace(entry, value=value)
 
     def _with_index(self, path: KeyPath) -> KeyPath:
-        """Return the path with the index of its list of sections: the one that is typed, or 0 for the only entry."""
+        """Return `path` with the index of its list of sections as a number. Without an index it is 0, if the list has one entry."""
         for end in range(1, len(path)):
             here, rest = path[:end], path[end:]
             key = find_key(self._kind, here)
@@ -193,7 +198,7 @@ class Values:
 
 
 def _with_nulls(value: object) -> object:
-    """Return `value` with null for the text "None", in lists of tables too."""
+    """Return `value` with null in place of the text "None", also inside tables and lists of tables."""
     if (table := as_table(value)) is not None:
         return {name: _with_nulls(item) for name, item in table.items()}
     if (items := as_list(value)) and all(isinstance(item, dict) for item in items):
@@ -202,7 +207,7 @@ def _with_nulls(value: object) -> object:
 
 
 def _decode(key: ConfigKey, text: str) -> object:
-    """Return the text of a flag or variable as a value for `key`; a scalar stays text, which validation converts."""
+    """Decode the text of a flag or variable for `key`. A scalar stays text, because validation converts it."""
     if text == "None" or key.shape is Shape.BOOL:
         return str(text)
     if key.shape is Shape.BOOL_OR_VALUE:

@@ -17,9 +17,9 @@ from trivet.config.model_files import (
     LinearModules,
     find_linear_modules,
     find_weight_files,
-    read_num_rows,
+    read_num_embeddings,
     read_tokens,
-    require_rows,
+    require_embeddings,
 )
 from trivet.config.schema.base import Section
 from trivet.config.schema.rl import RLConfig
@@ -101,17 +101,17 @@ def test_every_kind_of_tokenizer_file_is_read(tmp_path: Path) -> None:
 
 def test_files_of_tokens_that_are_not_here_or_say_nothing_refuse_nothing(tmp_path: Path) -> None:
     assert read_tokens(tmp_path) == {}
-    assert read_num_rows(tmp_path) is None
+    assert read_num_embeddings(tmp_path) is None
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 5}}')
     (tmp_path / "tokenizer.json").write_text("[")
-    assert read_num_rows(tmp_path) == 5
+    assert read_num_embeddings(tmp_path) == 5
     assert read_tokens(tmp_path) == {}
 
 
 def test_gaps_between_tokens_are_no_missing_rows() -> None:
-    require_rows({"a": 0, "b": 9}, 10, model="m", tokenizer="t")
+    require_embeddings({"a": 0, "b": 9}, 10, model="m", tokenizer="t")
     with pytest.raises(ConfigError, match=r"embedding of 9 tokens, and the tokenizer \(t\) has 10: 1 tokens have no row"):
-        require_rows({"a": 0, "b": 9}, 9, model="m", tokenizer="t")
+        require_embeddings({"a": 0, "b": 9}, 9, model="m", tokenizer="t")
 
 
 @pytest.fixture

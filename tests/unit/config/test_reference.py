@@ -2,7 +2,7 @@ import pytest
 
 from trivet.config.keys import all_keys
 from trivet.config.load import COMMANDS
-from trivet.config.reference import EXAMPLES, REMARKS, help_text, reference_pages, section_rows
+from trivet.config.reference import EXAMPLES, REMARKS, help_text, list_sections, reference_pages
 from trivet.config.schema.base import Section
 from trivet.config.schema.vf_rl import VfRLConfig
 
@@ -19,8 +19,8 @@ def test_the_page_of_a_command_has_every_key(kind: type[Section]) -> None:
 def test_every_key_is_documented(kind: type[Section]) -> None:
     undocumented = [
         f"{section.header} {row.name}"
-        for section in section_rows(kind)
-        for row in section.rows
+        for section in list_sections(kind)
+        for row in section.keys
         if not row.text and row.name != "type"
     ]
     assert undocumented == []

@@ -1,6 +1,6 @@
-"""The base of every configuration section, and types of keys for addresses of machines.
+"""The base class of every configuration section, and types of keys that hold addresses of machines.
 
-Sections are frozen, refuse unknown keys, and document each field by the string under it.
+Sections are frozen, refuse unknown keys, and document each field by the string under it, which `--help` shows to users.
 """
 
 import types
@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_TOKENS = 2**24
-"""Upper bound of lengths: longer than the context of any model."""
+"""Upper bound of lengths in tokens. No model has a longer context."""
 MAX_ROLLOUTS = 2**20
-"""Upper bound of what is counted in rollouts, rows or requests of one moment."""
+"""Upper bound of numbers of rollouts, rows or simultaneous requests."""
 MAX_PROCESSES = 4096
-"""Upper bound of processes of one kind."""
+"""Upper bound of the number of processes of one kind."""
 MAX_WAIT_S = 1e6
-"""Upper bound of waits, eleven days: the kernel's poll waits at most 24."""
+"""Upper bound of waits in seconds, eleven days. A poll of the kernel can wait for 24 days at most."""
 
 
 class Section(BaseModel):
@@ -34,38 +34,41 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _show_booleans(cls, data: Any) -> Any:
-        """Give pydantic true and false as text where a number is wanted, so that it refuses them: it takes them for 1 and 0."""
+    def _refuse_booleans_as_numbers(cls, data: Any) -> Any:
+        """Convert true and false to text for keys that hold numbers. pydantic then refuses them; else it takes them as 1 and 0."""
         if not isinstance(data, dict):
             return data
-        given = cast("dict[str, Any]", data)
-        numeric = (name for name in given if name in cls.model_fields and _is_numeric(cls.model_fields[name].annotation))
-        return given | {name: _with_booleans_as_text(given[name]) for name in numeric}
+        values = cast("dict[str, Any]", data)
+        numeric = (name for name in values if name in cls.model_fields and _is_numeric(cls.model_fields[name].annotation))
+        return values | {name: _with_booleans_as_text(values[name]) for name in numeric}
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _require_consistency(self) -> Self:
+        """Raise the first problem between the keys of this section."""
         for problem in self._problems():
             raise ValueError(problem)
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Yield what is wrong between the keys of this section. The first problem is raised."""
+        """Yield the problems between the keys of this section. Subclasses override it."""
         return iter(())
 
 
-def members(annotation: Any) -> list[Any]:
-    """Return the types that a union is made of, or the type itself."""
+def union_members(annotation: Any) -> list[Any]:
+    """Return the types in a union, also in nested ones; for another type a list with the type itself."""
     if get_origin(annotation) is Annotated:
-        return members(get_args(annotation)[0])
+        return union_members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [inner for member in get_args(annotation) for inner in members(member)]
+        return [inner for member in get_args(annotation) for inner in union_members(member)]
     return [annotation]
 
 
 @cache
 def _is_numeric(annotation: Any) -> bool:
-    """Return whether a key holds numbers, alone or in a list, and nothing that may be a boolean."""
-    kinds = {kind for member in members(annotation) for kind in (get_args(member) if get_origin(member) is list else (member,))}
+    """Return whether a key holds a number or a list of numbers, and cannot hold a boolean."""
+    kinds = {
+        kind for member in union_members(annotation) for kind in (get_args(member) if get_origin(member) is list else (member,))
+    }
     return bool({int, float} & kinds) and bool not in kinds
 
 
@@ -76,7 +79,7 @@ def _with_booleans_as_text(value: Any) -> Any:
 
 
 def type_or(default: str) -> Callable[[Any], str]:
-    """Return the discriminator of a union of sections by their `type`. A table without one has the type `default`."""
+    """Return the discriminator of a union of sections, a function that returns the `type` of a table, by default `default`."""
 
     def type_of(value: Any) -> str:
         if isinstance(value, dict):
@@ -87,7 +90,7 @@ def type_or(default: str) -> Callable[[Any], str]:
 
 
 def refuse_unless(is_allowed: Callable[[Any], bool], problem: str) -> AfterValidator:
-    """Return a validator that refuses a value with `problem` unless it is allowed."""
+    """Return a validator that raises a ValueError with the text `problem` for values that are not allowed."""
 
     def validate(value: Any) -> Any:
         if not is_allowed(value):
@@ -111,7 +114,7 @@ def _is_host(name: str) -> bool:
 def _require_web_address(url: str) -> str:
     try:
         parts = urlsplit(url)
-        port = parts.port  # raises for one that is no port
+        port = parts.port  # raises ValueError if it is no port
     except ValueError as exc:
         raise ValueError(f"is no web address ({exc}); write it like {_EXAMPLE}") from exc
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or any(char.isspace() for char in url):
@@ -122,9 +125,9 @@ def _require_web_address(url: str) -> str:
 
 
 Host = Annotated[str, Field(min_length=1), refuse_unless(_is_host, _NO_HOST)]
-"""The name or the address of a machine or of one of its interfaces."""
+"""The name or the address of a machine, or of one of its network interfaces."""
 WebAddress = Annotated[str, AfterValidator(_require_web_address)]
-"""An address of the web: http or https, with a host."""
+"""A URL with http or https and a host."""
 ServerAddress = Annotated[
     WebAddress,
     refuse_unless(
@@ -133,4 +136,4 @@ ServerAddress = Annotated[
         'headers = { Authorization = "Basic ..." }, or name a variable with the key in api_key_var',
     ),
 ]
-"""The address of a server, which logs may name: it holds no password."""
+"""The URL of a server. It contains no password, because logs may show it."""

@@ -1,4 +1,4 @@
-"""Sections of the machines of a run: nodes, restarts, and the schedulers that have other machines carry a command out."""
+"""Sections about the machines of a run: nodes, restarts, and the schedulers that run a command on other machines."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -54,15 +54,15 @@ class DeploymentConfig(Section):
     min_train_nodes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Go on with this many nodes that train when others are lost and do not return; unset: all are needed."""
     node_rank: int | None = Field(default=None, ge=0, lt=MAX_PROCESSES)
-    """The number of this node, from 0. Unset: SLURM, JobSet, Kubeflow or SkyPilot has told it."""
+    """The number of this node, from 0. Unset: it is taken from SLURM, JobSet, Kubeflow or SkyPilot."""
     host: Host | None = None
     """The address at which other nodes reach this one. Unset: that of the interface that leads to the first node."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the first node to which the others connect; 0: any that is free. output_dir/.control.json tells it to them."""
+    """Port of the first node to which the others connect; 0: any that is free. They read it from output_dir/.control.json."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
     """How long the nodes wait for each other at the start."""
     lost_after_s: float = Field(default=30.0, ge=10, le=MAX_WAIT_S)
-    """A node that has said nothing for this long counts as lost. It ends its processes sooner, and itself after twice as long."""
+    """A node that has sent nothing for this long counts as lost. It ends its processes sooner, and itself after twice as long."""
     return_timeout_s: float = Field(default=120.0, ge=0, le=MAX_WAIT_S)
     """How long the run waits for a node that it needs; then it ends with exit code 75, and the scheduler may start it again."""
 
@@ -102,19 +102,19 @@ class DeploymentConfig(Section):
 
     @property
     def num_serving_nodes(self) -> int:
-        """The nodes that serve."""
+        """Number of nodes that run inference servers."""
         return -(-self.num_infer_nodes * self.num_infer_replicas // self.servers_per_node)
 
     @property
     def num_nodes(self) -> int:
-        """All nodes of the run."""
+        """Number of nodes of the run."""
         return self.num_train_nodes + self.num_serving_nodes if self.is_multi_node else 1
 
 
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
-"""A name as DNS has them (RFC 1035): a small letter, then small letters, digits and dashes, 63 characters at most."""
+"""A DNS label (RFC 1035): a lower-case letter, then lower-case letters, digits and dashes, at most 63 characters."""
 JobName = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
-"""The same in 40 characters: pods are called `NAME-inference-4095-0-abcde`, and 63 are the most for that."""
+"""A `Label` of at most 40 characters: the name of a pod, `NAME-inference-4095-0-abcde`, has at most 63."""
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """Name of an environment variable."""
 
@@ -129,7 +129,12 @@ RemotePath = Annotated[
 
 
 def _secret_problems(env: Iterable[str], *, given: Iterable[str], instead: str) -> Iterator[str]:
-    """Yield the problem of variables whose values a file would show. `instead` is what to write for the name `{}`."""
+    """Yield the problems of variables in `env`, whose values a file shows to others.
+
+    Args:
+        given: the names of variables that are among the secrets.
+        instead: the TOML to write in place of a secret variable, a format string with `{}` for its name.
+    """
     if both := sorted(set(env) & set(given)):
         yield f"{', '.join(both)}: in env and among the secrets; keep one of each"
     if secret := sorted(name for name in env if names_secret(name)):
@@ -138,13 +143,13 @@ def _secret_problems(env: Iterable[str], *, given: Iterable[str], instead: str) 
 
 
 OneLine = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r\x00]*$")]
-"""Text of one line: it stands in a directive of a batch script."""
+"""Text without line breaks, because it becomes part of a directive in a batch script."""
 SlurmCommand = Literal["rl", "sft", "eval"]
 """The commands that can be jobs."""
 
 
 class SlurmConfig(Section):
-    """The table that has a command written as a batch script in output_dir/slurm and submitted. The job carries the command out."""
+    """If set, the command is written as a batch script to output_dir/slurm and submitted. The job runs the command."""
 
     job_name: OneLine = "trivet"
     """Name that squeue shows."""
@@ -187,14 +192,15 @@ class SlurmConfig(Section):
 
 
 ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
-"""The name of an object that is there already."""
+"""The name of an object that exists in the cluster."""
 KeyOfSecret = Annotated[str, StringConstraints(pattern=r"^[-a-z0-9.]+/[-A-Za-z0-9._]+$")]
+"""A key in a Kubernetes secret: `SECRET/KEY`."""
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?([KMGT]i?)?$")]
 """An amount of memory, as Kubernetes takes it: `64Gi`."""
 
 
 class KubernetesConfig(Section):
-    """The table that has a command written as a JobSet to output_dir/kubernetes. The user starts it with `kubectl apply`."""
+    """If set, the command is written as a JobSet to output_dir/kubernetes. The user starts it with `kubectl apply`."""
 
     image: str = Field(min_length=1)
     """Container image with trivet in it, such as one built from scripts/Dockerfile."""
@@ -244,7 +250,7 @@ class KubernetesConfig(Section):
 
 
 class SkyPilotConfig(Section):
-    """The table that has a command written as a task to output_dir/skypilot. The user starts it with `sky jobs launch`."""
+    """If set, the command is written as a task to output_dir/skypilot. The user starts it with `sky jobs launch`."""
 
     working_dir: RemotePath
     """Directory of the command on the nodes, on a volume that all share and that outlives them; task_overrides names it."""

@@ -1,4 +1,4 @@
-"""Sections of the inference server, and those that say how the orchestrator and `eval` reach servers."""
+"""Sections of the inference server, and of the clients that reach servers: the orchestrator and `eval`."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,7 +33,7 @@ VLLM_KEYS = {
     "host": "server.host",
     "port": "server.port",
 }
-"""Key of `[inference]` by the vLLM argument that it replaces: name and meaning are the same, and so is the value."""
+"""Key of `[inference]` by the vLLM argument that it replaces. Both have the same meaning and the same value."""
 
 COMPUTED_VLLM_ARGUMENTS = {
     "served_model_name": "model.name",
@@ -42,7 +42,7 @@ COMPUTED_VLLM_ARGUMENTS = {
     "enable_sleep_mode": "sleep_while_training",
     "uvicorn_log_level": "log.level",
 }
-"""Key of `[inference]` by the vLLM argument that the server computes from it; their values differ."""
+"""Key of `[inference]` by the vLLM argument that the server computes from it. Their values differ."""
 
 
 class ElasticConfig(Section):
@@ -63,7 +63,7 @@ class ElasticConfig(Section):
 
     @property
     def source(self) -> str:
-        """The key that says where the addresses are from, with its value, for messages."""
+        """The key that is the source of the addresses, with its value, for messages."""
         if self.servers_file is not None:
             return f"client.elastic.servers_file = {str(self.servers_file)!r}"
         return f"client.elastic.hostname = {self.hostname!r}"
@@ -97,13 +97,13 @@ class ClientConfig(Section):
             yield f"base_url names a server twice: {', '.join(self.base_url)}; name each once"
 
     def request_headers(self, base_url: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the headers of every request to the server at `base_url`, with its key where the variable is set."""
+        """Return the HTTP headers of requests to the server at `base_url`, with its API key if the variable of the key is set."""
         key = self.access.api_key(base_url, environ)
         return {**self.headers, **({"Authorization": f"Bearer {key}"} if key else {})}
 
     @property
     def access(self) -> ServerAccess:
-        """How an environment worker reaches the servers."""
+        """The data with which an environment worker reaches the servers."""
         return ServerAccess(
             base_urls=list(self.base_url),
             key_variables=list(self.api_key_var),

@@ -1,4 +1,4 @@
-"""`[trainer.model]`: the model, its dtypes, adapters and positions. `sft` has the same section."""
+"""Sections of `[trainer.model]`: the model, its dtypes, adapters and positions. `sft` has the same sections."""
 
 import re
 from collections.abc import Iterator
@@ -42,7 +42,14 @@ class RopeScalingConfig(Section):
             yield f'rope_type "{self.rope_type}" needs {" and ".join(missing)}; set what is missing'
 
     def over(self, own: object, *, model: str) -> dict[str, object]:
-        """Return `rope_parameters` of config.json with these values over `own`, the model's, which all its layers must share."""
+        """Return the value of `rope_parameters` in config.json with this section's values.
+
+        Args:
+            own: the model's own value, which these values replace in part.
+            model: the model's name, for the message.
+
+        Raises a ConfigError if the model has no rotary positions that all its layers share.
+        """
         parameters = as_table(own)
         if parameters is None or "rope_theta" not in parameters:
             raise ConfigError(
@@ -52,7 +59,7 @@ class RopeScalingConfig(Section):
 
 
 MAX_RANK = 512
-"""The largest that a server can hold."""
+"""The largest rank of an adapter that vLLM can serve."""
 
 
 class LoRAConfig(Section):

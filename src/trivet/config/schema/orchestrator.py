@@ -1,4 +1,4 @@
-"""Sections of the orchestrator: which rollouts are trained on, how they are compared, and the teacher."""
+"""Sections of the orchestrator: the choice of rollouts to train on, their comparison within a group, and the teacher."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +78,7 @@ class AdvantageConfig(Section):
 
     @property
     def needs_a_group(self) -> bool:
-        """True when one rollout alone has no advantage: it is compared with the others of its group."""
+        """True if the advantage of a rollout is computed from the other rollouts of its group too."""
         return self.type not in ("none", "custom")
 
 
@@ -225,9 +225,9 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
 
     @property
     def environments(self) -> dict[str, EnvConfig]:
-        """Every environment that the run loads, by the name of its workers: those trained on, then others to evaluate on.
+        """The environments that the run loads, by the name of their workers: first those for training, then those for evaluation.
 
-        A replay loads none: its rollouts are scored.
+        A replay loads none, because its rollouts are scored already.
         """
         if self.replay is not None:
             return {}
@@ -237,7 +237,7 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
         return loaded
 
     def pool_name(self, env: EnvConfig) -> str:
-        """Return the name of the workers that evaluate on `env`: those that train on it, or their own."""
+        """Return the name of the workers that evaluate on `env`: training workers with an equal program, else its own workers."""
         for trained in self.env:
             if trained.program == env.program:
                 return trained.label

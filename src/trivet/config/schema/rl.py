@@ -1,4 +1,4 @@
-"""The whole run, as the launcher `rl` reads it. Shared values fill the sections of each role (config.resolve)."""
+"""The configuration of a whole run, which the command `rl` reads. `config.resolve` copies shared values to the roles' sections."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Sections, and keys, that more than one role has."""
+"""Sections and keys that several roles share."""
 
 from pathlib import Path
 from typing import Literal
@@ -110,7 +110,7 @@ class CkptWeightsConfig(Section):
 
     @field_validator("save_format", mode="before")
     @classmethod
-    def _runs_no_code(cls, value: object) -> object:
+    def _refuse_torch_format(cls, value: object) -> object:
         if value == "torch":
             raise ValueError(
                 'the format "torch" runs code when it is loaded, and servers load nothing of that kind; remove the key. For a'
@@ -178,7 +178,7 @@ class TransportConfig(Section):
 
     @property
     def is_between_machines(self) -> bool:
-        """True when trainer and orchestrator may be on different machines: the launcher then gives an address to advertise."""
+        """True if trainer and orchestrator may be on different machines. The launcher then sets `advertise`."""
         return self.advertise is not None
 
 

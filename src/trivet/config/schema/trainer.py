@@ -1,7 +1,7 @@
-"""Sections of the trainer, and what supervised fine-tuning shares with it: optimizer, schedule and measurements.
+"""Sections of the trainer, some of which supervised fine-tuning shares: optimizer, schedule and measurements.
 
-The formulas of the losses are in `trainer.losses`. There d is a token's log-probability of the trainer minus that of the sampler,
-r = exp(d) the importance ratio, A the advantage.
+The formulas of the losses are in `trainer.losses`. There d is the trainer's log-probability of a token minus the sampler's,
+r = exp(d) is the importance ratio, and A is the advantage.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The keys of `vf-rl`: one TOML with `model`, `[env]`, `[inference]` and `[trainer]`, whose `.args` are the trainer's.
+"""Sections of `vf-rl`, the dialect of verifiers' trainer: `model`, `[env]`, `[inference]`, `[trainer]` and `[trainer.args]`.
 
-Defaults are the documented ones. `dialects.vf_translation` turns a configuration of it into one of a run. Its keys are known in
-this package because the other commands skip variables that set them.
+Defaults are those that verifiers documents. `dialects.vf_translation` turns such a configuration into that of a run. The sections
+are in this package because the other commands must ignore environment variables that set these keys.
 """
 
 from collections.abc import Iterator

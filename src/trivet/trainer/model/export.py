@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trivet.config.model_files import OTHER_MEDIA, read_chat_template, require_rows
+from trivet.config.model_files import MEDIA_TOKEN_KEYS, read_chat_template, require_embeddings
 from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.device_copies import HostCopies
@@ -36,10 +36,10 @@ def load_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
 
 def require_known_tokens(tokenizer: PreTrainedTokenizerBase, model: PolicyModel, config: TrainingConfig) -> None:
     """Refuse a tokenizer with tokens that `model` has no row for."""
-    other_media = {getattr(tokenizer, key, None) for key in OTHER_MEDIA}
+    other_media = {getattr(tokenizer, key, None) for key in MEDIA_TOKEN_KEYS}
     tokens = {token: number for token, number in tokenizer.get_vocab().items() if token not in other_media}
     name = config.model.name
-    require_rows(tokens, model.embedding.num_embeddings, model=name, tokenizer=config.tokenizer.name or name)
+    require_embeddings(tokens, model.embedding.num_embeddings, model=name, tokenizer=config.tokenizer.name or name)
 
 
 def gather_weights(
