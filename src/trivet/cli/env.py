@@ -1,6 +1,6 @@
 """The command `trivet env`: writes, installs, lists and removes environment packages.
 
-It never changes a package that trivet itself runs on: each environment is installed into a virtual environment of its own.
+Packages that trivet itself runs on never change: each environment is installed into a virtual environment of its own.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
@@ -22,12 +23,12 @@ from trivet.environments.packages.interpreters import AUTO, TRIVET_VENV, find_ve
 from trivet.errors import ConfigError
 
 FOLDER = Path("environments")
-_NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+_ENVIRONMENT_NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _TEMPLATES = Path(__file__).with_name("templates")
 _RELEASES = {"v0": "verifiers>=0.3.1,<0.4", "v1": "verifiers>=0.4,<0.5"}
 _MODULES = {"v0": "environment_module.txt", "v1": "environment_v1_module.txt"}
 _READMES = {"v0": "environment_readme.md", "v1": "environment_v1_readme.md"}
-"""Requirements and templates of a new package, by the generation of the verifiers API."""
+"""The required verifiers, and the templates of module and README, for a new package, by the generation of the verifiers API."""
 
 
 def configure_env(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,7 @@ def configure_env(parser: argparse.ArgumentParser) -> None:
 
 
 def run_env(arguments: argparse.Namespace) -> int:
-    """Carry out one of the actions; returns the exit code."""
+    """Run one of the actions of `trivet env`. Return the exit code."""
     directory = find_venv_directory()
     match arguments.action:
         case "init":
@@ -71,7 +72,7 @@ def run_env(arguments: argparse.Namespace) -> int:
         case "install":
             source = choose_source(arguments.what, folder=arguments.path, is_index_allowed=arguments.from_index)
             venv = arguments.venv
-            if venv is not None and (_NAME.fullmatch(venv) is None or venv in (TRIVET_VENV, AUTO)):
+            if venv is not None and (_ENVIRONMENT_NAME.fullmatch(venv) is None or venv in (TRIVET_VENV, AUTO)):
                 raise ConfigError(
                     f"--venv {venv} is no name of a virtual environment: it has lower-case letters, digits and dashes, and is "
                     f"neither {TRIVET_VENV} nor {AUTO}"
@@ -95,12 +96,12 @@ def run_env(arguments: argparse.Namespace) -> int:
 
 
 def write_package(name: str, *, folder: Path, api: str = "v0") -> Path:
-    """Write a new environment package; returns its directory.
+    """Write a new environment package and return its directory.
 
     Args:
         api: the generation of the verifiers API, `v0` or `v1`.
     """
-    if _NAME.fullmatch(name) is None or keyword.iskeyword(name):
+    if _ENVIRONMENT_NAME.fullmatch(name) is None or keyword.iskeyword(name):
         raise ConfigError(
             "an environment's name has lower-case letters, digits and single dashes, like my-env, and is no word of Python's own; "
             f"got {name!r}"
@@ -115,7 +116,7 @@ def write_package(name: str, *, folder: Path, api: str = "v0") -> Path:
         directory.mkdir(parents=True)
     except OSError as exc:
         raise ConfigError(f"{directory} cannot be written: {exc.strerror}; choose another --path") from exc
-    words = {
+    values = {
         "name": name,
         "module": module,
         "class_name": "".join(part.capitalize() for part in name.split("-")),
@@ -123,45 +124,66 @@ def write_package(name: str, *, folder: Path, api: str = "v0") -> Path:
     }
     templates = {"pyproject.toml": "environment_pyproject.toml", f"{module}.py": _MODULES[api], "README.md": _READMES[api]}
     for file, template in templates.items():
-        (directory / file).write_text(Template((_TEMPLATES / template).read_text()).substitute(words))
+        (directory / file).write_text(Template((_TEMPLATES / template).read_text()).substitute(values))
     return directory
+
+
+class _ListedEnvironment(NamedTuple):
+    """A line of `trivet env list`."""
+
+    name: str
+    version: str
+    location: str
+    """The virtual environment, or trivet's own Python."""
+    source: str
+    """Where the package was installed from."""
+    loads: str
+    """`yes`, or `no` with the reason."""
 
 
 def list_environments(directory: Path, installed: InstalledPackages | None = None) -> int:
     """Print every installed environment with its version, its virtual environment, where it came from, and whether it loads.
 
     Args:
-        directory: of all virtual environments.
+        directory: the directory of all virtual environments.
         installed: the packages of trivet's own Python.
 
     Returns:
-        1 when one does not load, else 0.
+        The exit code: 1 if an environment does not load, else 0.
     """
-    rows: list[tuple[str, ...]] = []
+    listed: list[_ListedEnvironment] = []
     for venv in find_venvs(directory):
-        where = f"{venv.name} (verifiers {venv.version_of('verifiers')})"
-        rows += _rows(find_environments(venv.packages()), where, python=str(venv.python))
-    rows += _rows(find_environments(installed), TRIVET_VENV)
-    if not rows:
+        location = f"{venv.name} (verifiers {venv.version_of('verifiers')})"
+        listed += _inspect_environments(find_environments(venv.packages()), location, python=str(venv.python))
+    listed += _inspect_environments(find_environments(installed), TRIVET_VENV)
+    if not listed:
         print("no environments are installed; `trivet env install NAME` installs one")
         return 0
-    shown = [("NAME", "VERSION", "IN", "FROM", "LOADS")]
-    shown += [(*row[:4], f"no: {row[4]}" if row[4] else "yes") for row in rows]
-    widths = [max(len(row[column]) for row in shown) for column in range(4)]
-    for row in shown:
-        print(*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4], sep="  ")
-    return int(any(row[4] for row in rows))
+    lines = [_ListedEnvironment("NAME", "VERSION", "IN", "FROM", "LOADS"), *listed]
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    for line in lines:
+        print(*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line.loads, sep="  ")
+    return int(any(line.loads != "yes" for line in listed))
 
 
-def _rows(environments: Sequence[EnvironmentPackage], where: str, *, python: str = sys.executable) -> list[tuple[str, ...]]:
+def _inspect_environments(
+    environments: Sequence[EnvironmentPackage], location: str, *, python: str = sys.executable
+) -> list[_ListedEnvironment]:
+    """Import the environments of one interpreter in a process, and return a line for each."""
     problems = check_imports([environment.module for environment in environments], python=python)
     return [
-        (describe_name(env), env.version, where, env.origin.describe(base=Path.cwd()), problems[env.module])
+        _ListedEnvironment(
+            name=describe_name(env),
+            version=env.version,
+            location=location,
+            source=env.origin.describe(base=Path.cwd()),
+            loads=f"no: {problems[env.module]}" if problems[env.module] else "yes",
+        )
         for env in environments
     ]
 
 
 def describe_name(environment: EnvironmentPackage) -> str:
-    """Return the package's name, with the id that a configuration uses where that is another."""
+    """Return the package's name, and the id that configurations use if it differs from the name."""
     env_id = environment.module.replace("_", "-")
     return environment.name if env_id == canonicalize_name(environment.name) else f"{environment.name} (id {env_id})"

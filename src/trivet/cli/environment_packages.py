@@ -29,92 +29,94 @@ from trivet.process.lock import FileLock
 from trivet.process.proxies import PROXY_ERRORS
 
 HUB = "https://hub.primeintellect.ai"
-"""The environments hub. The packages of an owner are an index of their own, at /OWNER/simple/."""
+"""The environments hub. Each owner has a package index at /OWNER/simple/."""
 
 _HUB_TIMEOUT_S = 10.0
-"""For each of connecting and answering. The page of a package is small."""
-_HUB_NAME = re.compile(r"(?P<owner>[A-Za-z0-9][\w.-]*)/(?P<package>[A-Za-z0-9][\w.-]*)")
+"""Longest wait for the connection, and for the answer. The page of a package is small."""
+_HUB_ID = re.compile(r"(?P<owner>[A-Za-z0-9][\w.-]*)/(?P<package>[A-Za-z0-9][\w.-]*)")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9,._-]+\])?(?:[=<>!~]=?[A-Za-z0-9.*,=<>!~]+)?")
-_FIRST_OF_V1 = Version("0.4.dev0")
+_FIRST_V1_VERSION = Version("0.4.dev0")
 _V1_IMPORT = re.compile(r"^\s*(?:(?:import|from)\s+verifiers\.v1\b|from\s+verifiers\s+import\s+.*\bv1\b)", re.MULTILINE)
-_DEPENDS = re.compile(
+_DEPENDENCY_LINE = re.compile(
     r"(?:all versions of )?(?P<package>[A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?(?:\s?[=<>!~]+\S+|\s\d\S*)? depends? on "
     r"(?P<name>[A-Za-z0-9][\w.-]*?)(?:\[[^\]]*\])?\s?(?P<specifier>[=<>!~]=?[^\s;]+)"
 )
 """Finds `PACKAGE==VERSION depends on NAME==VERSION` (uv) and `PACKAGE VERSION depends on NAME==VERSION` (pip)."""
 RELEASES = {"v0": "verifiers>=0.3,<0.4", "v1": "verifiers>=0.4"}
-"""The releases of verifiers that run an environment, by the generation of the API that it is written for."""
+"""The required releases of verifiers, by the generation of the API that an environment uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackageSource:
-    """A package to install, in the words of an installer."""
+    """A package to install."""
 
     words: tuple[str, ...]
-    """A requirement, a wheel, or `-e` and a directory."""
+    """Arguments of the installer: a requirement, a wheel, or `-e` and a directory."""
     index: str = ""
-    """An index to look in as well, where the package has an owner on the hub."""
+    """The index of the package's owner on the hub, used besides the default index; empty for other packages."""
     version: Version | None = None
-    """The version that is asked for of a directory, which has only one; None for any."""
+    """The version that the package in a directory must have; None for any."""
 
     @property
     def index_words(self) -> tuple[str, ...]:
-        """The option that names the index."""
+        """The installer's option for the index."""
         return ("--extra-index-url", self.index) if self.index else ()
 
     def describe(self) -> str:
-        """Return what is fetched from where, in one line."""
+        """Return the arguments and the index as text on one line."""
         return " ".join(self.words) + (f" from {self.index}" if self.index else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectedPackage:
-    """A package as it was found before its installation."""
+    """A package that was inspected and is not installed yet."""
 
     environment: EnvironmentPackage
     api: str
-    """Generation of the verifiers API that it is written for: `v0` or `v1`."""
+    """The generation of the verifiers API that it uses: `v0` or `v1`."""
 
 
-def choose_source(what: str, *, folder: Path, is_index_allowed: bool) -> PackageSource:
-    """Return the package that `what` names: a directory, one of `folder`, a wheel, one of the hub, or one of the package index.
+def choose_source(name: str, *, folder: Path, is_index_allowed: bool) -> PackageSource:
+    """Return the package that the user's argument stands for.
 
     Args:
-        is_index_allowed: a name that is none of the first may be that of a package to download.
+        name: a directory, a package in `folder`, a wheel, OWNER/NAME of the hub, or a requirement for the package index.
+        folder: the folder of the user's environments.
+        is_index_allowed: True if a name that is none of the others may be downloaded from the package index.
 
     Raises:
-        ConfigError: it is a path without a package, a name of nothing that is here, or nothing that could be one.
+        ConfigError: the argument is a path without a package, a name that does not exist here, or no valid name.
     """
     try:
-        named = parse_environment_id(what)
-    except ValueError:  # a path, a wheel, or another requirement
-        named = EnvironmentId(package=what)
-    for directory in (Path(what), folder / named.package, folder / named.name.replace("-", "_")):
+        named = parse_environment_id(name)
+    except ValueError:  # a path, a wheel, or a requirement in another form
+        named = EnvironmentId(package=name)
+    for directory in (Path(name), folder / named.package, folder / named.name.replace("-", "_")):
         if (directory / "pyproject.toml").is_file():
             return PackageSource(words=("-e", str(directory.absolute())), version=named.version)
-    if what.endswith(".whl") and Path(what).is_file():
-        return PackageSource(words=(str(Path(what).absolute()),))
-    if what.startswith((".", "/", "~")) or Path(what).is_dir():
-        raise ConfigError(f"{what} has no pyproject.toml: it is no package; `trivet env init NAME` writes one")
-    requirement = what if named.package == what else f"{named.name}=={named.version}" if named.version else named.name
-    if hub := _HUB_NAME.fullmatch(named.package):
+    if name.endswith(".whl") and Path(name).is_file():
+        return PackageSource(words=(str(Path(name).absolute()),))
+    if name.startswith((".", "/", "~")) or Path(name).is_dir():
+        raise ConfigError(f"{name} has no pyproject.toml: it is no package; `trivet env init NAME` writes one")
+    requirement = name if named.package == name else f"{named.name}=={named.version}" if named.version else named.name
+    if hub := _HUB_ID.fullmatch(named.package):
         word = requirement if named.version else hub["package"]
         return PackageSource(words=(word,), index=f"{HUB}/{hub['owner']}/simple/")
     there = ", ".join(sorted(path.parent.name for path in folder.glob("*/pyproject.toml"))) or "which has none"
     if _REQUIREMENT.fullmatch(requirement) is None:
-        raise ConfigError(f"{what!r} is neither a directory, nor one of {folder}/ ({there}), nor a package's name")
+        raise ConfigError(f"{name!r} is neither a directory, nor one of {folder}/ ({there}), nor a package's name")
     if not is_index_allowed:
         raise ConfigError(
-            f"{what!r} is none of {folder}/ ({there}). To download the package of that name from the package index, whoever "
+            f"{name!r} is none of {folder}/ ({there}). To download the package of that name from the package index, whoever "
             f"published it there, add --from-index; OWNER/NAME takes one from the hub"
         )
     return PackageSource(words=(requirement,))
 
 
 def require_on_hub(source: PackageSource) -> None:
-    """Check that the hub answers and has the package, where it is one of the hub. Anything else is left to the installer.
+    """Check that the hub has the package, if the package comes from the hub.
 
-    An installer that cannot reach an owner's index, or does not find the package in it, goes on to the package index, where
+    An installer that cannot reach the owner's index, or does not find the package there, continues with the default index, where
     anybody may have published another package of that name.
 
     Raises:
@@ -135,7 +137,7 @@ def require_on_hub(source: PackageSource) -> None:
 
 
 def inspect(source: PackageSource) -> InspectedPackage:
-    """Fetch or build the package alone, and read what it is.
+    """Fetch or build the package without its dependencies, and read its metadata and sources.
 
     Raises:
         ConfigError: it cannot be fetched or built, or is no environment.
@@ -160,10 +162,10 @@ def inspect(source: PackageSource) -> InspectedPackage:
                 "version that is there, or for a package that is elsewhere"
             )
         sources = [path.read_text(errors="replace") for path in Path(directory).rglob("*.py")]
-        return InspectedPackage(environment=environments[0], api=api_of(package, sources))
+        return InspectedPackage(environment=environments[0], api=detect_api(package, sources))
 
 
-def api_of(package: InstalledPackage, sources: Sequence[str]) -> str:
+def detect_api(package: InstalledPackage, sources: Sequence[str]) -> str:
     """Return the generation of the API that a package needs: `v1` if it requires verifiers 0.4 or imports verifiers.v1."""
     specifiers = [
         specifier
@@ -177,7 +179,7 @@ def api_of(package: InstalledPackage, sources: Sequence[str]) -> str:
         if specifier.operator in (">=", ">", "==", "~=")
     ]
     upper = [Version(specifier.version.removesuffix(".*")) for specifier in specifiers if specifier.operator in ("<", "<=")]
-    if any(version >= _FIRST_OF_V1 for version in lower):
+    if any(version >= _FIRST_V1_VERSION for version in lower):
         return "v1"
     if any(version <= Version("0.4") for version in upper):
         return "v0"
@@ -185,15 +187,15 @@ def api_of(package: InstalledPackage, sources: Sequence[str]) -> str:
 
 
 def install(source: PackageSource, *, directory: Path, venv: str | None) -> tuple[EnvironmentVenv, InspectedPackage]:
-    """Install a package; return its virtual environment and what the package is.
+    """Install a package. Return its virtual environment and the inspected package.
 
     Args:
-        directory: of all virtual environments.
-        venv: the name of the virtual environment; None takes the environment's id.
+        directory: the directory of all virtual environments.
+        venv: the name of the virtual environment; None uses the environment's id.
 
     Raises:
-        ConfigError: the package cannot be fetched or built, is no environment, or `venv` has another one.
-        DependencyError: what it needs cannot be installed together. What was installed before stays.
+        ConfigError: the package cannot be fetched or built, is no environment, or `venv` contains another environment.
+        DependencyError: its requirements cannot be installed together. An earlier installation stays as it was.
     """
     inspected = inspect(source)
     package = inspected.environment
@@ -203,15 +205,15 @@ def install(source: PackageSource, *, directory: Path, venv: str | None) -> tupl
             raise ConfigError(f"virtual environment {venv!r} has another environment; remove that, or choose another name")
         built, replaced = directory / f".{made.name}.new", directory / f".{made.name}.old"
         try:
-            for left in (built, replaced):
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in (built, replaced):  # of an installation that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
             _build(built, source, RELEASES[inspected.api])
             if made.path.exists():
                 made.path.rename(replaced)
             built.rename(made.path)
         finally:
-            for left in (built, replaced):
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in (built, replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
     return made, inspected
 
 
@@ -219,7 +221,7 @@ def remove(env_id: str, *, directory: Path) -> None:
     """Remove an environment with its virtual environment.
 
     Raises:
-        ConfigError: no virtual environment has it, or several do.
+        ConfigError: no virtual environment contains it, or several do.
     """
     with _lock(directory):
         found = find_venvs_of(env_id, directory)
@@ -231,6 +233,7 @@ def remove(env_id: str, *, directory: Path) -> None:
 
 
 def _lock(directory: Path) -> FileLock:
+    """Return the lock of the directory of virtual environments, which is made, and hidden from git, if it does not exist."""
     directory.mkdir(parents=True, exist_ok=True)
     ignored = directory.parent / ".gitignore"
     if directory.parent.name == ".trivet" and not ignored.exists():
@@ -239,9 +242,13 @@ def _lock(directory: Path) -> FileLock:
 
 
 def _build(path: Path, source: PackageSource, constraint: str) -> None:
-    """Make a virtual environment and install into it."""
+    """Make a virtual environment in `path` and install the package into it, with the part of trivet that runs environments.
+
+    Args:
+        constraint: the releases of verifiers that may be installed.
+    """
     uv = shutil.which("uv")
-    # Relocatable, because it is renamed: the programs in it must not name the temporary directory.
+    # It must be relocatable, because it is renamed: its scripts must not contain the temporary path.
     command = [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable] if uv else [sys.executable, "-m", "venv"]
     done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
@@ -258,13 +265,16 @@ def _build(path: Path, source: PackageSource, constraint: str) -> None:
 
 
 def run_installer(words: Sequence[str], *, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    """Install what `words` name, paths absolute, into `python` with uv if it is on PATH, else with pip.
+    """Run `pip install` with uv if it is on PATH, else with pip.
 
-    It runs outside of every project: uv applies the constraints and overrides of the project in its working directory, and those
-    of trivet's would hold for the environment too.
+    The installer runs in an empty directory. Otherwise uv would apply the constraints and overrides of trivet's own project.
+
+    Args:
+        words: its arguments. Paths must be absolute.
+        python: the interpreter for which packages are installed.
 
     Raises:
-        ConfigError: there is neither uv nor pip.
+        ConfigError: neither uv nor pip was found.
     """
     if uv := shutil.which("uv"):
         install = [uv, "pip", "install", "--python", python, "--refresh-package", "trivet-worker"]
@@ -274,25 +284,25 @@ def run_installer(words: Sequence[str], *, python: str = sys.executable) -> subp
         if found.returncode != 0:
             raise ConfigError(f"neither uv on PATH nor pip in {python} was found, one of which installs packages; install uv")
         install = [*pip, "install"]
-    with tempfile.TemporaryDirectory(prefix="trivet-install-") as nowhere:
+    with tempfile.TemporaryDirectory(prefix="trivet-install-") as empty_directory:
         return subprocess.run(
-            [*install, *words], cwd=nowhere, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+            [*install, *words], cwd=empty_directory, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
         )
 
 
 def explain_conflicts(message: str, constraint: str) -> str:
-    """Return which packages require another version of what `constraint` holds; empty when the message names none.
+    """Return the packages that require another version than `constraint` allows, as text; empty if the message names none.
 
     Args:
         message: what uv or pip printed.
         constraint: a requirement such as `verifiers>=0.3.1,<0.4`.
     """
-    held = Requirement(constraint)
+    allowed = Requirement(constraint)
     found: dict[str, None] = {}
-    for match in _DEPENDS.finditer(" ".join(message.split())):
+    for match in _DEPENDENCY_LINE.finditer(" ".join(message.split())):
         requirement = f"{match['name']}{match['specifier'].rstrip('.,')}"
         _, is_pin, version = requirement.partition("==")
-        agrees = bool(is_pin) and held.specifier.contains(version)
-        if canonicalize_name(match["name"]) == canonicalize_name(held.name) and not agrees:
+        agrees = bool(is_pin) and allowed.specifier.contains(version)
+        if canonicalize_name(match["name"]) == canonicalize_name(allowed.name) and not agrees:
             found[f"{match['package']} requires {requirement}, and it holds {constraint}"] = None
     return "; ".join(found)

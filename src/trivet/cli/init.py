@@ -1,6 +1,6 @@
-"""`trivet init [DIR]`: makes a workspace: a project file, the example environments and configurations, endpoints, a README.
+"""`trivet init [DIR]`: makes a workspace with a project file, the example environments and configurations, endpoints and a README.
 
-It needs nothing but the standard library, so that `pip install --no-deps` of the wheel is enough to run it.
+It imports only the standard library besides trivet itself, so it works after `pip install --no-deps` of the wheel.
 """
 
 import argparse
@@ -28,11 +28,11 @@ _PACKAGE = Path(__file__).parents[1]
 _TEMPLATES = Path(__file__).with_name("templates")
 _PIP_TIMEOUT_S = 20.0
 _OWN_ENTRIES = {("project", "name"), ("project", "version"), ("tool", "uv", "package")}
-"""Entries that a user's own project decides by itself."""
+"""Entries of the project file that each project chooses for itself."""
 _BUILD_ENTRIES = {("project", "optional-dependencies"), ("tool", "uv", "conflicts")}
-"""Entries that let a user choose the build of vLLM. A project that requires one build has chosen."""
-_NAMED_DEPTH = 2
-"""Tables up to `[tool.uv]` are compared key by key even where they are missing. A deeper one is then named as a whole."""
+"""Entries with which a user chooses the build of vLLM. A project that requires one build does not need them."""
+_MAX_LISTED_DEPTH = 2
+"""Missing tables down to this depth, such as `[tool.uv]`, are reported key by key, deeper ones as a whole."""
 _NO_FIND_LINKS = """\
 # Without an NVIDIA GPU, name here the page of CPU wheels that PyTorch's install guide names: else torch comes from the
 # default index, with CUDA libraries of several GB.
@@ -40,16 +40,16 @@ _NO_FIND_LINKS = """\
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """The outcome of `write_workspace`, by names relative to the workspace."""
+class WrittenFiles:
+    """The result of `write_workspace`: names of files relative to the workspace."""
 
     created: Sequence[str]
     kept: Sequence[str]
-    """Files that existed with other content. They were left as they are."""
+    """Files that existed with other content and were not changed."""
 
 
 def main() -> int:
-    """Run `vf-setup`, the name that verifiers has for this command."""
+    """Run `trivet init` under the name `vf-setup`, which verifiers uses for this command."""
     from trivet.cli.main import main as run_tool
 
     return run_tool(["init", *sys.argv[1:]])
@@ -68,7 +68,7 @@ def configure_init(parser: argparse.ArgumentParser) -> None:
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Make the missing files of the workspace, and print what to do next."""
+    """Write the missing files of the workspace, and print the next commands."""
     directory: Path = arguments.directory
     files = workspace_files(project=project_file(trivet_source=installed_source(), find_links=pip_find_links(os.environ)))
     written = write_workspace(directory, files)
@@ -78,7 +78,7 @@ def run_init(arguments: argparse.Namespace) -> int:
         print(f"left as they are, and different from the examples: {', '.join(kept)}")
     sync = "uv sync --extra cpu --compile-bytecode    # with an NVIDIA GPU: --extra cuda"
     if PROJECT_FILE in written.kept:
-        path, wanted = directory / PROJECT_FILE, files[PROJECT_FILE].decode()
+        path, new_text = directory / PROJECT_FILE, files[PROJECT_FILE].decode()
         try:
             project = cast("Mapping[str, Any]", read_toml_file(path))
         except (OSError, ValueError) as exc:  # TOML and UTF-8 errors are ValueErrors
@@ -87,12 +87,12 @@ def run_init(arguments: argparse.Namespace) -> int:
             ) from exc
         if requires_build(project):
             sync = "uv sync --compile-bytecode"
-        missing = "".join(f"  {entry}\n" for entry in missing_entries(project, tomllib.loads(wanted)))
+        missing = "".join(f"  {entry}\n" for entry in missing_entries(project, tomllib.loads(new_text)))
         if not missing or project.get("project", {}).get("name") == "trivet":
             print(f"{path} has everything that a workspace needs; it was not changed")
         else:
             print(f"{path} exists and was not changed. Add to it what it lacks:\n{missing}", end="")
-            print(f"A new one would be, with the reasons:\n\n{wanted}")
+            print(f"A new one would be, with the reasons:\n\n{new_text}")
     print("next:")
     if directory.absolute() != Path.cwd():
         print(f"  cd {directory}")
@@ -101,8 +101,8 @@ def run_init(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write_workspace(directory: Path, files: Mapping[str, bytes]) -> Written:
-    """Write every file that does not exist. Repeated, it completes a workspace that exists in part."""
+def write_workspace(directory: Path, files: Mapping[str, bytes]) -> WrittenFiles:
+    """Write every file that does not exist, so that a second call completes an incomplete workspace."""
     created: list[str] = []
     kept: list[str] = []
     try:
@@ -110,7 +110,7 @@ def write_workspace(directory: Path, files: Mapping[str, bytes]) -> Written:
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with path.open("xb") as file:  # fails where anything has this name, a broken link too
+                with path.open("xb") as file:  # fails if anything has this name, even a broken link
                     file.write(content)
                 created.append(name)
             except FileExistsError:
@@ -120,11 +120,11 @@ def write_workspace(directory: Path, files: Mapping[str, bytes]) -> Written:
         raise ConfigError(
             f"{directory} cannot be written: {exc.filename}: {exc.strerror}; choose another directory, or move that away"
         ) from exc
-    return Written(created=created, kept=kept)
+    return WrittenFiles(created=created, kept=kept)
 
 
 def workspace_files(*, project: str) -> Mapping[str, bytes]:
-    """Return the content of every file, by its name relative to the workspace.
+    """Return the content of every file of a workspace, by its name relative to the workspace.
 
     Args:
         project: the text of the project file.
@@ -142,13 +142,13 @@ def workspace_files(*, project: str) -> Mapping[str, bytes]:
 
 
 def find_packaged(name: str) -> Path:
-    """Return the directory of the example `configs` or `environments`: that of the wheel, or that beside `src/` in a checkout."""
-    packaged = _PACKAGE / f"example_{name}"  # pyproject.toml, force-include
+    """Return the directory of the example `configs` or `environments`: in the wheel, or beside `src/` in a checkout."""
+    packaged = _PACKAGE / f"example_{name}"  # the name that pyproject.toml gives it in the wheel (force-include)
     return packaged if packaged.is_dir() else _PACKAGE.parents[1] / name
 
 
 def _read_tree(directory: Path, target: str) -> Mapping[str, bytes]:
-    """Read all files below `directory` but those that Python leaves there."""
+    """Return the content of all files below `directory`, by their path below `target`, without files that Python generates."""
     names = sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
     return {
         f"{target}/{name.as_posix()}": (directory / name).read_bytes()
@@ -161,8 +161,8 @@ def project_file(*, trivet_source: str | None, find_links: Sequence[str]) -> str
     """Return the text of a workspace's `pyproject.toml`.
 
     Args:
-        trivet_source: a value of `[tool.uv.sources]`, or None when trivet comes from an index.
-        find_links: directories and pages of wheels, beside the index.
+        trivet_source: the value of trivet in `[tool.uv.sources]`, or None if trivet comes from an index.
+        find_links: directories and pages of wheels that are used besides the index.
     """
     links = _NO_FIND_LINKS
     if find_links:
@@ -173,10 +173,10 @@ def project_file(*, trivet_source: str | None, find_links: Sequence[str]) -> str
 
 
 def describe_source(direct_url: Mapping[str, Any] | None) -> str | None:
-    """Return the entry of `[tool.uv.sources]` that installs what is installed here, None for a release of an index.
+    """Return the value in `[tool.uv.sources]` that installs the same trivet as here, or None for a release of an index.
 
     Args:
-        direct_url: the installation's direct_url.json (PEP 610), None when it has none.
+        direct_url: the content of the installation's direct_url.json (PEP 610), or None if it has no such file.
     """
     if direct_url is None:
         return None
@@ -191,34 +191,34 @@ def describe_source(direct_url: Mapping[str, Any] | None) -> str | None:
 
 
 def installed_source() -> str | None:
-    """Return `describe_source` of the trivet that runs."""
+    """Return `describe_source` of the running trivet."""
     text = metadata.distribution("trivet").read_text("direct_url.json")
     return describe_source(json.loads(text) if text else None)
 
 
 def pip_find_links(environ: Mapping[str, str]) -> Sequence[str]:
-    """Return the places of wheels that uv or pip was told on this machine, each once, in order."""
-    places = environ.get("UV_FIND_LINKS", "").replace(",", " ").split() + environ.get("PIP_FIND_LINKS", "").split()
+    """Return the directories and pages of wheels that uv or pip is configured to use on this machine, each once, in order."""
+    links = environ.get("UV_FIND_LINKS", "").replace(",", " ").split() + environ.get("PIP_FIND_LINKS", "").split()
     for python in (sys.executable, f"{sys.base_prefix}/bin/python3"):  # a virtual environment made by uv has no pip
         command = [python, "-m", "pip", "config", "get", "global.find-links"]
         try:
-            asked = subprocess.run(
+            answer = subprocess.run(
                 command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
             )
         except (OSError, subprocess.SubprocessError):
             continue
-        places += asked.stdout.split()
+        links += answer.stdout.split()
         break
-    return list(dict.fromkeys(places))
+    return list(dict.fromkeys(links))
 
 
 def requires_build(project: Mapping[str, Any]) -> bool:
-    """Return whether the project itself requires a build of vLLM, as after `uv add "trivet[cpu]"`. Then it needs no extras."""
+    """Return whether the project requires a build of vLLM, as after `uv add "trivet[cpu]"`. Then it needs no extras of its own."""
     return any(entry.replace(" ", "").startswith("trivet[") for entry in project.get("project", {}).get("dependencies", []))
 
 
 def missing_entries(project: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what `project` lacks of `wanted`, as `table.key` or `table.key: entry`.
+    """Yield the entries of `wanted` that `project` lacks, as `table.key` or `table.key: entry`.
 
     A requirement counts as present with any version and any extras, and a key with any value.
     """
@@ -229,12 +229,13 @@ def missing_entries(project: Mapping[str, Any], wanted: Mapping[str, Any]) -> It
 def _missing_below(
     table: Mapping[str, Any], wanted: Mapping[str, Any], *, ignored: Set[tuple[str, ...]], above: tuple[str, ...]
 ) -> Iterator[str]:
+    """Do the same for the tables at the path `above`. The paths in `ignored` are never missing."""
     for key, value in wanted.items():
         path = (*above, key)
         present = table.get(key)
         if path in ignored:
             continue
-        if isinstance(value, Mapping) and len(path) <= _NAMED_DEPTH:
+        if isinstance(value, Mapping) and len(path) <= _MAX_LISTED_DEPTH:
             yield from _missing_below(present or {}, value, ignored=ignored, above=path)
         elif present is None:
             yield ".".join(path)
@@ -246,6 +247,6 @@ def _missing_below(
 
 
 def _entry_name(entry: object) -> object:
-    """Reduce a requirement to its package's name; any other entry stands for itself."""
+    """Return the package's name of a requirement. Any other entry is returned as it is."""
     match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", entry) if isinstance(entry, str) else None
     return match.group(0).lower().replace("_", "-") if match else entry

@@ -1,7 +1,7 @@
 """`trivet quickstart`: teaches a tiny model to reverse texts by reinforcement learning, in a few minutes and without a download.
 
-It makes the start model and its data, runs `sft`, `rl` and `eval` with configs/quickstart/, and prints what was achieved. Each of
-these is a process of its own that ends when this one does. `bash scripts/quickstart.sh` installs the project and then runs this.
+It makes the start model and its data, runs `sft`, `rl` and `eval` with configs/quickstart/, and prints the results. Each command is
+a child process that ends when this process ends. `bash scripts/quickstart.sh` installs the project and then runs this.
 """
 
 import argparse
@@ -30,22 +30,22 @@ from trivet.telemetry.metrics import read_metrics
 from trivet.weights.catalog import latest_version
 
 CONFIGS = Path("configs/quickstart")
-"""The workspace's own configurations win, so that a user may change them; without them the packaged ones are used."""
+"""Configurations of the workspace, which the user may change. If they do not exist, the packaged ones are used."""
 
 DEFAULT_OUTPUT = Path("outputs/quickstart")
 
-_ENVIRONMENT = {
+_CHILD_VARIABLES = {
     "OMP_WAIT_POLICY": "passive",  # the roles share a few cores: a thread that waits must sleep, not spin
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
 }
 _NUM_ANSWERS = 3
-"""Answers of each model in the report."""
+"""Number of answers that the report shows of each model."""
 _WINDOW = 5
 """Number of steps that are averaged at either end of the run, for the report."""
 _POLL_INTERVAL_S = 0.2
 _SERVER_STOP_TIMEOUT_S = 30.0
-"""A server that was asked to end takes a few seconds; after this long it is killed."""
+"""Time after which a server that was asked to end is killed. It usually takes a few seconds."""
 
 
 class QuickstartLayout:
@@ -63,7 +63,7 @@ class QuickstartLayout:
 
     @property
     def has_results(self) -> bool:
-        """A quickstart has written here."""
+        """True if a quickstart has written something here."""
         return any(path.exists() for path in (self.data, self.start_model, self.warm_up.root, self.run.root))
 
 
@@ -76,7 +76,7 @@ def configure_quickstart(parser: argparse.ArgumentParser) -> None:
 
 
 def run_quickstart(arguments: argparse.Namespace) -> int:
-    """Run all phases; returns 0, or the exit code of the first process that failed."""
+    """Run all phases. Return 0, or the exit code of the first process that failed."""
     require_environment(EnvConfig(id="reverse-text"))
     require_matching_companions()
     layout, started = choose_layout(arguments.output_dir), time.monotonic()
@@ -107,7 +107,7 @@ def run_quickstart(arguments: argparse.Namespace) -> int:
 
 
 def choose_layout(output_dir: Path | None) -> QuickstartLayout:
-    """Return the layout of `output_dir`; without one, that of the first default name without an earlier quickstart."""
+    """Return the layout of `output_dir`. If it is None, use the first default name that has no earlier quickstart."""
     if output_dir is None:
         names = (DEFAULT_OUTPUT.with_name(f"{DEFAULT_OUTPUT.name}-{number}") for number in count(2))
         layouts = (QuickstartLayout(root) for root in chain([DEFAULT_OUTPUT], names))
@@ -122,30 +122,30 @@ def choose_layout(output_dir: Path | None) -> QuickstartLayout:
 
 
 def sft_command(layout: QuickstartLayout, configs: Path, *, seed: int) -> Sequence[str]:
-    """Return module and arguments of the supervised warm-up."""
+    """Return the module and the arguments for the supervised warm-up."""
     words = ["trivet.launcher.commands.sft", "@", configs / "sft.toml", "--seed", seed, "--output-dir", layout.warm_up.root]
     return [str(word) for word in [*words, "--model.name", layout.start_model, "--data.name", layout.data]]
 
 
 def rl_command(layout: QuickstartLayout, configs: Path, *, seed: int) -> Sequence[str]:
-    """Return module and arguments of the reinforcement learning, which starts from the last weights of the warm-up."""
+    """Return the module and the arguments for the reinforcement learning, which starts from the last weights of the warm-up."""
     words = ["trivet.launcher.commands.rl", "@", configs / "rl.toml", "--seed", seed, "--output-dir", layout.run.root]
     return [str(word) for word in [*words, "--model.name", layout.warm_up.weights_step(_last_step(layout.warm_up))]]
 
 
 def eval_command(layout: QuickstartLayout, configs: Path, *, port: int) -> Sequence[str]:
-    """Return module and arguments of the measurement: the start model and the last policy."""
+    """Return the module and the arguments for the measurement: the start model and the last policy."""
     words = ["trivet.evaluation.main", "@", configs / "eval.toml", "--client.base-url", f"http://127.0.0.1:{port}/v1"]
     return [str(word) for word in [*words, "--weights-dir", layout.run.weights, "--steps", _last_step(layout.run)]]
 
 
 def child_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables of every process that is started; the width keeps a table whole where the output is no terminal."""
-    return {"COLUMNS": "120", **environ, **_ENVIRONMENT}
+    """Return the environment variables of the child processes. COLUMNS keeps tables from being cut if stdout is no terminal."""
+    return {"COLUMNS": "120", **environ, **_CHILD_VARIABLES}
 
 
 class Children:
-    """Runs modules as processes. A signal to this process is passed on to them."""
+    """Runs modules as child processes. Signals to this process are passed on to them."""
 
     def __init__(self, *, environ: Mapping[str, str], interrupts: Interrupts) -> None:
         self._environ, self._interrupts = environ, interrupts
@@ -163,10 +163,10 @@ class Children:
             )
 
     def run(self, module: str, *words: str, watch: Callable[[], None] = lambda: None) -> int:
-        """Start a module and wait for its end; returns its exit code, as a shell counts it.
+        """Start a module and wait for its end. Return its exit code as in a shell.
 
         Args:
-            watch: called while waiting. What it raises ends the process.
+            watch: called repeatedly while waiting. If it raises, the process is ended.
         """
         process, num_forwarded = self.start(module, *words), 0
         try:
@@ -181,7 +181,7 @@ class Children:
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a process if it still runs: SIGTERM, one deadline, then SIGKILL."""
+    """End a process if it still runs: SIGTERM, then SIGKILL after a deadline."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -218,14 +218,14 @@ def _last_step(layout: RunLayout) -> int:
 
 
 def report(output: Path) -> str:
-    """Return rewards, scores and answers before and after the training, and where the files are.
+    """Return the report: rewards, scores and answers before and after the training, and the paths of the files.
 
     Args:
         output: the output directory of the quickstart, which holds `run/` and `sft/`.
     """
     run = output / "run"
     metrics = read_metrics(run / "metrics" / "orchestrator.jsonl")
-    by_step = {row["step"]: row["reward/mean"] for row in metrics.rows if "reward/mean" in row}
+    by_step = {line["step"]: line["reward/mean"] for line in metrics.rows if "reward/mean" in line}
     rewards = [by_step[step] for step in sorted(by_step)]
     summaries = [json.loads(path.read_text(encoding="utf-8")) for path in (run / "evals").glob("step_*/*/summary.json")]
     before, after = sorted(summaries, key=lambda summary: summary["step"])
@@ -241,11 +241,11 @@ def report(output: Path) -> str:
         lines.append(f"the {label} model answers:")
         [results] = (run / "evals").glob(f"step_{step}/*/results.jsonl")
         for line in results.read_text(encoding="utf-8").splitlines()[:_NUM_ANSWERS]:
-            row = json.loads(line)
-            text, answer = row["prompt"][-1]["content"], row["completion"][-1]["content"]
-            lines.append(f"  {text:10} -> {answer:48} reward {row['reward']:.2f}")
+            rollout = json.loads(line)
+            text, answer = rollout["prompt"][-1]["content"], rollout["completion"][-1]["content"]
+            lines.append(f"  {text:10} -> {answer:48} reward {rollout['reward']:.2f}")
     weights = run / "weights" / f"step_{after['step']}"
-    places = {
+    paths = {
         "trained model": weights,
         "rewards and losses": run / "metrics",
         "what was sampled": run / "rollouts",
@@ -253,7 +253,7 @@ def report(output: Path) -> str:
         "logs": run / "logs",
         "start model": output / "sft" / "weights",
     }
-    lines += ["", *(f"{name:20} {place}" for name, place in places.items())]
+    lines += ["", *(f"{name:20} {path}" for name, path in paths.items())]
     if metrics.num_damaged:
         lines.append(f"{metrics.num_damaged} damaged lines of {run / 'metrics' / 'orchestrator.jsonl'} were skipped")
     return "\n".join(lines)

@@ -1,4 +1,7 @@
-"""`trivet replay OUTPUT_DIR`: scores saved rollouts with today's reward functions and shows what changed. Changes nothing there."""
+"""`trivet replay OUTPUT_DIR`: scores saved rollouts with the current reward functions and shows the differences.
+
+The run's directory is not changed, and nothing is generated or trained.
+"""
 
 import argparse
 import asyncio
@@ -35,7 +38,7 @@ from trivet.storage.durable import write_atomically
 from trivet.wire.workers import HostSettings
 
 _WIDTH = 120
-"""Characters of a table where stdout is not a terminal."""
+"""Width of a table, in characters, if stdout is not a terminal."""
 
 
 class ReplayReport(msgspec.Struct, kw_only=True):
@@ -58,7 +61,7 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
         "output_dir", type=Path, metavar="OUTPUT_DIR", help="output_dir of a run, or of `uv run eval`; the run may be going on"
     )
     parser.add_argument("--evals", action="store_true", help="the rollouts of a run's evaluations, not those it trained on")
-    parser.add_argument("--steps", type=_steps, metavar="A-B", help="these steps alone, or one step; default: all")
+    parser.add_argument("--steps", type=_parse_steps, metavar="A-B", help="these steps alone, or one step; default: all")
     parser.add_argument("--env", metavar="ID", help="this environment alone, by its name or its id; default: all")
     parser.add_argument("--limit", type=int, default=10, metavar="N", help="rollouts to show of those that changed most (10)")
     parser.add_argument(
@@ -68,7 +71,7 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Score again and show the differences; returns 0, 1 when no rollout could be scored, 130 or 143 when a signal ended it."""
+    """Score the rollouts and show the differences. Return 0, 1 if none could be scored, 130 or 143 if a signal ended it."""
     layout = RunLayout(arguments.output_dir)
     if arguments.write is not None and arguments.write.resolve().is_relative_to(layout.root.resolve()):
         raise ConfigError(
@@ -86,8 +89,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
     zeroes = bool(trained) and config is not None and config.zero_truncated_completions
     rescored: list[RescoredRollout] = []
 
-    async def work() -> int:
-        opening = open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=EnvWorkersConfig())
+    async def rescore_files() -> int:
+        opening = open_worker_pool(list(settings.values()), log_of=log_files.__getitem__, limits=EnvWorkersConfig())
         async with opening as pool, asyncio.TaskGroup() as tasks:
             supervision = tasks.create_task(pool.run(), name="workers")
             for file in files:
@@ -95,11 +98,11 @@ def run_replay(arguments: argparse.Namespace) -> int:
             supervision.cancel()
         return 0
 
-    with tempfile.TemporaryDirectory(prefix="trivet-replay-") as logs:  # since the run's own directory is not changed
-        places = {name: RunLayout(Path(logs)).eval_worker_log(name) for name in settings}
-        for place in places.values():
-            place.parent.mkdir(parents=True, exist_ok=True)
-        if exit_code := asyncio.run(run_until_signalled(work())):
+    with tempfile.TemporaryDirectory(prefix="trivet-replay-") as logs:  # the run's own directory must not change
+        log_files = {name: RunLayout(Path(logs)).eval_worker_log(name) for name in settings}
+        for file in log_files.values():
+            file.parent.mkdir(parents=True, exist_ok=True)
+        if exit_code := asyncio.run(run_until_signalled(rescore_files())):
             return exit_code
     report = make_report(rescored, layout=layout, source="rollouts" if trained else "evals", limit=arguments.limit)
     if arguments.write is not None:
@@ -112,7 +115,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def make_report(rescored: Sequence[RescoredRollout], *, layout: RunLayout, source: str, limit: int) -> ReplayReport:
-    """Return what is shown of the rescored rollouts; at most `limit` of them by themselves."""
+    """Return the report on rescored rollouts, which shows at most `limit` single rollouts."""
     changes = compare(rescored)
     return ReplayReport(
         output_dir=str(layout.root),
@@ -126,7 +129,8 @@ def make_report(rescored: Sequence[RescoredRollout], *, layout: RunLayout, sourc
     )
 
 
-def _steps(text: str) -> range:
+def _parse_steps(text: str) -> range:
+    """Return the steps of an argument `A-B` or `A`."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no step and no range A-B of steps")
@@ -134,7 +138,7 @@ def _steps(text: str) -> range:
 
 
 def _select(settings: Mapping[str, HostSettings], files: Sequence[SavedFile], *, env: str | None) -> dict[str, HostSettings]:
-    """Return the settings of the environments that the files name and the user wants."""
+    """Return the settings of the environments in the files, or of `env` alone, by name."""
     named = {name for file in files for name, _ in file.groups()}
     if unknown := sorted(name for name in named if name not in settings and env in (None, name)):
         raise ConfigError(
@@ -169,8 +173,8 @@ def _show(report: ReplayReport) -> None:
         table.add_column("completion", overflow="fold")
         for rollout in report.most_changed:
             after = "" if rollout.reward_after is None else f"{rollout.reward_after:.4f}"
-            place = (str(rollout.step), Text(printable(rollout.env)), str(rollout.example_id), str(rollout.index))
-            table.add_row(*place, f"{rollout.reward_before:.4f}", after, Text(printable(rollout.completion)))
+            cells = (str(rollout.step), Text(printable(rollout.env)), str(rollout.example_id), str(rollout.index))
+            table.add_row(*cells, f"{rollout.reward_before:.4f}", after, Text(printable(rollout.completion)))
         console.print(table)
     console.print(
         f"{report.num_changed} of {report.num_scored} scored rollouts have another reward; {report.num_rollouts} were saved",

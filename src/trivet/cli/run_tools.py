@@ -1,7 +1,7 @@
 """The tools over the directory of one run: status, view, top, evals, check and merge.
 
-They read what the run wrote and change nothing; `merge` writes a new directory. What takes long to import is imported by the tool
-that needs it.
+They read the files of the run and change nothing; `merge` writes a new directory. Modules that take long to import are imported by
+the tool that needs them.
 """
 
 import argparse
@@ -31,10 +31,10 @@ from trivet.wire.status import RunState
 
 EVALUATION_COLUMNS = ("policy", "environment", "mean reward", "± (95 %)", "pass@k", "k", "examples", "failed")
 _PIPED_WIDTH = 10_000
-"""Columns of a table that no terminal cuts: no name is longer."""
-_ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""Width, in characters, of a table that goes to a file or a pipe: wide enough that nothing is cut."""
+_END_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVES = {
+_CURVE_METRICS = {
     "reward": REWARD,
     "loss": LOSS,
     "entropy": ENTROPY,
@@ -44,7 +44,7 @@ _CURVES = {
     "step time, s": STEP_TIME,
     "waits for batch, s": MetricKey("trainer", "time/wait_for_batch"),
 }
-_STYLES = {RunState.DONE: "green", RunState.FAILED: "red", RunState.INTERRUPTED: "yellow", RunState.PREEMPTED: "yellow"}
+_STATE_STYLES = {RunState.DONE: "green", RunState.FAILED: "red", RunState.INTERRUPTED: "yellow", RunState.PREEMPTED: "yellow"}
 _ERROR_HEADING = "last error:"
 
 
@@ -55,7 +55,7 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print what the run is doing, or how it ended, in words; returns the exit code."""
+    """Print the current activity of the run, or how it ended. Return the exit code."""
     layout = RunLayout(arguments.output_dir)
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(read_status(layout)), indent=1).decode() + "\n")
@@ -78,7 +78,7 @@ def configure_view(parser: argparse.ArgumentParser) -> None:
 
 
 def run_view(arguments: argparse.Namespace) -> int:
-    """Serve runs as a web page until SIGINT or SIGTERM; returns the exit code."""
+    """Serve runs as a web page until SIGINT, SIGTERM or SIGHUP. Return the exit code."""
     layouts = [open_run(directory) for directory in arguments.output_dirs]
     runs = [ViewedRun(layout, name=name) for layout, name in zip(layouts, name_runs(arguments.output_dirs), strict=True)]
     from trivet.view.api import Api
@@ -87,13 +87,13 @@ def run_view(arguments: argparse.Namespace) -> int:
     server = ViewServer(Api(runs), host=arguments.host, port=arguments.port)
     if arguments.open:
         webbrowser.open(server.url)
-    # Before any thread starts: a signal is waited for, and no thread may take it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    # Threads inherit the mask, so it is set before they start: only `sigwait` below may receive these signals.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
     for viewed in runs:
         threading.Thread(target=viewed.warm_up, name=f"warm-up-{viewed.name}", daemon=True).start()
     with server.serving():
         print(f"{', '.join(viewed.name for viewed in runs)} at {server.url} (Ctrl-C ends)", flush=True)
-        signal.sigwait(_ENDS)
+        signal.sigwait(_END_SIGNALS)
     return 0
 
 
@@ -103,7 +103,7 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Prove from what a run left behind that it kept its promises; returns 0 when it kept every one, else 1."""
+    """Check the files of a run against what every run must guarantee. Return 0 if all guarantees hold, else 1."""
     from trivet.history.check import check_run, describe_report
 
     layout = RunLayout(arguments.output_dir)
@@ -120,7 +120,7 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
 
 
 def run_merge(arguments: argparse.Namespace) -> int:
-    """Write an adapter and its base model as one whole model; returns the exit code."""
+    """Write an adapter and its base model as one complete model. Return the exit code."""
     from trivet.trainer.model.lora import merge
 
     base = merge(arguments.adapter, output=arguments.output, base=arguments.base)
@@ -136,7 +136,7 @@ def configure_evals(parser: argparse.ArgumentParser) -> None:
 
 
 def run_evals(arguments: argparse.Namespace) -> int:
-    """Browse the evaluations until a key ends it, or print their list where there is no terminal; returns the exit code."""
+    """Browse the evaluations in the terminal, or print their list without one. Return the exit code."""
     found = find_evaluations(arguments.directory)
     if sys.stdin.isatty() and sys.stdout.isatty():
         from trivet.cli.screens import EVALUATIONS, TerminalApp
@@ -152,7 +152,7 @@ def run_evals(arguments: argparse.Namespace) -> int:
 
 
 def evaluation_cells(evaluation: FoundEvaluation) -> Sequence[str]:
-    """Return the texts of an evaluation for `EVALUATION_COLUMNS`, safe to show."""
+    """Return the cells of an evaluation for `EVALUATION_COLUMNS`, safe to print."""
     names = (one_line(evaluation.policy), one_line(evaluation.name))
     summary = evaluation.summary
     if summary is None:
@@ -171,31 +171,31 @@ def configure_top(parser: argparse.ArgumentParser) -> None:
 
 
 def run_top(arguments: argparse.Namespace) -> int:
-    """Show the run at a glance until a key ends it; returns the exit code."""
+    """Show the state of the run, renewed until a key ends it, or once without a terminal. Return the exit code."""
     viewed, console = ViewedRun(open_run(arguments.output_dir), name=arguments.output_dir.name), Console()
     if not arguments.once and console.is_terminal and sys.stdin.isatty():
         from trivet.cli.screens import RUN, TerminalApp
 
         return TerminalApp(arguments.output_dir, first=RUN).show()
-    with suppress(ConfigError):  # the picture shows the error
+    with suppress(ConfigError):  # the summary shows the error
         watch_status(viewed.layout, viewed.clock)
-    console.print(picture(viewed, width=console.width))
+    console.print(draw_run(viewed, width=console.width))
     return 0
 
 
-def picture(viewed: ViewedRun, *, width: int) -> RenderableType:
-    """Return the run as it is now. The last error comes last, because it may be long."""
-    viewed.metrics.refresh(list(_CURVES.values()))
+def draw_run(viewed: ViewedRun, *, width: int) -> RenderableType:
+    """Return the current state of the run: head line, progress, curves. The last error is at the end, because it may be long."""
+    viewed.metrics.refresh(list(_CURVE_METRICS.values()))
     try:
         status = read_status(viewed.layout)
-        words = list(describe_run(status, layout=viewed.layout, now=viewed.clock.now(status), is_alive=process_exists))
+        texts = list(describe_run(status, layout=viewed.layout, now=viewed.clock.now(status), is_alive=process_exists))
     except ConfigError as exc:
-        status, words = None, [str(exc)]
-    head, *lines = map(one_line, words)
+        status, texts = None, [str(exc)]
+    head, *lines = map(one_line, texts)
     error_at = lines.index(_ERROR_HEADING) if _ERROR_HEADING in lines else len(lines)
-    style = "red" if status is None else _STYLES.get(status.state, "cyan")
+    style = "red" if status is None else _STATE_STYLES.get(status.state, "cyan")
     curves = Table("", "now", "least", "greatest", "all steps", box=None, padding=(0, 1), header_style="dim")
-    for label, key in _CURVES.items():
+    for label, key in _CURVE_METRICS.items():
         values = viewed.metrics.values(key)
         if len(values):
             numbers = (f"{value:.4g}" for value in (values[-1], values.min(), values.max()))
@@ -207,18 +207,18 @@ def picture(viewed: ViewedRun, *, width: int) -> RenderableType:
         num_filled = round(num_bars * min(1.0, step / status.max_steps))
         bars = ("━" * num_filled, "green"), ("━" * (num_bars - num_filled), "dim")
         progress = Text.assemble(*bars, f" {step}/{status.max_steps} steps")
-    awaited = Text("no step has ended yet: curves appear with the first", style="dim")
+    no_curves = Text("no step has ended yet: curves appear with the first", style="dim")
     return Group(
         Text(head, style=f"bold {style}"),
         progress,
         *(Text(line) for line in lines[:error_at]),
-        curves if curves.row_count else awaited,
+        curves if curves.row_count else no_curves,
         *(Text(line, style="red") for line in lines[error_at:]),
     )
 
 
 def sparkline(values: np.ndarray, *, width: int) -> str:
-    """Return the values as `width` bars at most, each the mean of its neighbours, scaled from the least to the greatest."""
+    """Return the values as a line of at most `width` bars. A bar is a mean of consecutive values, scaled from least to greatest."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return ""

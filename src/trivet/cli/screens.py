@@ -1,6 +1,6 @@
-"""The terminal program of `trivet top` and `trivet evals`: a screen for the run, and one for its evaluations.
+"""Contains the terminal program of `trivet top` and `trivet evals`: a screen for the run, and one for its evaluations.
 
-Imported by these tools alone, and only on a terminal. Every text of a file is shown through `printable`, never as markup.
+Only these tools import it, and only on a terminal. Text from files is shown through `printable`, never as markup.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Static
 
-from trivet.cli.run_tools import EVALUATION_COLUMNS, evaluation_cells, picture
+from trivet.cli.run_tools import EVALUATION_COLUMNS, draw_run, evaluation_cells
 from trivet.errors import ConfigError
 from trivet.shown_text import one_line, printable
 from trivet.telemetry.console import message_text
@@ -38,13 +38,13 @@ from trivet.wire.rollouts import RolloutRecord
 RUN, EVALUATIONS = "run", "evaluations"
 _REFRESH_INTERVAL_S = 1.0
 _MAX_MESSAGE_CHARS = 20_000
-"""Characters of one message that are shown. Breaking lines of a megabyte would stop the keys for seconds."""
+"""Characters of a message that are shown. To wrap a message of a megabyte would block the keys for seconds."""
 _MAX_MESSAGES = 400
 _STYLES = {"system": "bold magenta", "user": "bold green", "assistant": "bold cyan", "tool": "bold yellow"}
 
 
 class TerminalApp(App[None]):
-    """Shows what a directory holds; `return_code` is the exit code."""
+    """Shows a run and its evaluations in the terminal."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -65,26 +65,26 @@ class TerminalApp(App[None]):
         """Show nothing yet.
 
         Args:
-            directory: a run's output_dir; for its evaluations alone, any directory of evaluations.
-            first: `RUN` or `EVALUATIONS`.
+            directory: a run's output_dir. For the screen of evaluations it may be any directory of evaluations.
+            first: the first screen, `RUN` or `EVALUATIONS`.
         """
         super().__init__()
         self._directory = directory
         self._first = first
 
     def show(self) -> int:
-        """Run until a key or a signal ends it; return the exit code."""
+        """Run the program until a key or a signal ends it. Return the exit code."""
         self.run()
         return self.return_code or 0
 
     def on_mount(self) -> None:
-        """Show the first screen. A signal quits as a key does, so that the terminal is restored."""
+        """Show the first screen, and handle signals like the key `q`, so that the terminal is restored."""
         for number in (signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, lambda code=128 + number: self.exit(return_code=code))
         self.action_show(self._first)
 
     def action_show(self, name: str) -> None:
-        """Switch to a screen, if the directory has what it shows."""
+        """Switch to the screen `name`. If the directory does not contain what the screen shows, show a warning."""
         if not self.is_screen_installed(name):
             try:
                 screen = RunScreen(self._directory) if name == RUN else EvaluationsScreen(self._directory)
@@ -92,7 +92,8 @@ class TerminalApp(App[None]):
                 self.notify(str(exc), severity="warning", markup=False)
                 return
             self.install_screen(screen, name)
-        show = self.switch_screen if len(self.screen_stack) > 1 else self.push_screen  # the lowest screen stays
+        # The lowest screen of the stack is textual's own and stays.
+        show = self.switch_screen if len(self.screen_stack) > 1 else self.push_screen
         show(name)
 
 
@@ -110,12 +111,12 @@ class RunScreen(Screen[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Renew the picture from now on."""
+        """Start to renew the picture."""
         self.set_interval(_REFRESH_INTERVAL_S, self.on_resize)
 
     def on_resize(self) -> None:
         """Draw the picture as wide as the terminal."""
-        self.query_one("#picture", Static).update(picture(self._viewed, width=max(40, self.size.width - 2)))
+        self.query_one("#picture", Static).update(draw_run(self._viewed, width=max(40, self.size.width - 2)))
 
 
 class EvaluationsScreen(Screen[None]):
@@ -144,7 +145,8 @@ class EvaluationsScreen(Screen[None]):
         self._pairs: Sequence[RolloutPair] = ()
         self._shown: Sequence[RolloutPair] = ()
         """The pairs that pass the filter, in order."""
-        self._sort = self._filter = self._place = 0
+        self._sort = self._filter = self._position = 0
+        """Indexes of the chosen order, of the chosen filter, and of the shown pair."""
 
     def compose(self) -> ComposeResult:
         """Lay out the list, the position, two columns, the search line and the keys."""
@@ -189,7 +191,7 @@ class EvaluationsScreen(Screen[None]):
 
     def action_move(self, by: int) -> None:
         """Go to another rollout."""
-        self._go(self._place + by)
+        self._go(self._position + by)
 
     def action_scroll_pages(self, pages: int) -> None:
         """Scroll every conversation by its height."""
@@ -197,41 +199,44 @@ class EvaluationsScreen(Screen[None]):
             column.scroll_relative(y=pages * max(1, column.size.height - 1), animate=False)
 
     def action_sort(self) -> None:
-        """Take the next order, and go to its first rollout."""
+        """Switch to the next order, and go to the first rollout."""
         self._sort += 1
         self._select()
 
     def action_filter(self) -> None:
-        """Take the next filter, and go to its first rollout."""
+        """Switch to the next filter, and go to the first rollout."""
         self._filter += 1
         self._select()
 
     def action_search(self) -> None:
-        """Ask for a text."""
+        """Open the search line."""
         self.query_one("#search", Input).add_class("asked").focus()
 
     def action_close_search(self) -> None:
-        """Leave the search line."""
+        """Close the search line."""
         self.query_one("#search", Input).remove_class("asked")
         self.query_one(DataTable).focus()
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Go to the next rollout that contains the text, after the last rollout from the first one on."""
+        """Go to the next rollout that contains the text. After the last rollout the search goes on with the first."""
         self.action_close_search()
-        order = [*range(self._place + 1, len(self._shown)), *range(min(self._place + 1, len(self._shown)))]
+        order = [*range(self._position + 1, len(self._shown)), *range(min(self._position + 1, len(self._shown)))]
 
         def find() -> int | None:
-            pairs = ((place, zip(self._rollouts, self._shown[place], strict=True)) for place in order)
-            return next((place for place, pair in pairs if any(file.contains(head, event.value) for file, head in pair)), None)
+            pairs = ((position, zip(self._rollouts, self._shown[position], strict=True)) for position in order)
+            return next(
+                (position for position, pair in pairs if any(file.contains(head, event.value) for file, head in pair)), None
+            )
 
-        # On a thread: to read all conversations may take seconds.
-        place = await asyncio.to_thread(find) if event.value else self._place
-        if place is None:
+        # On a thread, because reading all conversations may take seconds.
+        position = await asyncio.to_thread(find) if event.value else self._position
+        if position is None:
             self._warn(f"no rollout contains {one_line(event.value)!r}")
         else:
-            self._go(place)
+            self._go(position)
 
     def _open(self, evaluations: Sequence[FoundEvaluation]) -> None:
+        """Show the rollouts of one evaluation, or of two side by side."""
         with ExitStack() as files:
             rollouts = [RolloutFile(evaluation.results) for evaluation in evaluations]
             for opened in rollouts:
@@ -246,31 +251,34 @@ class EvaluationsScreen(Screen[None]):
         self._select()
 
     def _select(self) -> None:
+        """Apply the chosen filter and order, and go to the first rollout."""
         is_passing, key = self._choice(FILTERS, PAIR_FILTERS, self._filter)[1], self._choice(SORTS, PAIR_SORTS, self._sort)[1]
         self._shown = sorted(filter(is_passing, self._pairs), key=key)
         self._go(0)
 
     def _choice(self, single: Mapping[str, Any], paired: Mapping[str, Any], index: int) -> tuple[str, Any]:
+        """Return the name and the function of a filter or an order, from the table for one evaluation or for two."""
         choices = list((paired if len(self._rollouts) > 1 else single).items())
         return choices[index % len(choices)]
 
-    def _go(self, place: int) -> None:
+    def _go(self, position: int) -> None:
+        """Show the rollout or the pair at `position`, limited to the existing ones."""
         if not self._rollouts:
             return
-        self._place = max(0, min(place, len(self._shown) - 1))
-        pair: RolloutPair = self._shown[self._place] if self._shown else ()
-        rows = [file.row(head) for file, head in zip(self._rollouts, pair, strict=False)]
+        self._position = max(0, min(position, len(self._shown) - 1))
+        pair: RolloutPair = self._shown[self._position] if self._shown else ()
+        records = [file.row(head) for file, head in zip(self._rollouts, pair, strict=False)]
         order = f"{self._choice(FILTERS, PAIR_FILTERS, self._filter)[0]}, {self._choice(SORTS, PAIR_SORTS, self._sort)[0]}"
-        texts = [f"rollout {self._place + 1 if pair else 0} of {len(self._shown)}", order]
+        texts = [f"rollout {self._position + 1 if pair else 0} of {len(self._shown)}", order]
         if pair:
             texts.insert(1, f"example {pair[0].example_id} attempt {pair[0].attempt}")
         if num_damaged := sum(rollouts.num_damaged for rollouts in self._rollouts):
             texts.append(f"{num_damaged} damaged lines skipped")
-        if len({str(row.prompt) for row in rows if row is not None}) > 1:
+        if len({str(record.prompt) for record in records if record is not None}) > 1:
             texts.append("the prompts differ")
         self.query_one("#position", Static).update(Text(" · ".join(texts)))
         for index, column in enumerate(self.query(".column").results(VerticalScroll)):
-            text = _conversation(rows[index]) if index < len(rows) else Text("nothing to show", style="dim")
+            text = _conversation(records[index]) if index < len(records) else Text("nothing to show", style="dim")
             column.query_one(Static).update(text)
             column.scroll_home(animate=False)
 
@@ -278,14 +286,15 @@ class EvaluationsScreen(Screen[None]):
         self.notify(text, severity="warning", markup=False)
 
 
-def _conversation(row: RolloutRecord | None) -> Text:
-    if row is None:
+def _conversation(record: RolloutRecord | None) -> Text:
+    """Return the scores and messages of a rollout as text to show. None stands for a damaged line."""
+    if record is None:
         return Text("This line is no rollout that can be shown.", style="red")
-    scores = "".join(f"  {one_line(name)} {value:g}" for name, value in row.scores.items())
-    turns = f"  turns {row.num_turns}" if row.num_turns else ""
-    cut = "  truncated" if row.is_truncated else ""
-    text = Text.assemble((f"reward {row.reward:g}", "bold"), f"{scores}{turns}{cut}\n")
-    messages = [*row.prompt, *row.completion]
+    scores = "".join(f"  {one_line(name)} {value:g}" for name, value in record.scores.items())
+    turns = f"  turns {record.num_turns}" if record.num_turns else ""
+    cut = "  truncated" if record.is_truncated else ""
+    text = Text.assemble((f"reward {record.reward:g}", "bold"), f"{scores}{turns}{cut}\n")
+    messages = [*record.prompt, *record.completion]
     for message in messages[:_MAX_MESSAGES]:
         role = one_line(str(message.get("role", "")))
         text.append(f"\n{role}\n", style=_STYLES.get(role, "bold"))

@@ -7,8 +7,8 @@ from trivet.cli import doctor, main
 from trivet.cli.doctor import (
     Facts,
     Health,
+    collect_facts,
     diagnose,
-    machine_facts,
     require_matching_companions,
 )
 from trivet.dependencies import Violation
@@ -57,9 +57,9 @@ def test_a_driver_that_is_new_enough_or_says_nothing_is_fine(driver_cuda, runtim
 
 @pytest.mark.parametrize(("gpus", "is_told"), [(["NVIDIA H100, 81559 MiB"], True), ([], False)])
 def test_the_installer_is_told_of_a_driver_that_is_too_old_where_there_is_a_gpu(gpus, is_told, monkeypatch):
-    monkeypatch.setattr(doctor, "_gpus", lambda: gpus)
-    monkeypatch.setattr(doctor, "_driver_cuda", lambda: 12)
-    monkeypatch.setattr(doctor, "_versions", lambda names: {"nvidia-cuda-runtime": "13.0.96"})
+    monkeypatch.setattr(doctor, "_list_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "_find_driver_cuda", lambda: 12)
+    monkeypatch.setattr(doctor, "_find_versions", lambda names: {"nvidia-cuda-runtime": "13.0.96"})
     expected = "torch needs a driver for CUDA 13, this one runs up to CUDA 12: update the NVIDIA driver"
     assert doctor.find_driver_problem() == (expected if is_told else None)
 
@@ -107,7 +107,7 @@ def test_a_cpu_machine_with_the_cpu_build_misses_nothing():
 
 
 def test_this_machine_can_be_looked_at(tmp_path):
-    facts = machine_facts(tmp_path / "not" / "there", environ={"WANDB_API_KEY": "key"})
+    facts = collect_facts(tmp_path / "not" / "there", environ={"WANDB_API_KEY": "key"})
     assert facts.memory_bytes > facts.available_bytes > 0
     assert facts.disk_bytes > 0
     assert facts.max_open_files > 0
@@ -122,7 +122,7 @@ def test_the_command_prints_json(capsys, tmp_path):
 
 
 def test_the_proxies_of_the_shell_are_shown_with_what_goes_through_them(tmp_path):
-    facts = machine_facts(tmp_path, environ={"HTTPS_PROXY": "http://me:planted@proxy:3128"})
+    facts = collect_facts(tmp_path, environ={"HTTPS_PROXY": "http://me:planted@proxy:3128"})
     [item] = [item for item in diagnose(facts) if item.subject == "proxies"]
     assert item.found.startswith("HTTPS_PROXY = http://proxy:3128: the servers of a run are asked without a proxy")
     assert item.health is Health.OK

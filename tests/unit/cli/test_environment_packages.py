@@ -17,8 +17,8 @@ from trivet.cli import environment_packages
 from trivet.cli.env import list_environments
 from trivet.cli.environment_packages import (
     PackageSource,
-    api_of,
     choose_source,
+    detect_api,
     explain_conflicts,
     inspect,
     remove,
@@ -112,7 +112,7 @@ def test_the_generation_comes_from_the_requirement_and_then_from_the_imports(
     write_installed(tmp_path, "env", "1", requires=[requirement])
     package = InstalledPackages([str(tmp_path)]).find("env")
     assert package is not None
-    assert api_of(package, ["", text]) == expected
+    assert detect_api(package, ["", text]) == expected
 
 
 def test_a_hub_that_cannot_be_reached_is_one_error_before_anything_starts(

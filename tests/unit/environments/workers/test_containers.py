@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.stand_in_docker import install
-from trivet.cli.doctor import diagnose, machine_facts
+from trivet.cli.doctor import collect_facts, diagnose
 from trivet.environments.workers.containers import record_engine, remove_containers
 from trivet.environments.workers.limits import WorkerDirectory, sweep_directories
 
@@ -66,7 +66,7 @@ def test_the_doctor_removes_what_a_killed_run_left_and_says_so(tmp_path: Path, c
     record_engine(killed.path, "docker")
     start_container(killed.path.name)
     leave(killed)
-    found = [item.found for item in diagnose(machine_facts(tmp_path, environ={})) if item.subject == "containers"]
+    found = [item.found for item in diagnose(collect_facts(tmp_path, environ={})) if item.subject == "containers"]
     assert found == ["1 that environments of a killed run left: removed now"]
     assert list(containers.iterdir()) == []
 
