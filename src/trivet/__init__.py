@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EvalConfig", "RLConfig", "RLTrainer", "Run", "SFTConfig", "SFTTrainer", "evaluate"]
 
-_PLACES = {
+_IMPORT_PATHS = {
     "EvalConfig": "trivet.library.arguments:EvalArguments",
     "RLConfig": "trivet.library.arguments:RLArguments",
     "RLTrainer": "trivet.library.trainers:RLTrainer",
@@ -25,14 +25,14 @@ _PLACES = {
     "SFTTrainer": "trivet.library.trainers:SFTTrainer",
     "evaluate": "trivet.library.evaluation:evaluate",
 }
-"""The module of each name, and its name there."""
+"""The module that defines each name of the library, and the name that it has there."""
 
 
 def __getattr__(name: str) -> object:
     """Import a name of the library when it is first used."""
-    if name not in _PLACES:
+    if name not in _IMPORT_PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; the library has {', '.join(__all__)}")
-    module, _, attribute = _PLACES[name].partition(":")
+    module, _, attribute = _IMPORT_PATHS[name].partition(":")
     value = globals()[name] = getattr(importlib.import_module(module), attribute)
     return value
 

@@ -3,7 +3,7 @@
 import math
 
 _MAX_DOUBLINGS = 30
-"""Keeps the power finite for whoever retries for days. 2^30 times a first pause of 1 s is 34 years, so it limits nothing else."""
+"""Keeps the power finite if retries go on for days. 2^30 times a first pause of 1 s is 34 years, so no real pause is limited."""
 
 
 def backoff_s(retry: int, *, first_s: float, min_s: float = 0.0, max_s: float = math.inf) -> float:

@@ -1,7 +1,7 @@
 """Reads which distributions trivet runs on, and names those whose installed version breaks trivet's own requirements.
 
-The commands ask before they import anything heavy, `trivet doctor` reports the same, and `trivet env` protects these
-distributions. Everything comes from the metadata of installed packages. This module never imports a package it looks at.
+The commands call `require_dependencies` before they import anything heavy, `trivet doctor` reports the same violations, and
+`trivet env` protects these distributions. Everything comes from the metadata of installed packages, which are never imported here.
 """
 
 import sys
@@ -17,8 +17,8 @@ from trivet.errors import DependencyError
 
 PROJECT = "trivet"
 SOURCE_TREE = "of a source tree"
-"""Stands for the version where only the source is on the path, as with PYTHONPATH=src."""
-RESTORE = (
+"""Stands for the version if trivet is not installed and only its source is on the path, as with PYTHONPATH=src."""
+RESTORE_ADVICE = (
     "To restore them, run `bash scripts/install.sh` in a checkout of trivet, `uv sync --extra cpu` (or cuda) in a workspace"
 )
 
@@ -34,7 +34,7 @@ class Violation:
     """The specifier, such as `>=0.20`; empty when any version will do."""
 
     def describe(self) -> str:
-        """Return the violation in words."""
+        """Return a clause with the package, its installed version and the required one."""
         found = "is not installed" if self.found is None else f"{self.found} is installed"
         return f"{self.package} {found}, trivet requires {self.package}{self.required}"
 
@@ -46,12 +46,12 @@ class InstalledPackage:
     name: str
     version: str
     requirements: tuple[str, ...]
-    """Requirements as written, with markers."""
+    """The requirements as the package states them, with markers."""
     extras: frozenset[str]
     distribution: metadata.Distribution
 
     def active_requirements(self, *, extras: frozenset[str] = frozenset()) -> Iterator[Requirement]:
-        """Yield the requirements that hold on this machine, with those of `extras`."""
+        """Yield the requirements that apply on this machine, and those of the given `extras`."""
         for line in self.requirements:
             requirement = Requirement(line)
             marker = requirement.marker
@@ -60,10 +60,10 @@ class InstalledPackage:
 
 
 class InstalledPackages:
-    """The packages on a search path. Metadata is read when it is asked for, and kept: make a new one after an installation."""
+    """The packages on a search path. Metadata is read once and cached, so a new instance is needed after an installation."""
 
     def __init__(self, search_path: Sequence[str] | None = None) -> None:
-        """Note the directories that hold `*.dist-info`; None takes those of this interpreter."""
+        """Set the directories in which `*.dist-info` are searched; None uses the path of this interpreter."""
         self.search_path = search_path
         self._found: dict[str, InstalledPackage | None] = {}
 
@@ -88,7 +88,7 @@ class InstalledPackages:
 
 
 def read_package(distribution: metadata.Distribution) -> InstalledPackage | None:
-    """Read the headers of a distribution's metadata; None when a removal left a directory without them.
+    """Read the headers of a distribution's metadata. Return None if a removal left a directory without them.
 
     The text below the headers is a README of up to 100 kB. `Distribution.version` parses it too, which takes ten times as long.
     """
@@ -106,7 +106,7 @@ def read_package(distribution: metadata.Distribution) -> InstalledPackage | None
 
 
 def own_version() -> str:
-    """Return the version of the installed trivet, or SOURCE_TREE where none is."""
+    """Return the version of the installed trivet, or SOURCE_TREE if it is not installed."""
     try:
         return metadata.version(PROJECT)
     except metadata.PackageNotFoundError:
@@ -114,20 +114,20 @@ def own_version() -> str:
 
 
 def find_violations(installed: InstalledPackages | None = None) -> list[Violation]:
-    """Compare trivet's own requirements with what is installed.
+    """Return the requirements of trivet that the installed packages do not meet.
 
-    A requirement of an extra counts only when its package is installed: which build of vLLM a machine has is its user's choice.
-    Sources that are not installed have no requirements.
+    A requirement of an extra counts only if its package is installed: the user chooses which build of vLLM the machine has.
+    A trivet that is not installed, only on the path, has no requirements.
     """
     installed = installed or InstalledPackages()
     project = installed.find(PROJECT)
     if project is None:
         return []
-    always = {requirement.name for requirement in project.active_requirements()}
+    required_names = {requirement.name for requirement in project.active_requirements()}
     violations: list[Violation] = []
     for requirement in project.active_requirements(extras=project.extras):
         package = installed.find(requirement.name)
-        if package is None and requirement.name not in always:
+        if package is None and requirement.name not in required_names:
             continue
         # A local version such as 2.13.0+cpu counts as 2.13.0. A pre-release in range was installed on purpose.
         if package is None or not requirement.specifier.contains(package.version, prereleases=True):
@@ -141,15 +141,15 @@ def require_dependencies(installed: InstalledPackages | None = None) -> None:
     if violations := find_violations(installed):
         raise DependencyError(
             "the installed packages break trivet's requirements: "
-            f"{'; '.join(violation.describe() for violation in violations)}. {RESTORE}"
+            f"{'; '.join(violation.describe() for violation in violations)}. {RESTORE_ADVICE}"
         )
 
 
 def find_project_packages(installed: InstalledPackages | None = None) -> dict[str, InstalledPackage]:
     """Return every installed package that trivet runs on, itself included, by canonical name.
 
-    This is the transitive closure of trivet's requirements. An extra of trivet is followed where its package is installed;
-    an extra of another package where a requirement names it.
+    This is the transitive closure of trivet's requirements. Extras of trivet are followed as far as their packages are installed;
+    extras of other packages only if a requirement names them.
     """
     packages = (installed or InstalledPackages()).find_all()
     project = packages.get(PROJECT)

@@ -54,13 +54,13 @@ class CheckpointError(TrivetError):
 
 
 class ResumeError(CheckpointError):
-    """Raised when the step to resume from is not there, or settings changed that a resumed run must keep."""
+    """Raised when the step to resume from does not exist, or when a setting changed that a resumed run must keep."""
 
     exit_code = 2
 
 
 class DiskFull(TrivetError):
-    """Raised before or while something is written for which there is no free disk space."""
+    """Raised when the disk has too little free space, before or during a write."""
 
 
 class OutOfMemory(TrivetError):
@@ -84,7 +84,7 @@ class ServerGone(InferenceError):
 
 
 class PolicyRefused(InferenceError):
-    """Raised when an inference server does not load a weights directory, because it is not whole."""
+    """Raised when an inference server does not load a weights directory, because the directory is incomplete or damaged."""
 
 
 class ForeignPolicy(InferenceError):
@@ -95,11 +95,11 @@ class RolloutFailed(TrivetError):
     """Raised when a rollout failed or could not be scored; it costs its group."""
 
     def __init__(self, message: str, *, kind: str = "RolloutFailed", is_infrastructure: bool = False) -> None:
-        """Keep the type of the error behind it.
+        """Note what made the rollout fail.
 
         Args:
-            kind: type of the error behind it, by which failures are counted.
-            is_infrastructure: a server or the network failed, on every attempt; nothing that the policy did is the cause.
+            kind: the name of the type of the original error. Failures are counted by it.
+            is_infrastructure: True if a server or the network failed in every attempt, so that the policy is not the cause.
         """
         super().__init__(message)
         self.kind = kind
@@ -107,7 +107,7 @@ class RolloutFailed(TrivetError):
 
 
 class WorkerLost(TrivetError):
-    """Raised when an environment worker ended while it ran a group; the group may be run again."""
+    """Raised when an environment worker ended while it ran a group. The group may be run again."""
 
 
 class BatchError(TrivetError):
@@ -131,9 +131,10 @@ class SubmissionFailed(TrivetError):
 
 
 class NodesMissing(TrivetError):
-    """Raised when a node that the run needs did not come, or was lost and did not return. A scheduler may start the run again."""
+    """Raised when a node that the run needs did not connect, or was lost and did not return."""
 
     exit_code = 75
+    """The code EX_TEMPFAIL of sysexits.h: a scheduler may start the run again."""
 
 
 class Diverged(TrivetError):
@@ -143,7 +144,7 @@ class Diverged(TrivetError):
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return what to show of a group of errors: the first of ours, which says what to do, else the first."""
+    """Return the error of a group to show: the first TrivetError, because its message says what to do, else the first error."""
     leaves = list[BaseException]()
     pending: list[BaseException] = [group]
     while pending:

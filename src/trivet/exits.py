@@ -5,14 +5,14 @@ import signal
 from trivet.wire.status import RestartRecord
 
 NODE_LOST = 1000
-"""The exit code of a process that was lost with its node. No process has it of its own."""
+"""The exit code that stands for a process that was lost with its node. No process ends with it: exit codes end at 255."""
 
 
 def describe_exit(code: int | None) -> str:
-    """Return `ended with exit code 3` or `killed by SIGKILL`; a shell's 128 + N is named too.
+    """Return `ended with exit code 3`, `killed by SIGKILL` or the like. A shell's code 128 + N is shown with the signal's name.
 
     Args:
-        code: as `subprocess` counts it: -N when signal N ended the process, None while it runs.
+        code: as in `subprocess`: -N if signal N ended the process, None while the process runs.
     """
     if code is None:
         return "still running"
@@ -28,10 +28,10 @@ def describe_exit(code: int | None) -> str:
 
 def describe_restart(record: RestartRecord) -> str:
     """Return `trainer killed by SIGKILL: orchestrator and trainer restarted from step 6 (3 steps again), back after 14 s`."""
-    did = f"{' and '.join(record.roles)} restarted"
+    action = f"{' and '.join(record.roles)} restarted"
     if record.from_step is not None:
-        did += f" from {f'step {record.from_step}' if record.from_step else 'the start'}"
+        action += f" from {f'step {record.from_step}' if record.from_step else 'the start'}"
     if record.lost_steps:
-        did += f" ({record.lost_steps} {'step' if record.lost_steps == 1 else 'steps'} again)"
-    back = f"back after {record.down_s:.0f} s" if record.down_s is not None else "no progress since"
-    return f"{record.cause}: {did}, {back}"
+        action += f" ({record.lost_steps} {'step' if record.lost_steps == 1 else 'steps'} again)"
+    outcome = f"back after {record.down_s:.0f} s" if record.down_s is not None else "no progress since"
+    return f"{record.cause}: {action}, {outcome}"

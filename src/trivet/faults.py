@@ -1,8 +1,8 @@
-"""Faults at named points of the program, to prove that a run survives them. Does nothing unless a schedule is armed.
+"""Injects faults at named points of the program, for tests that prove that a run survives them.
 
-A role calls `arm` at its start with the schedule that its configuration names; modules call `reach` where something may go
-wrong. Each fault of a schedule happens once per run: what has happened is in a directory next to the schedule, so that a
-restarted role does not meet it again.
+A role calls `arm` at its start with the schedule that its configuration names. Without a schedule nothing happens. Modules call
+`reach` at the points. Each fault of a schedule happens once per run: a file in a directory next to the schedule records it, so that
+a restarted role does not repeat it.
 """
 
 import errno
@@ -45,15 +45,15 @@ class FaultAction(StrEnum):
     KILL = "kill"
     """SIGKILL to this process."""
     STOP = "stop"
-    """SIGSTOP to this process; whoever wrote the schedule lets it go on."""
+    """SIGSTOP to this process. The test that wrote the schedule sends SIGCONT."""
     DELAY = "delay"
-    """Sleep `seconds`; at batch_acknowledge a message or its answer is late by that."""
+    """Sleep for `seconds`. At batch_acknowledge this delays the message or its answer."""
     NO_SPACE = "no_space"
     """The write fails as on a full disk."""
     TRUNCATE = "truncate"
     """The largest file of the directory just written loses its second half."""
     FLIP = "flip"
-    """One bit in the middle of the largest file of the directory just written is another."""
+    """One bit in the middle of the largest file of the directory just written is inverted."""
     LOSE = "lose"
     """The message, or its answer, does not arrive. Only at batch_acknowledge."""
     DUPLICATE = "duplicate"
@@ -70,10 +70,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     point: str
     action: FaultAction
     step: int = 0
-    """It happens at the first arrival at the point in this step, or version, or a later one."""
+    """The fault happens when the point is first reached in this step (or policy version), or in a later one."""
     rank: int = 0
-    """Trainer rank that it happens to."""
+    """The trainer rank in which the fault happens."""
     seconds: float = 0.0
+    """The length of a delay, or of a jump of the clock."""
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,17 +86,17 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Happened(msgspec.Struct, frozen=True, kw_only=True):
-    """The note of a fault, written just before it happens."""
+    """The record of a fault, written just before it happens."""
 
     name: str
     time: float
-    """Unix seconds, by the true clock."""
+    """Unix time in seconds, without the jump of an earlier CLOCK_JUMP."""
     pid: int
     step: int
 
 
 class Injector:
-    """The faults of one process.
+    """Injects the faults of one process.
 
     >>> injector = Injector(Path("faults.json"), rank=0)
     >>> injector.reach("commit.before", step=6)
@@ -103,7 +104,7 @@ class Injector:
 
     def __init__(self, schedule: Path, *, rank: int = 0, sleep: Callable[[float], None] = time.sleep) -> None:
         """Read the schedule, as `read_schedule` does."""
-        self._happened = happened_directory(schedule)
+        self._happened_directory = happened_directory(schedule)
         self._sleep = sleep
         self._by_point: dict[str, list[Fault]] = {}
         for fault in read_schedule(schedule).faults:
@@ -111,8 +112,8 @@ class Injector:
                 self._by_point.setdefault(fault.point, []).append(fault)
 
     def reach(self, point: str, *, step: int, path: Path | None = None) -> int:
-        """Let what is due at `point` happen; returns how often the message at hand is delivered."""
-        copies = 1
+        """Do what the module's function `reach` describes."""
+        num_deliveries = 1
         for fault in self._by_point.get(point, ()):
             if step < fault.step or not self._claim(fault, step):
                 continue
@@ -129,19 +130,19 @@ class Injector:
                     largest = max(files, key=lambda file: file.stat().st_size)
                     damage(largest, is_truncated=fault.action is FaultAction.TRUNCATE)
                 case FaultAction.LOSE:
-                    copies = 0
+                    num_deliveries = 0
                 case FaultAction.DUPLICATE:
-                    copies += 1
+                    num_deliveries += 1
                 case FaultAction.CLOCK_JUMP:
                     _shift_wall_clock(fault.seconds)
-        return copies
+        return num_deliveries
 
     def _claim(self, fault: Fault, step: int) -> bool:
-        """Return whether this process is the one that the fault happens to: the first that gets here."""
-        self._happened.mkdir(parents=True, exist_ok=True)
+        """Return whether the fault happens in this process: it does in the first process that creates the fault's file."""
+        self._happened_directory.mkdir(parents=True, exist_ok=True)
         record = Happened(name=fault.name, time=_real_time(), pid=os.getpid(), step=step)
         try:
-            fd = os.open(self._happened / f"{fault.name}.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            fd = os.open(self._happened_directory / f"{fault.name}.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
         with os.fdopen(fd, "wb") as file:
@@ -155,15 +156,21 @@ _injector: Injector | None = None
 
 
 def arm(schedule: Path | None, *, rank: int = 0) -> None:
-    """Read the schedule; None arms nothing. Each role calls it once at its start."""
+    """Read the schedule of this process. With None, `reach` does nothing. Each role calls this once at its start."""
     global _injector
     _injector = Injector(schedule, rank=rank) if schedule is not None else None
 
 
 def reach(point: str, *, step: int, path: Path | None = None) -> int:
-    """Say that the program is at `point` of a step or policy version, having just written `path`.
+    """Inject the faults that are due at `point`.
 
-    Returns how often the message at hand is delivered: 1, unless it is lost or doubled.
+    Args:
+        point: the name of the place in the program, one of `POINTS`.
+        step: the current step, or the policy version.
+        path: the file or directory that was just written, if any.
+
+    Returns:
+        How often the caller delivers its message: 1, unless the message is to be lost (0) or duplicated (2).
     """
     return 1 if _injector is None else _injector.reach(point, step=step, path=path)
 
@@ -174,7 +181,7 @@ def happened_directory(schedule: Path) -> Path:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """Read a schedule; a ConfigError if it cannot be read, or names a point that does not exist."""
+    """Read a schedule. Raises a ConfigError if it cannot be read or names a point that does not exist."""
     try:
         schedule = msgspec.json.decode(path.read_bytes(), type=Schedule)
     except (OSError, *DECODE_ERRORS) as exc:
@@ -202,6 +209,6 @@ def damage(file: Path, *, is_truncated: bool) -> None:
 
 
 def _shift_wall_clock(seconds: float) -> None:
-    """Set the wall clock of this process off by `seconds`, for all code in it that asks the module `time`."""
+    """Shift the wall clock of this process by `seconds`, for all code in it that reads the clock through the module `time`."""
     time.time = lambda: _real_time() + seconds
     time.time_ns = lambda: _real_time_ns() + int(seconds * 1e9)

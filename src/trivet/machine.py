@@ -1,6 +1,6 @@
-"""Describes what this machine offers a run: visible GPUs, usable cores, and what they compute fast; gives memory back to it.
+"""Describes the devices that this machine offers a run: visible GPUs, usable cores, and the dtypes that they compute fast.
 
-Imports no torch.
+It also owns the directory for compiled code, and returns unused memory of the heap to the kernel. It does not import torch.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ _NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
 _CPU_INFO = Path("/proc/cpuinfo")
 _GPU_LINE = re.compile(r"GPU \d+:")
 _CPU_FLAGS_LINE = re.compile(r"^(?:flags|Features)\s*:\s*(.*)$", re.MULTILINE)
-"""`flags` on x86, `Features` on arm64."""
+"""The line of /proc/cpuinfo with the instruction sets: `flags` on x86, `Features` on arm64."""
 _QUERY_TIMEOUT_S = 20.0
 _COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -35,12 +35,12 @@ _BF16_FLAGS = ("amx_bf16", "avx512_bf16")
 """x86 instructions that multiply bfloat16."""
 _ARM_BF16_FLAG = "bf16"
 _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
-"""Values of ONEDNN_MAX_CPU_ISA under which oneDNN, which multiplies bfloat16 for torch, uses none of these instructions."""
+"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN uses none of the instructions above. Torch multiplies bfloat16 by oneDNN."""
 
 _MAX_HEAP_GROWTH = 1.25
-"""The resident memory at which the heap is trimmed, as a multiple of the least that was measured."""
+"""The heap is trimmed when the resident memory exceeds the least measured value by this factor."""
 _CALLS_PER_MEASUREMENT = 20
-"""Batches that really need more cost a trim every 20 steps at most."""
+"""Calls of `trim_if_grown` for one measurement. If batches really need more memory, a trim happens at most every 20 steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +48,21 @@ class Machine:
     """The devices of this machine that a run may use."""
 
     gpus: tuple[str, ...]
-    """Names of the GPUs, as CUDA_VISIBLE_DEVICES has them; a GPU id in a configuration is a position in it."""
+    """Names of the GPUs, as CUDA_VISIBLE_DEVICES has them. A GPU id in a configuration is an index into this tuple."""
     num_cpus: int
     """Cores that this process may run on."""
     architecture: str = "x86_64"
-    """Name of the processor architecture, as the kernel has it."""
+    """The kernel's name of the processor architecture."""
     cpu_flags: frozenset[str] = frozenset()
     """Instruction sets of the processor, as /proc/cpuinfo spells them."""
     max_cpu_isa: str = ""
-    """The limit that the environment sets to oneDNN's instruction sets, in capitals; empty: none."""
+    """The value of ONEDNN_MAX_CPU_ISA, which limits the instruction sets that oneDNN uses, in capitals; empty: no limit."""
     compute_capabilities: tuple[tuple[int, int], ...] = ()
-    """Major and minor number for each visible GPU; empty when the driver does not say."""
+    """Major and minor number of each visible GPU; empty if the driver does not report them."""
 
     @property
     def bf16_instructions(self) -> tuple[str, ...]:
-        """Name the processor's instructions for bfloat16 products that torch will use; none where torch emulates them.
+        """The processor's instructions that torch uses for bfloat16 products; empty if torch emulates these products.
 
         Measured with 1024 x 1024 products on two cores, in GFLOP/s. AMX: 1,240 in bfloat16, 120 in float32. AVX512-BF16 without
         AMX (Zen 5): 895 and 200. AVX-512 with neither: 30 in bfloat16. AVX2 alone: 0.4.
@@ -75,41 +75,41 @@ class Machine:
 
 
 def inspect_machine(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Look at this machine. CUDA_VISIBLE_DEVICES and oneDNN's limit in `environ` count."""
-    gpus = visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), installed=_count_gpus) if _has_cuda_torch() else ()
+    """Return the devices of this machine, as CUDA_VISIBLE_DEVICES and oneDNN's limit in `environ` restrict them."""
+    gpus = select_visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), installed=_count_gpus) if _has_cuda_torch() else ()
     return Machine(
         gpus=gpus,
         num_cpus=len(os.sched_getaffinity(0)),
         architecture=platform.machine(),
         cpu_flags=_read_cpu_flags(),
         max_cpu_isa=(environ.get("ONEDNN_MAX_CPU_ISA") or environ.get("DNNL_MAX_CPU_ISA") or "").upper(),
-        compute_capabilities=capabilities_of(gpus, installed=_query_capabilities()) if gpus else (),
+        compute_capabilities=select_capabilities(gpus, installed=_query_capabilities()) if gpus else (),
     )
 
 
 def compile_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory in which torch.compile keeps what it compiled for this processor; for TORCHINDUCTOR_CACHE_DIR.
+    """Make and return the directory for code that torch.compile generates for this processor, the value of TORCHINDUCTOR_CACHE_DIR.
 
-    It is made, for this user alone: code is loaded from it, and everyone may make directories where temporary files are.
+    The directory belongs to this user alone: code is loaded from it, and every user may create directories beside temporary files.
 
-    Torch's own default is one directory for every processor, and its keys do not name the instruction set. Code that was generated
-    for AVX-512 is then compiled again for AVX2, and computes something else without an error: vLLM's sampler drew other tokens
-    (torch 2.13; seen where ATEN_CPU_CAPABILITY=avx2 followed a run without it).
+    Torch's own default is one directory for every processor, and its cache keys do not contain the instruction set. Code that was
+    generated for AVX-512 is then compiled again for AVX2 and computes different values without an error: vLLM's sampler drew other
+    tokens (torch 2.13; seen when a run with ATEN_CPU_CAPABILITY=avx2 followed a run without it).
     """
     if chosen := environ.get(_COMPILE_CACHE):
         return Path(chosen)
-    kind = " ".join([platform.machine(), *sorted(_read_cpu_flags()), environ.get("ATEN_CPU_CAPABILITY", "")])
+    processor = " ".join([platform.machine(), *sorted(_read_cpu_flags()), environ.get("ATEN_CPU_CAPABILITY", "")])
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):  # a container's user need not have a name
         user = f"uid_{os.getuid()}"
-    user = re.sub(r'[\\/:*?"<>|]', "_", user)  # a path may contain the rest
-    name = f"torchinductor_{user}_{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+    user = re.sub(r'[\\/:*?"<>|]', "_", user)  # the other characters may be in a path
+    name = f"torchinductor_{user}_{hashlib.sha256(processor.encode()).hexdigest()[:12]}"
     return make_private_directory(Path(tempfile.gettempdir()) / name)
 
 
 def make_private_directory(path: Path) -> Path:
-    """Make the directory `path` of this user alone, or take the one that is there; a ConfigError if it is another user's."""
+    """Make the directory `path` for this user alone, or use the existing one. Raises a ConfigError if it is another user's."""
     try:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -125,8 +125,13 @@ def make_private_directory(path: Path) -> Path:
     return path
 
 
-def visible_gpus(visible: str | None, *, installed: Callable[[], int]) -> tuple[str, ...]:
-    """Return the GPUs that `visible` (a value of CUDA_VISIBLE_DEVICES, or None) leaves of those that `installed` counts."""
+def select_visible_gpus(visible: str | None, *, installed: Callable[[], int]) -> tuple[str, ...]:
+    """Return the names of the GPUs that this process may use.
+
+    Args:
+        visible: the value of CUDA_VISIBLE_DEVICES; None if it is not set, and all GPUs are visible.
+        installed: returns the number of installed GPUs.
+    """
     num_installed = installed()
     if visible is None:
         return tuple(str(index) for index in range(num_installed))
@@ -138,15 +143,19 @@ def visible_gpus(visible: str | None, *, installed: Callable[[], int]) -> tuple[
     return tuple(names) if num_installed else ()
 
 
-def capabilities_of(gpus: Sequence[str], *, installed: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the compute capabilities of `gpus`; of all `installed` ones where a GPU is not named by its number."""
+def select_capabilities(gpus: Sequence[str], *, installed: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the compute capability of each of `gpus`.
+
+    A GPU may be named by a UUID. Its position is then unknown, and all of `installed`, the capabilities in the driver's order, are
+    returned.
+    """
     if all(name.isdigit() and int(name) < len(installed) for name in gpus):
         return tuple(installed[int(name)] for name in gpus)
     return tuple(installed)
 
 
 def _has_cuda_torch() -> bool:
-    """False for the CPU build of torch, which computes on the CPU whatever the driver shows."""
+    """Return whether torch may use a GPU: its CPU build computes on the CPU even if the driver shows GPUs."""
     try:
         return not importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -161,14 +170,14 @@ def _count_gpus() -> int:
 
 
 def _query_capabilities() -> list[tuple[int, int]]:
-    """Empty where the driver is too old to say."""
+    """Return the compute capability of each installed GPU; an empty list if the driver is too old to report it."""
     answer = ask_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader") or ""
     found = re.findall(r"^(\d+)\.(\d+)\s*$", answer, re.MULTILINE)
     return [(int(major), int(minor)) for major, minor in found]
 
 
 def ask_nvidia_smi(*arguments: str) -> str | None:
-    """Return what it prints; None when it is not there or fails."""
+    """Return the output of nvidia-smi, or None if it is not installed or fails."""
     command = ["nvidia-smi", *arguments]
     try:
         answer = subprocess.run(
@@ -188,36 +197,37 @@ def _read_cpu_flags() -> frozenset[str]:
 
 
 class Heap:
-    """The heap of this process. The trainer has it trimmed after a step, a server after a load.
+    """The heap of this process. The trainer trims it after steps, a server after it has loaded a policy.
 
     On a CPU the launcher makes glibc keep freed memory (`launcher.plan`), because a tensor in new memory costs a page fault for
     every 4 KiB. Tensors differ in size from step to step, so the kept memory fragments: SmolLM2's trainer grew by 30 MB a step,
-    from 3 to 8 GiB within a hundred steps, of which 3 GiB were in use. Giving 2 GiB back and getting them again takes about two
-    seconds.
+    from 3 to 8 GiB within a hundred steps, of which 3 GiB were in use. To return 2 GiB to the kernel and to get them again takes
+    about two seconds, so the heap is trimmed only if it has grown.
     """
 
     def __init__(self, *, read_bytes: Callable[[], int] | None = None, trim: Callable[[], None] | None = None) -> None:
-        """Begin to count; tests pass functions that return the resident memory and give free pages back."""
+        """Start to count calls. Tests replace `read_bytes`, which returns the resident memory, and `trim`, which frees pages."""
         self._read_bytes = read_bytes or resident_bytes
         self._trim = trim or trim_heap
         self._num_calls = 0
         self._least_bytes: int | None = None
 
     def trim_if_grown(self) -> None:
-        """In every twentieth call, give free memory back if the process has grown by a quarter over the least that it needed."""
+        """Return free memory to the kernel if the process is a quarter larger than at its smallest. Every 20th call measures."""
         self._num_calls += 1
         if self._num_calls % _CALLS_PER_MEASUREMENT:
             return
-        found = self._read_bytes()
-        if self._least_bytes and found > _MAX_HEAP_GROWTH * self._least_bytes:
+        num_bytes = self._read_bytes()
+        if self._least_bytes and num_bytes > _MAX_HEAP_GROWTH * self._least_bytes:
+            before = num_bytes
             self._trim()
-            before, found = found, self._read_bytes()
-            logger.info("heap trimmed from_gib=%.2f to_gib=%.2f", before / 2**30, found / 2**30)
-        self._least_bytes = min(found, self._least_bytes or found)
+            num_bytes = self._read_bytes()
+            logger.info("heap trimmed from_gib=%.2f to_gib=%.2f", before / 2**30, num_bytes / 2**30)
+        self._least_bytes = min(num_bytes, self._least_bytes or num_bytes)
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes; 0 on a system that does not say."""
+    """Return the resident memory of this process in bytes; 0 on a system that does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -225,6 +235,6 @@ def resident_bytes() -> int:
 
 
 def trim_heap() -> None:
-    """Give every free page of the heap back to the kernel. Does nothing with a C library that has no `malloc_trim`."""
+    """Return every free page of the heap to the kernel. With a C library without `malloc_trim` this does nothing."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

@@ -1,7 +1,7 @@
-"""Keeps the run's secret: whoever has it may change the run, nobody else can.
+"""Keeps the run's secret. Only a process that has it may change the run.
 
-It is in a file that its owner alone may read, never in a configuration, an argument or a log. The launcher makes it and names
-the file to its roles by an environment variable; a resumed run keeps it.
+The secret is in a file that its owner alone may read, never in a configuration, an argument or a log. The launcher creates the file
+and passes its path to the roles in an environment variable. A resumed run keeps the secret.
 """
 
 import hashlib
@@ -15,12 +15,12 @@ from trivet.errors import ConfigError
 from trivet.storage.durable import write_first
 
 _NUM_BYTES = 32
-_OTHERS = 0o077
-"""Permissions of everyone but the owner."""
+_GROUP_AND_OTHERS = 0o077
+"""The permission bits of everyone but the owner."""
 
 
 class RunSecret:
-    """32 random bytes, which nothing prints by accident."""
+    """The 32 random bytes of a run. The class has no repr of its own, so nothing prints the bytes by accident."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -39,24 +39,27 @@ class RunSecret:
 
 
 def share_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable by which roles find the secret that `find_secret` finds, wherever they run; it is made if need be."""
+    """Create the run's secret if there is none, and return the environment variable that names its file to the roles.
+
+    The path is absolute, because a role may run in another directory.
+    """
     find_secret(layout, environ=environ)
     return {SECRET_FILE: str(secret_file(layout, environ=environ))}
 
 
 def secret_file(layout: RunLayout, *, environ: Mapping[str, str]) -> Path:
-    """Return the file that `environ` names, else that of the output directory; absolute."""
+    """Return the absolute path of the secret's file: the one that `environ` names, else the one in the output directory."""
     return Path(environ.get(SECRET_FILE) or layout.secret).absolute()
 
 
 def find_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> RunSecret:
-    """Return the secret in the file that `environ` names, else that of the output directory, which is made when it has none."""
-    named = secret_file(layout, environ=environ)
-    return make_secret(named) if named == layout.secret.absolute() else read_secret(named)
+    """Return the secret in `secret_file`. A missing file is created in the output directory; elsewhere it is a ConfigError."""
+    file = secret_file(layout, environ=environ)
+    return make_secret(file) if file == layout.secret.absolute() else read_secret(file)
 
 
 def make_secret(file: Path) -> RunSecret:
-    """Write a new secret unless the file is there; returns what it holds. Several processes may call it at one moment."""
+    """Write a new secret if `file` does not exist, and return the secret in it. Several processes may call this at once."""
     try:
         write_first(file, f"{secrets.token_hex(_NUM_BYTES)}\n".encode(), is_private=True)
     except OSError as exc:
@@ -65,7 +68,7 @@ def make_secret(file: Path) -> RunSecret:
 
 
 def read_secret(file: Path) -> RunSecret:
-    """Read the secret in `file`; a ConfigError if it is missing, is not a secret, or other users may read it."""
+    """Read the secret in `file`. Raises a ConfigError if the file is missing, holds no secret, or other users may read it."""
     try:
         with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
@@ -74,7 +77,7 @@ def read_secret(file: Path) -> RunSecret:
         raise ConfigError(
             f"the run's secret cannot be read from {file}: {exc.strerror}; name the file of the run with {SECRET_FILE}"
         ) from exc
-    if mode & _OTHERS:
+    if mode & _GROUP_AND_OTHERS:
         raise ConfigError(f"other users may read the run's secret in {file}: chmod 600 it")
     try:
         key = bytes.fromhex(text.decode("ascii").strip())

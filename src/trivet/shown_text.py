@@ -1,6 +1,6 @@
 """Makes text that others wrote safe to show: a terminal obeys escape sequences, and no encoding has lone surrogates.
 
-Used for errors and by tools that print what a run's files say.
+Errors use it, and tools that print text from the files of a run.
 """
 
 import sys
@@ -9,7 +9,7 @@ _MAX_SHOWN_CHARS = 200
 
 
 def printable(text: str) -> str:
-    """Return `text` with every character that is neither printable nor a line break as a backslash escape."""
+    """Return `text` with a backslash escape for every character that is neither printable nor a line break."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else _escape(char) for char in text)
@@ -21,7 +21,7 @@ def one_line(text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return `text` on one line, its middle left out where it is long."""
+    """Return `text` on one line. If it is long, its middle is left out."""
     shown = one_line(text)
     if len(shown) <= _MAX_SHOWN_CHARS:
         return shown
@@ -30,7 +30,7 @@ def shorten(text: str) -> str:
 
 
 def print_error(error: object) -> None:
-    """Print what ended a command to standard error."""
+    """Print the error that ended a command to standard error."""
     print(f"error: {printable(str(error))}", file=sys.stderr)  # noqa: T201
 
 

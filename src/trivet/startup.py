@@ -1,7 +1,7 @@
 """The console scripts of a run: each checks what is installed, then imports the command and runs it.
 
 The check comes before the import, because a package of a wrong version may fail while it is imported. Nothing heavier than
-`trivet.dependencies` may be imported here. Commands that a launcher starts as `python -m …` were checked by that launcher.
+`trivet.dependencies` may be imported here. Commands that a launcher starts as `python -m …` need no check: the launcher passed it.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from trivet.shown_text import print_error
 
 
 def run_command(module: str) -> int:
-    """Run `main` of `module` and return its exit code; 2, without importing it, when an installed package has a wrong version."""
+    """Run `main` of `module` and return its exit code. If an installed package has a wrong version, return 2 and import nothing."""
     try:
         require_dependencies()
     except DependencyError as exc:

@@ -14,11 +14,11 @@ from trivet.launcher.commands.trainer import count_ranks
 from trivet.machine import (
     Heap,
     Machine,
-    capabilities_of,
     compile_cache_directory,
     inspect_machine,
     make_private_directory,
-    visible_gpus,
+    select_capabilities,
+    select_visible_gpus,
 )
 
 
@@ -39,7 +39,7 @@ from trivet.machine import (
 def test_the_variable_of_cuda_limits_and_orders_the_gpus(
     visible: str | None, num_installed: int, expected: tuple[str, ...]
 ) -> None:
-    assert visible_gpus(visible, installed=lambda: num_installed) == expected
+    assert select_visible_gpus(visible, installed=lambda: num_installed) == expected
 
 
 def test_ranks_are_one_per_gpu_or_one() -> None:
@@ -62,10 +62,10 @@ def test_cuda_without_a_gpu_is_refused() -> None:
 
 def test_capabilities_are_those_of_the_visible_gpus() -> None:
     installed = [(9, 0), (7, 5)]
-    assert capabilities_of(("0",), installed=installed) == ((9, 0),)
-    assert capabilities_of(("1", "0"), installed=installed) == ((7, 5), (9, 0))
-    assert capabilities_of(("GPU-8f3e",), installed=installed) == ((9, 0), (7, 5)), "any of them may be meant"
-    assert capabilities_of(("0",), installed=[]) == ()
+    assert select_capabilities(("0",), installed=installed) == ((9, 0),)
+    assert select_capabilities(("1", "0"), installed=installed) == ((7, 5), (9, 0))
+    assert select_capabilities(("GPU-8f3e",), installed=installed) == ((9, 0), (7, 5)), "any of them may be meant"
+    assert select_capabilities(("0",), installed=[]) == ()
 
 
 @pytest.mark.parametrize(
