@@ -1,8 +1,8 @@
 """Computes the advantages of a group's rollouts from their rewards.
 
-Computed on the complete group, before any filter, so that what is filtered never moves a baseline. Each function takes the
-group's `AdvantageInputs` and returns one float64 per rollout. A reward that equals its baseline has an advantage of exactly 0,
-however the baseline was rounded. Legend: G rollouts of the group.
+The orchestrator's buffer calls it with the complete group, before any filter, so that filtered rollouts count for the baseline.
+Each function takes the group's `AdvantageInputs` and returns one float64 for each rollout. A reward that differs from its baseline
+only by rounding has an advantage of exactly 0. Legend: G rollouts of the group.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class AdvantageInputs:
     """int64 [G]: tokens that the policy sampled."""
 
     @classmethod
-    def of(cls, group: Group) -> "AdvantageInputs":
+    def from_group(cls, group: Group) -> "AdvantageInputs":
         """Return the inputs of a finished group."""
         lengths = [sum(count_tokens(sample.versions) for sample in rollout.samples) for rollout in group.rollouts]
         return cls(rewards=group.rewards, completion_lengths=np.array(lengths, dtype=np.int64))
@@ -34,8 +34,8 @@ class AdvantageInputs:
 AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]
 
 
-def _above(baseline: np.ndarray | float, rewards: np.ndarray) -> np.ndarray:
-    """Return what each reward is above `baseline`, which is computed from them: exactly 0 where they differ by rounding alone."""
+def _subtract(baseline: np.ndarray | float, rewards: np.ndarray) -> np.ndarray:
+    """Return `rewards` minus the `baseline` that was computed from them; exactly 0 where both differ only by rounding."""
     differences = rewards - baseline
     return np.where(np.abs(differences) <= rounding_error(rewards), 0.0, differences)
 
@@ -45,19 +45,19 @@ def mean_baseline(inputs: AdvantageInputs) -> np.ndarray:
 
     Source: Dr. GRPO (arXiv 2503.20783), section 3; the default of prime-rl.
     """
-    return _above(inputs.rewards.mean(), inputs.rewards)
+    return _subtract(inputs.rewards.mean(), inputs.rewards)
 
 
 def length_weighted_mean(inputs: AdvantageInputs) -> np.ndarray:
-    """Compute A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), with l the completion lengths; the plain mean when all are empty.
+    """Compute A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), with l the completion lengths. If all are empty, the baseline is the mean.
 
-    The baseline of least variance when the gradient's squared norm grows with the length.
+    This baseline has the least variance if the gradient's squared norm is proportional to the length.
     Source: OPO (arXiv 2505.23585), equation 7.
     """
     weights = inputs.completion_lengths
     if not weights.any():
         return mean_baseline(inputs)
-    return _above(float(np.average(inputs.rewards, weights=weights)), inputs.rewards)
+    return _subtract(float(np.average(inputs.rewards, weights=weights)), inputs.rewards)
 
 
 def leave_one_out(inputs: AdvantageInputs) -> np.ndarray:
@@ -66,7 +66,7 @@ def leave_one_out(inputs: AdvantageInputs) -> np.ndarray:
     Source: RLOO (arXiv 2402.14740), equation 7. G is at least 2.
     """
     rewards = inputs.rewards
-    return _above((rewards.sum() - rewards) / (len(rewards) - 1), rewards)
+    return _subtract((rewards.sum() - rewards) / (len(rewards) - 1), rewards)
 
 
 def standardised(inputs: AdvantageInputs, *, eps: float) -> np.ndarray:
@@ -75,22 +75,22 @@ def standardised(inputs: AdvantageInputs, *, eps: float) -> np.ndarray:
     Source: GRPO (arXiv 2402.03300), section 4.1.2. G is at least 2.
     """
     rewards = inputs.rewards
-    return _above(rewards.mean(), rewards) / (rewards.std(ddof=1) + eps)
+    return _subtract(rewards.mean(), rewards) / (rewards.std(ddof=1) + eps)
 
 
 def mean_normalised(inputs: AdvantageInputs) -> np.ndarray:
     """Compute A_i = (R_i - mean(R)) / mean(R): the rarer a success, the more it counts.
 
-    It is zero throughout when no rollout has a reward.
-    Source: MaxRL, as prime-rl has it under `max_rl`.
+    All advantages are 0 if all rewards are.
+    Source: MaxRL, as prime-rl implements it under the name `max_rl`.
     """
     rewards = inputs.rewards
     if rewards.min() < 0:
         raise ValueError(f"max_rl divides by the mean reward and needs rewards >= 0, got {rewards.min():g}")
     mean = rewards.mean()
-    return _above(mean, rewards) / mean if mean > 0 else np.zeros_like(rewards)
+    return _subtract(mean, rewards) / mean if mean > 0 else np.zeros_like(rewards)
 
 
 def raw_rewards(inputs: AdvantageInputs) -> np.ndarray:
-    """Compute A_i = R_i: no baseline. For rewards that are already centred, or groups of one."""
+    """Compute A_i = R_i, without a baseline: for rewards that are already centred, or groups of one rollout."""
     return inputs.rewards.copy()

@@ -1,21 +1,23 @@
-"""Computes with single numbers: comparisons that rounding does not decide, and seeds. Pure.
+"""Pure functions of numbers: comparisons that allow for rounding, and seeds.
 
-0.7 + 0.2 + 0.1 is 0.9999999999999999, and the mean of six times 0.7 is 0.7000000000000001: to `==` and `>=` they are not 1 and 0.7.
+As floats, 0.7 + 0.2 + 0.1 is 0.9999999999999999, and the mean of six times 0.7 is 0.7000000000000001, so `==` and `>=` give wrong
+answers.
 """
 
 import hashlib
 
 import numpy as np
 
-_RELATIVE = 1e-12
-"""Sums of hundreds of float64 terms are wrong by less than this share of their largest; no reward means a difference as small."""
-_ABSOLUTE = 1e-15
-"""What terms of about 1 leave over when they cancel: 0.3 - 0.1 - 0.2 is -3e-17. Rewards below it count as 0."""
+_RELATIVE_ERROR = 1e-12
+"""Largest rounding error, as a share of the largest value: of a sum of hundreds of float64 it is smaller. Real differences of
+rewards are larger."""
+_ABSOLUTE_ERROR = 1e-15
+"""Largest rounding error that remains when values of about 1 cancel: 0.3 - 0.1 - 0.2 is -3e-17. Smaller rewards count as 0."""
 
 
 def rounding_error(values: np.ndarray | float) -> float:
-    """Return the greatest difference that rounding alone may make between numbers of the size of `values`."""
-    return max(_RELATIVE * float(np.max(np.abs(values))), _ABSOLUTE)
+    """Return the largest difference that rounding alone can cause between numbers of the size of `values`."""
+    return max(_RELATIVE_ERROR * float(np.max(np.abs(values))), _ABSOLUTE_ERROR)
 
 
 def are_equal(values: np.ndarray) -> bool:
@@ -24,7 +26,7 @@ def are_equal(values: np.ndarray) -> bool:
 
 
 def is_at_least(value: float, limit: float) -> bool:
-    """Return whether `value` is `limit` or more; a little less counts where rounding can have made it so."""
+    """Return whether `value` is at least `limit`, or below it only by rounding."""
     return value >= limit - rounding_error(limit)
 
 

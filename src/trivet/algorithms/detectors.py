@@ -1,7 +1,7 @@
-"""Detects from the metrics of each step that a run learns nothing or is about to break. Pure apart from their memory.
+"""Detects from the metrics of each step that a run learns nothing or is about to break.
 
-A detector sees the metrics of one role, step by step, and speaks when its condition has held for some steps in a row. What
-follows (a warning, the end of the run) is decided by its owner, `telemetry.telemetry`.
+A detector gets the metrics of one role, step by step, and returns a finding when its condition has held for some steps in a row.
+Detectors remember earlier steps, and have no other effect: `telemetry.telemetry` calls them and warns or ends the run.
 """
 
 from collections import deque
@@ -17,14 +17,14 @@ from trivet.key_names import key_name, list_keys
 Metrics = Mapping[str, float]
 
 _REFERENCE_STEPS = 5
-"""Steps whose median is the normal level of a metric: the fewest in which two outliers do not decide the median."""
+"""Steps whose median is the normal level of a metric: the fewest for which two outliers do not change the median much."""
 _RECENT_STEPS = 20
-"""Steps whose median a spike is compared with: enough that spikes do not raise it, few enough to follow a slow change."""
+"""Steps with whose median a spike is compared: enough that spikes do not raise it, few enough that it follows a slow change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """The limits of the detectors; see `config.schema.shared` for the reasons."""
+    """The limits of the detectors. `config.schema.shared` documents them, under keys of the same meaning."""
 
     failed_share: float
     truncated_share: float
@@ -57,38 +57,37 @@ class Detector:
     patience: int
     """Steps in a row that the condition must hold."""
     remedy: str
-    _held: int = field(default=0, init=False)
+    _num_steps_held: int = field(default=0, init=False)
 
-    def look(self, metrics: Metrics) -> Finding | None:
-        """Return a finding when the patience is over, and again each time it is over anew."""
-        what = self.condition(metrics)
-        self._held = self._held + 1 if what else 0
-        if what is None or self._held % self.patience:
+    def check(self, metrics: Metrics) -> Finding | None:
+        """Check the metrics of one step. Returns a finding after each `patience` steps in a row for which the condition held."""
+        observation = self.condition(metrics)
+        self._num_steps_held = self._num_steps_held + 1 if observation else 0
+        if observation is None or self._num_steps_held % self.patience:
             return None
-        lasting = f" for {self._held} steps" if self._held > 1 else ""
-        return Finding(detector=self.name, message=f"{what}{lasting}; {self.remedy}")
+        duration = f" for {self._num_steps_held} steps" if self._num_steps_held > 1 else ""
+        return Finding(detector=self.name, message=f"{observation}{duration}; {self.remedy}")
 
 
 def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
     """Return every detector, ready for a fresh run.
 
     Args:
-        patience: steps in a row, for those where a single step may be chance.
+        patience: steps in a row, for the conditions that may hold in a single step by chance.
     """
 
-    def detector(name: str, condition: Condition, remedy: str, *, patience: int = patience) -> Detector:
-        """Return a detector with the patience of the run, or with its own."""
+    def make(name: str, condition: Condition, remedy: str, *, patience: int = patience) -> Detector:
         return Detector(name=name, condition=condition, patience=patience, remedy=remedy)
 
     return [
-        detector(
+        make(
             "equal_rewards",
             _find_equal_rewards,
             "the task is too hard or too easy for the model, or the reward function returns the same value for every answer: "
             "look at rollouts/, "
             "raise sampling.temperature, or take other examples",
         ),
-        detector(
+        make(
             "zero_advantages",
             lambda metrics: (
                 "every group of the batch has advantage 0" if metrics.get("batch/effective_batch_size") == 0.0 else None
@@ -97,40 +96,42 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
             "sampling.temperature, or "
             "set orchestrator.buffer.online_difficulty_filtering = true",
         ),
-        detector(
+        make(
             "failed_rollouts",
-            lambda metrics: _above(metrics, "error/mean", thresholds.failed_share, "of the groups failed"),
+            lambda metrics: _find_high_share(metrics, "error/mean", thresholds.failed_share, "of the groups failed"),
             "the first error of each is in logs/orchestrator.stdout and logs/env_workers/",
         ),
-        detector(
+        make(
             "truncated",
-            lambda metrics: _above(metrics, "is_truncated/mean", thresholds.truncated_share, "of the rollouts are cut off"),
+            lambda metrics: _find_high_share(
+                metrics, "is_truncated/mean", thresholds.truncated_share, "of the rollouts are cut off"
+            ),
             f"raise {list_keys('orchestrator.sampling.max_tokens', 'seq_len', 'max_model_len')}, or reward shorter answers",
         ),
-        detector(
+        make(
             "entropy_collapse",
             _find_fall("entropy/mean", share=thresholds.entropy_share),
             "the policy hardly varies its answers any more: lower optim.lr, raise sampling.temperature, or stop here",
         ),
-        detector(
+        make(
             "mismatch_drift",
             lambda metrics: _find_excess(metrics, "mismatch_kl/mean", thresholds.mismatch_kl),
             "trainer and server disagree about the same tokens: lower max_off_policy_steps or optim.lr, and check that both "
             "use the same dtype and that sampling is not cut (top_p, top_k, min_p, penalties)",
         ),
-        detector(
+        make(
             "gradient_spike",
             _find_spike("optim/grad_norm", factor=thresholds.gradient_factor),
             "a single one is clipped by optim.max_norm; if they repeat, lower optim.lr and look at the rollouts of the step",
             patience=1,
         ),
-        detector(
+        make(
             "stuck_policy",
             _find_standstill("progress/ckpt_step"),
             "batches are filled from an old policy: see whether the servers refuse new weights (logs/inference.stdout)",
             patience=thresholds.stuck_policy_steps,
         ),
-        detector(
+        make(
             "no_loss_tokens",
             lambda metrics: "no token to train on" if metrics.get("batch/loss_tokens") == 0.0 else None,
             f"every completion was empty, masked or cut at {key_name('seq_len')}: raise "
@@ -147,28 +148,30 @@ def _find_equal_rewards(metrics: Metrics) -> str | None:
     return f"every rollout of the batch has reward {low:g}"
 
 
-def _above(metrics: Metrics, name: str, share: float, what: str) -> str | None:
+def _find_high_share(metrics: Metrics, name: str, limit: float, predicate: str) -> str | None:
+    """Return what is wrong if the metric `name`, a share of something that `predicate` completes, is at least `limit`."""
     value = metrics.get(name)
-    return f"{value:.0%} {what} ({name}, limit {share:.0%})" if value is not None and value >= share else None
+    return f"{value:.0%} {predicate} ({name}, limit {limit:.0%})" if value is not None and value >= limit else None
 
 
 def _find_excess(metrics: Metrics, name: str, limit: float) -> str | None:
+    """Return what is wrong if the metric `name` is above `limit`."""
     value = metrics.get(name)
     return f"{name} is {value:.3g}, above {limit:g}" if value is not None and value > limit else None
 
 
 def _find_fall(name: str, *, share: float) -> Condition:
-    """Return the condition that a metric has fallen below a share of its level in the first steps."""
-    first: list[float] = []
+    """Return the condition that a metric has fallen below a share of its median over the first steps."""
+    first_values: list[float] = []
 
     def find(metrics: Metrics) -> str | None:
         value = metrics.get(name)
         if value is None:
             return None
-        if len(first) < _REFERENCE_STEPS:
-            first.append(value)
+        if len(first_values) < _REFERENCE_STEPS:
+            first_values.append(value)
             return None
-        level = median(first)
+        level = median(first_values)
         if value >= share * level:
             return None
         return f"{name} is {value:.3g}, less than {share:.0%} of its level at the start ({level:.3g})"
@@ -177,7 +180,7 @@ def _find_fall(name: str, *, share: float) -> Condition:
 
 
 def _find_spike(name: str, *, factor: float) -> Condition:
-    """Return the condition that a metric is many times its median over the last steps."""
+    """Return the condition that a metric is more than `factor` times its median over the last steps."""
     recent: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def find(metrics: Metrics) -> str | None:
@@ -194,12 +197,13 @@ def _find_spike(name: str, *, factor: float) -> Condition:
 
 
 def _find_standstill(name: str) -> Condition:
-    """Return the condition that a counter has the value of the step before."""
-    last: list[float | None] = [None]
+    """Return the condition that a policy version has the same value as in the step before."""
+    previous: float | None = None
 
     def find(metrics: Metrics) -> str | None:
+        nonlocal previous
         value = metrics.get(name)
-        before, last[0] = last[0], value
-        return f"the servers hold policy {value:.0f}" if value is not None and value == before else None
+        is_same, previous = value == previous, value
+        return f"the servers hold policy {value:.0f}" if value is not None and is_same else None
 
     return find

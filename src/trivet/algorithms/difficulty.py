@@ -1,4 +1,4 @@
-"""Rates rollouts and examples by their rewards, and takes turns in given proportions without chance."""
+"""Classifies rollouts and examples by their rewards, and chooses among environments in given proportions."""
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -7,7 +7,7 @@ from trivet.algorithms.arithmetic import is_at_least
 
 PASSING_REWARD = 1.0
 """Lowest reward of a rollout that counts as a success in pass@k, in training and in evaluation. Rubrics give 1.0 for a right answer
-and less for a part of it. A rubric whose rewards all stay below 1.0 has pass@k 0."""
+and less for a partly right one. If all rewards of a rubric are below 1.0, its pass@k is 0."""
 
 
 def has_passed(reward: float) -> bool:
@@ -23,13 +23,13 @@ class Difficulty(StrEnum):
     HARD = "hard"
 
 
-def difficulty_of(mean_reward: float, *, easy_threshold: float | None, hard_threshold: float | None) -> Difficulty:
+def rate_difficulty(mean_reward: float, *, easy_threshold: float | None, hard_threshold: float | None) -> Difficulty:
     """Return the pool of an example by its last mean reward.
 
     Args:
         mean_reward: over the group.
-        easy_threshold: this and above is easy; None: nothing is.
-        hard_threshold: this and below is hard; None: nothing is.
+        easy_threshold: a mean of at least this is easy; None: no example is easy.
+        hard_threshold: a mean of at most this is hard; None: no example is hard.
     """
     if easy_threshold is not None and is_at_least(mean_reward, easy_threshold):
         return Difficulty.EASY
@@ -38,30 +38,30 @@ def difficulty_of(mean_reward: float, *, easy_threshold: float | None, hard_thre
     return Difficulty.NORMAL
 
 
-class FairTurns:
-    """Hands out turns in given proportions: after n turns each name has had its share of n to within a turn or so.
+class WeightedRoundRobin:
+    """Chooses names in given proportions: each name is chosen about as often as its share of all choices.
 
-    Without chance: the credits are the whole state.
+    No choice is random: it follows from the credits, which are the whole state.
 
     Source: smooth weighted round-robin, as in nginx's upstream balancing.
     """
 
     def __init__(self, ratios: Mapping[str, float], *, credits: Mapping[str, float] | None = None) -> None:
-        """Start with no credit, or with that of an earlier state.
+        """Start without credits, or with the credits of an earlier object.
 
         Args:
-            ratios: positive numbers of any sum.
-            credits: of an earlier state; a name that it does not have starts at 0.
+            ratios: the weight of each name, above 0; their sum does not matter.
+            credits: the credits of an earlier object; other names start at 0.
         """
         self._ratios = dict(ratios)
         self.credits = {name: (credits or {}).get(name, 0.0) for name in ratios}
 
-    def take(self, names: Iterable[str]) -> str:
-        """Return whose turn it is among `names`, at least one; the others keep their credit and gain none."""
-        able = list(names)
-        total = sum(self._ratios[name] for name in able)
-        for name in able:
+    def choose(self, names: Iterable[str]) -> str:
+        """Choose one of `names`, at least one. Credits of other names do not change."""
+        candidates = list(names)
+        total = sum(self._ratios[name] for name in candidates)
+        for name in candidates:
             self.credits[name] += self._ratios[name] / total
-        chosen = max(able, key=lambda name: self.credits[name])
+        chosen = max(candidates, key=lambda name: self.credits[name])
         self.credits[chosen] -= 1.0
         return chosen

@@ -1,27 +1,28 @@
 """Decides when a rollout may start: how old its policy may be, how many may be in flight, and how many may start per minute.
 
-Batch n is trained on policy n-1. Staleness of a sample in batch n is n - 1 - (its oldest version), time in queues included. Nothing
-here has a clock of its own.
+Called by the orchestrator's dispatcher and buffer. Step n trains policy n-1 on batch n. The staleness of a sample in batch n is
+n - 1 - (its oldest version), so it grows while the sample waits. Callers pass the time: nothing here reads a clock.
 """
 
 from dataclasses import dataclass
 
 from trivet.wire.versions import PolicyVersion, Step
 
-_CUT_ON_PREEMPTION = 0.8
-"""Share of the limit that is left after a preemption, which wastes work: the cut is twice as deep as the one for a queue. A
-judgement, not a measurement; at 1.0 preemptions would continue."""
-_CUT_ON_QUEUE = 0.9
-"""Share of the limit that is left while a queue is too long, which wastes nothing. A judgement, not a measurement; at 1.0 the queue
-would stay, at 0.8 it would cost as much as a preemption."""
-_QUEUE_KEPT = 0.25
-"""Waiting requests as a share of running ones that are left alone: what ends is replaced at once. At 0 places would stay empty."""
-_GROWTH = 0.05
-"""Growth as a share of the ceiling: from nothing to the ceiling in twenty intervals. A cut for a queue at the ceiling takes two of
-them to grow back."""
-_IS_BINDING = 0.9
-"""The limit is what holds rollouts back when this share of it is in flight. Below 1.0 because whole groups start: a place for less
-than a group stays empty."""
+_PREEMPTION_FACTOR = 0.8
+"""Factor of the limit after a server has preempted a sequence, that is, has thrown it out of its cache. That wastes work, so the
+cut is twice as large as the cut for a queue. The value is a judgement, not a measurement; at 1.0 preemptions would continue."""
+_QUEUE_FACTOR = 0.9
+"""Factor of the limit while a queue is too long, which wastes no work. The value is a judgement, not a measurement; at 1.0 the
+queue would stay, and at 0.8 it would be treated like a preemption."""
+_ALLOWED_QUEUE_SHARE = 0.25
+"""Waiting requests, as a share of running ones, that are no reason for a cut: they replace requests that end. At 0 servers would
+have idle capacity."""
+_GROWTH_SHARE = 0.05
+"""Growth of the limit in one interval, as a share of the ceiling: it reaches the ceiling from 0 in twenty intervals. After a cut
+for a queue at the ceiling it grows back in two."""
+_BINDING_SHARE = 0.9
+"""The limit grows only if at least this share of it is in flight. It is below 1.0 because whole groups start, so the limit may
+never be reached exactly."""
 
 
 def staleness(*, step: Step, oldest: PolicyVersion) -> int:
@@ -44,7 +45,7 @@ def target_version(*, step: Step, latest: PolicyVersion, max_async_level: int, i
 
     Args:
         latest: newest published policy.
-        is_strict: hold exactly `required_version`, so that a run does not depend on timing.
+        is_strict: serve exactly `required_version`, so that a run does not depend on timing.
     """
     required = required_version(step=step, max_async_level=max_async_level)
     return required if is_strict else PolicyVersion(max(required, latest))
@@ -55,77 +56,79 @@ def may_dispatch(
 ) -> bool:
     """Return whether a new group may start now.
 
-    A group started behind `rollouts_ahead` others (finished and waiting, or in flight) will land in batch
-    `step + rollouts_ahead // rollouts_per_step`; it may start if `version` is recent enough for that batch. This bounds
-    what waits in the buffer. With `max_async_level` 0 and no oversampling every rollout is of the policy it trains; what
-    oversampling leaves over waits for the next batch, one policy later.
+    It may start if `version` is recent enough for the batch that will train on it, `step + rollouts_ahead // rollouts_per_step`.
+    This also limits how many rollouts wait in the buffer. With `max_async_level` 0 and no oversampling, every rollout is sampled
+    from the policy that is trained on it. Oversampled rollouts wait for the next batch, when the policy is one version newer.
 
     Args:
         step: the batch being filled.
-        version: what the servers hold.
+        version: the policy that the servers serve.
+        rollouts_ahead: rollouts that started before and are in no batch yet: in flight, or finished.
         rollouts_per_step: floor(batch_size * oversampling_factor).
     """
-    lands_in = Step(step + rollouts_ahead // rollouts_per_step)
-    return version >= required_version(step=lands_in, max_async_level=max_async_level)
+    expected_step = Step(step + rollouts_ahead // rollouts_per_step)
+    return version >= required_version(step=expected_step, max_async_level=max_async_level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSince:
-    """The load of all servers together, since they were last asked."""
+class CombinedLoad:
+    """The load of all servers together."""
 
     num_running: int
-    """Sequences being computed now."""
+    """Sequences that are being computed now."""
     num_waiting: int
-    """Requests without a place now."""
+    """Requests that wait now, because a server has no capacity for them."""
     num_preempted: int
-    """Sequences thrown out of a cache, to be computed again."""
+    """Sequences that were thrown out of a cache, to be computed again, since the load was last read."""
 
 
-def next_limit(limit: int, load: LoadSince, *, in_flight: int, floor: int, ceiling: int) -> int:
+def next_limit(limit: int, load: CombinedLoad, *, in_flight: int, floor: int, ceiling: int) -> int:
     """Return the new limit of rollouts in flight: additive increase, multiplicative decrease.
 
-    Sequences thrown out of the cache are work done twice: a cut. A queue longer than what runs makes rollouts old and none of
-    them faster: a softer cut, which takes from the queue only and leaves enough of it that no place stays empty. While the queue
-    is short and the limit is what holds rollouts back, it grows.
+    A preempted sequence is computed twice, so the limit is cut. If more requests wait than run, rollouts become older without any
+    of them being faster, so the limit is cut less. That cut only shortens the queue, and keeps the allowed part of it. While the
+    queue is short and nearly as many rollouts as the limit are in flight, the limit grows.
 
     Args:
         limit: the limit so far.
-        in_flight: rollouts in flight; some of them are in a tool or being scored, and no server knows of those.
-        floor: at most `ceiling`.
+        in_flight: rollouts in flight. Some of them call a tool or are scored, and are in no server's load.
+        floor: lowest limit, at most `ceiling`.
+        ceiling: highest limit.
     """
-    kept_queue = int(load.num_running * _QUEUE_KEPT)
-    busy = in_flight - load.num_waiting
+    allowed_queue = int(load.num_running * _ALLOWED_QUEUE_SHARE)
+    num_not_waiting = in_flight - load.num_waiting
     if load.num_preempted:
-        wanted = int(min(limit, in_flight) * _CUT_ON_PREEMPTION)
+        new_limit = int(min(limit, in_flight) * _PREEMPTION_FACTOR)
     elif load.num_waiting > load.num_running:
-        wanted = max(int(limit * _CUT_ON_QUEUE), min(limit, busy + kept_queue))
-    elif load.num_waiting <= kept_queue and in_flight >= limit * _IS_BINDING:
-        wanted = limit + max(1, int(ceiling * _GROWTH))
+        new_limit = max(int(limit * _QUEUE_FACTOR), min(limit, num_not_waiting + allowed_queue))
+    elif load.num_waiting <= allowed_queue and in_flight >= limit * _BINDING_SHARE:
+        new_limit = limit + max(1, int(ceiling * _GROWTH_SHARE))
     else:
-        wanted = limit
-    return max(floor, min(wanted, ceiling))
+        new_limit = limit
+    return max(floor, min(new_limit, ceiling))
 
 
 class TokenBucket:
-    """Lets so many rollouts start per minute, a few seconds' worth at once."""
+    """Limits how many rollouts start per minute. A few seconds' worth of them may start at once. Times are in seconds."""
 
     def __init__(self, *, per_minute: float, burst: float, now: float) -> None:
         """Start with a full bucket.
 
         Args:
-            burst: most rollouts that may start at once, and at the very start; at least those of one group.
+            burst: most rollouts that may start at once, also at the beginning; at least the rollouts of one group.
+            now: the time by the caller's clock.
         """
         self._per_s = per_minute / 60.0
         self._burst = burst
-        self._tokens = burst
-        self._at = now
+        self._available = burst
+        self._updated_at = now
 
     def wait_s(self, num_rollouts: int, *, now: float) -> float:
         """Return the seconds until `num_rollouts` may start; 0 when they may start now."""
-        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
-        self._at = now
-        return max(0.0, (num_rollouts - self._tokens) / self._per_s)
+        self._available = min(self._burst, self._available + (now - self._updated_at) * self._per_s)
+        self._updated_at = now
+        return max(0.0, (num_rollouts - self._available) / self._per_s)
 
     def take(self, num_rollouts: int) -> None:
         """Count `num_rollouts` as started."""
-        self._tokens -= num_rollouts
+        self._available -= num_rollouts

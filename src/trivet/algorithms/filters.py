@@ -1,7 +1,7 @@
-"""Decides what is left out of training: whole groups that carry no signal, single rollouts that are broken.
+"""Decides what is left out of training: whole groups without a signal, and single rollouts that are broken.
 
-Both look at groups whose advantages are set, so nothing that is left out moves a baseline. A rollout that is left out stays in
-its group with its reward; only its loss mask is cleared. Called by the buffer when a group finishes.
+The orchestrator's buffer calls it when a group finishes, after advantages are set, so that rollouts that are left out count for the
+baseline. A rollout that is left out stays in its group with its reward; only its loss mask is cleared.
 """
 
 import math
@@ -14,7 +14,7 @@ from trivet.algorithms.arithmetic import are_equal
 from trivet.wire.rollouts import Group, MaskedTokens, Rollout, Sample
 
 _NO_ADVANTAGE = 1e-12
-"""An advantage of this size or less counts as 0: a custom function may leave over what rounding made of a 0."""
+"""An advantage of at most this size counts as 0: a custom function may return a rounding error instead of 0."""
 
 
 class FilterReason(StrEnum):
@@ -23,24 +23,24 @@ class FilterReason(StrEnum):
     ZERO_SIGNAL = "zero_signal"
     """Every rollout has the same reward, so every advantage is zero."""
     NO_LOSS_TOKENS = "no_loss_tokens"
-    """Nothing in the group was sampled by the policy."""
+    """The policy sampled no token of the group."""
     OVERLONG_PROMPT = "overlong_prompt"
-    """The prompt leaves no room for a completion: in the server's context, or within seq_len, of which the trainer sees no more."""
+    """The prompt leaves no token for a completion, in the server's context or within seq_len, to which the trainer cuts samples."""
     ALL_MASKED = "all_masked"
-    """A filter that is enforced found something in every rollout."""
+    """Every rollout matches an enforced filter."""
 
 
 class RolloutFilter(StrEnum):
-    """The conditions that are looked for in a rollout; the first that fits is its reason."""
+    """The filters of rollouts. If several match a rollout, the first counts, enforced filters before others."""
 
     TRUNCATED = "truncated"
     """A completion ended at a length limit."""
     REPETITION = "repetition"
-    """A long run of tokens that the model was nearly certain of."""
+    """The policy was nearly certain of many tokens in a row."""
     GIBBERISH = "gibberish"
-    """A rare token to which the model gave next to no probability."""
+    """A rare token was sampled although its probability was nearly 0."""
     ZERO_ADVANTAGE = "zero_advantage"
-    """Nothing is learnt from it: its reward equals the baseline."""
+    """The reward equals the baseline, so nothing is learnt from the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class Repetition:
     """The limits of the repetition filter."""
 
     window: int
-    """Consecutive sampled tokens."""
+    """Number of consecutive sampled tokens."""
     prob_threshold: float
-    """Each of them was sampled with a probability above this."""
+    """The filter matches if each of these tokens had a probability above this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +58,20 @@ class Gibberish:
     """The limits of the gibberish filter."""
 
     token_id_threshold: int
-    """Greater ids are rare tokens."""
+    """Tokens with larger ids are rare."""
     max_logprob: float
-    """Below this a token was next to impossible."""
+    """The filter matches if a rare token was sampled with a log-probability below this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFilters:
-    """The filters of a run, and which of them mask what they find."""
+    """The filters of a run. A filter that is not enforced is only counted in metrics."""
 
     repetition: Repetition | None = None
     gibberish: Gibberish | None = None
     is_measuring_zero_advantage: bool = False
     enforced: frozenset[RolloutFilter] = frozenset()
+    """The filters that clear the loss mask of rollouts that they match."""
 
 
 def filter_reason(
@@ -79,9 +80,10 @@ def filter_reason(
     """Return why a group is not trained on, or None when it is.
 
     Args:
-        group: after `mask_rollouts`.
-        num_sampled: loss tokens over all rollouts before it.
-        seq_len: tokens of a sample that the trainer sees; None: all.
+        group: the group after `mask_rollouts`.
+        num_sampled: the loss tokens of all its rollouts before `mask_rollouts`.
+        online_difficulty_filtering: leave out groups in which all rewards are equal.
+        seq_len: number of tokens to which the trainer cuts a sample; None: samples are not cut.
     """
     samples = [sample for rollout in group.rollouts for sample in rollout.samples]
     if num_sampled == 0:
@@ -99,23 +101,23 @@ def filter_reason(
 
 
 def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:
-    """Clear the loss mask of rollouts in which an enforced filter finds something; what it was stays in `Sample.masked`.
+    """Clear the loss mask of rollouts that match an enforced filter. `Sample.masked` keeps the mask and the log-probabilities.
 
-    Returns one entry for each rollout in which any filter finds something. Enforced filters come first.
+    Returns the first matching filter of each rollout that has one. Enforced filters come before others.
     """
-    found: list[RolloutFilter] = []
+    first_matches: list[RolloutFilter] = []
     for rollout in group.rollouts:
         matches = [name for name in RolloutFilter if _matches(rollout, name, filters)]
         matches.sort(key=lambda name: name not in filters.enforced)
         if not matches:
             continue
-        found.append(matches[0])
+        first_matches.append(matches[0])
         if matches[0] in filters.enforced:
             for sample in rollout.samples:
                 sample.masked = MaskedTokens(loss_mask_T=sample.loss_mask_T, logprobs_T=sample.logprobs_T)
                 sample.loss_mask_T = np.zeros_like(sample.loss_mask_T)
                 sample.logprobs_T = np.zeros_like(sample.logprobs_T)
-    return found
+    return first_matches
 
 
 def _matches(rollout: Rollout, name: RolloutFilter, filters: RolloutFilters) -> bool:
@@ -140,13 +142,13 @@ def is_repetitive(sample: Sample, rule: Repetition) -> bool:
     logprobs = sample.logprobs_T[sample.loss_mask_T]
     if len(logprobs) < rule.window:
         return False
-    doubts = np.flatnonzero(logprobs <= math.log(rule.prob_threshold))
-    runs = np.diff(doubts, prepend=-1, append=len(logprobs)) - 1
-    return bool(runs.max() >= rule.window)
+    uncertain = np.flatnonzero(logprobs <= math.log(rule.prob_threshold))
+    run_lengths = np.diff(uncertain, prepend=-1, append=len(logprobs)) - 1  # certain tokens between two uncertain ones
+    return bool(run_lengths.max() >= rule.window)
 
 
 def is_gibberish(sample: Sample, rule: Gibberish) -> bool:
-    """Return whether a rare token was sampled that the model itself treated as next to impossible.
+    """Return whether a rare token was sampled to which the policy gave a log-probability below the limit.
 
     Source: the gibberish filter of prime-rl.
     """

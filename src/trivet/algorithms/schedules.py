@@ -1,6 +1,6 @@
-"""Schedules: functions of the step that return a factor on the learning rate, or a value between a start and an end. Pure.
+"""Pure functions of the step: a factor of the learning rate, or a value that goes from a start to an end.
 
-A file of its own, because the configuration imports it and must not import numpy.
+The configuration imports this file, so it must not import numpy.
 """
 
 import math
@@ -19,10 +19,10 @@ def linear_factor(step: int, *, max_steps: int, warmup_steps: int, decay_steps: 
     """
     if step <= warmup_steps:
         return warmup_factor(step, warmup_steps=warmup_steps)
-    left = max(max_steps - step, 0)
-    if left >= decay_steps:
+    num_left = max(max_steps - step, 0)
+    if num_left >= decay_steps:
         return 1.0
-    return min_factor + (1.0 - min_factor) * left / decay_steps
+    return min_factor + (1.0 - min_factor) * num_left / decay_steps
 
 
 def cosine_factor(step: int, *, max_steps: int, warmup_steps: int, min_factor: float) -> float:
@@ -34,15 +34,15 @@ def cosine_factor(step: int, *, max_steps: int, warmup_steps: int, min_factor: f
 
 
 def linear_value(step: int, *, start: float, end: float, num_steps: int) -> float:
-    """Go straight from `start` at step 1 to `end` at `num_steps`, and stay."""
-    return start + (end - start) * _done(step, num_steps)
+    """Go linearly from `start` at step 1 to `end` at `num_steps`, and stay there."""
+    return start + (end - start) * _progress(step, num_steps)
 
 
 def cosine_value(step: int, *, start: float, end: float, num_steps: int) -> float:
-    """Follow half a cosine from `start` at step 1 to `end` at `num_steps`, and stay."""
-    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * _done(step, num_steps)))
+    """Follow half a cosine from `start` at step 1 to `end` at `num_steps`, and stay there."""
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * _progress(step, num_steps)))
 
 
-def _done(step: int, num_steps: int) -> float:
-    """Return the share of the way done at `step`, from 0 at step 1 to 1 at `num_steps`; 1 if there is one step only."""
+def _progress(step: int, num_steps: int) -> float:
+    """Return the progress of a schedule at `step`, from 0 at step 1 to 1 at `num_steps`; 1 if there is one step only."""
     return 1.0 if num_steps <= 1 else min(max((step - 1) / (num_steps - 1), 0.0), 1.0)

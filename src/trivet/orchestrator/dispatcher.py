@@ -104,7 +104,7 @@ def make_group(draw: Draw, rollouts: list[Rollout], *, config: OrchestratorConfi
         rollout.samples = [truncate(sample, seq_len=config.seq_len) for sample in rollout.samples]
         if config.zero_truncated_completions and rollout.is_truncated:
             rollout.reward = 0.0
-    for rollout, value in zip(rollouts, advantage(AdvantageInputs.of(group)), strict=True):
+    for rollout, value in zip(rollouts, advantage(AdvantageInputs.from_group(group)), strict=True):
         rollout.advantage = float(value)
     return group
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from trivet.algorithms.dispatching import LoadSince, next_limit
+from trivet.algorithms.dispatching import CombinedLoad, next_limit
 from trivet.client.inference_client import ServerLoad
 from trivet.client.server_pool import ServerPool
 from trivet.config.schema.inference import ConcurrencyConfig
@@ -37,7 +37,7 @@ class LoadWatcher:
         self._floor = min(config.min_inflight, self._ceiling)
         self._last_counts: tuple[int, int] | None = None
         """Number of servers and the sum of their preemptions at the last read; None before the first."""
-        self._last_load: LoadSince | None = None
+        self._last_load: CombinedLoad | None = None
         if config.initial_inflight is not None:
             dispatcher.max_in_flight = max(self._floor, min(config.initial_inflight, self._ceiling))
 
@@ -64,7 +64,7 @@ class LoadWatcher:
         total = sum(load.num_preemptions for load in loads)
         # After a change in the number of servers the sums cannot be compared: then no preemption is counted.
         before = self._last_counts[1] if self._last_counts is not None and self._last_counts[0] == len(loads) else total
-        self._last_load = LoadSince(
+        self._last_load = CombinedLoad(
             num_running=sum(load.num_running for load in loads),
             num_waiting=sum(load.num_waiting for load in loads),
             num_preempted=max(0, total - before),  # a restarted server counts from 0 again, so the sum may fall

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from trivet.algorithms.arithmetic import derive_seed, round_down
-from trivet.algorithms.difficulty import Difficulty, FairTurns, difficulty_of
+from trivet.algorithms.difficulty import Difficulty, WeightedRoundRobin, rate_difficulty
 from trivet.config.schema.orchestrator import BufferConfig
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import GroupId, Step
@@ -118,7 +118,7 @@ class DifficultyPools:
     def move(self, env: str, example_hash: str, *, mean_reward: float, step: Step) -> None:
         """Move an example to the pool that its group's mean reward selects. Its time in the pool starts anew."""
         rules = self._rules
-        difficulty = difficulty_of(mean_reward, easy_threshold=rules.easy_threshold, hard_threshold=rules.hard_threshold)
+        difficulty = rate_difficulty(mean_reward, easy_threshold=rules.easy_threshold, hard_threshold=rules.hard_threshold)
         was_parked = self._unpark(env, example_hash)
         if difficulty is not Difficulty.NORMAL:
             self._park(env, ParkedExample(example_hash=example_hash, difficulty=difficulty, step=step))
@@ -181,7 +181,7 @@ class ExampleSampler:
             name: _Queue(name, envs, examples, seed=self._seed, state=state.queues.get(name))
             for name, envs in envs_by_queue.items()
         }
-        self._turns = FairTurns(dict(zip(envs_by_queue, ratios or [1.0], strict=True)), credits=state.credits)
+        self._round_robin = WeightedRoundRobin(dict(zip(envs_by_queue, ratios or [1.0], strict=True)), credits=state.credits)
         self._exhausted_envs: set[str] = set()
         """Environments without an example in the normal pool, when `take` was last called."""
 
@@ -210,7 +210,7 @@ class ExampleSampler:
         drawable = [name for name, queue in self._queues.items() if not exhausted_envs.issuperset(queue.envs)]
         if not drawable:
             return None
-        env, example_id = self._queues[self._turns.take(drawable)].take(self._pools)
+        env, example_id = self._queues[self._round_robin.choose(drawable)].take(self._pools)
         draw = Draw(
             group_id=self.next_group_id,
             env=env,
@@ -256,7 +256,7 @@ class ExampleSampler:
         return SamplerState(
             next_group_id=self.next_group_id,
             queues={name: queue.snapshot() for name, queue in self._queues.items()},
-            credits=dict(self._turns.credits),
+            credits=dict(self._round_robin.credits),
             parked=self._pools.snapshot(),
         )
 

@@ -193,7 +193,7 @@ class DetectorWatch:
             Diverged: a detector that is set to `stop` spoke.
         """
         for detector in self._detectors:
-            finding = detector.look(metrics)
+            finding = detector.check(metrics)
             if finding is None:
                 continue
             if self._reactions[finding.detector] == "stop":

@@ -137,4 +137,4 @@ def test_it_does_not_depend_on_the_order_of_rollouts(
 def test_lengths_are_the_tokens_that_the_policy_sampled() -> None:
     group = make_group(0)
     group.rollouts[1].samples.append(make_sample(completion=6))
-    np.testing.assert_array_equal(AdvantageInputs.of(group).completion_lengths, [4, 10])
+    np.testing.assert_array_equal(AdvantageInputs.from_group(group).completion_lengths, [4, 10])

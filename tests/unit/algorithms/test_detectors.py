@@ -24,7 +24,7 @@ def findings(steps):
     detectors = make_detectors(THRESHOLDS, patience=2)
     said = []
     for step, metrics in enumerate(steps, start=1):
-        found = [finding for detector in detectors if (finding := detector.look(metrics))]
+        found = [finding for detector in detectors if (finding := detector.check(metrics))]
         said += [(step, finding.detector) for finding in found]
     return said
 

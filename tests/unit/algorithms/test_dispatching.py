@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trivet.algorithms.dispatching import (
-    LoadSince,
+    CombinedLoad,
     TokenBucket,
     is_stale,
     may_dispatch,
@@ -54,8 +54,8 @@ def test_what_may_start_is_recent_enough_for_the_batch_it_lands_in(step, version
         assert staleness(step=step + ahead // per_step, oldest=version) <= level
 
 
-def load(*, running: int, waiting: int = 0, preempted: int = 0) -> LoadSince:
-    return LoadSince(num_running=running, num_waiting=waiting, num_preempted=preempted)
+def load(*, running: int, waiting: int = 0, preempted: int = 0) -> CombinedLoad:
+    return CombinedLoad(num_running=running, num_waiting=waiting, num_preempted=preempted)
 
 
 @given(

@@ -130,7 +130,7 @@ def test_the_zero_advantage_filter_finds_every_rollout_of_a_group_of_equal_rewar
     function: AdvantageFunction, size: int, reward: float
 ) -> None:
     group = make_group(0, [reward] * size)
-    for rollout, advantage in zip(group.rollouts, function(AdvantageInputs.of(group)), strict=True):
+    for rollout, advantage in zip(group.rollouts, function(AdvantageInputs.from_group(group)), strict=True):
         rollout.advantage = float(advantage)
     enforced = RolloutFilters(is_measuring_zero_advantage=True, enforced=frozenset({RolloutFilter.ZERO_ADVANTAGE}))
     assert mask_rollouts(group, enforced) == [RolloutFilter.ZERO_ADVANTAGE] * size
