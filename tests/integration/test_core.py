@@ -32,7 +32,7 @@ from trivet.config.layout import COMMITTED, RunLayout
 from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
 from trivet.view.run import read_configs
-from trivet.weights.manifest import describe_start_model, verify
+from trivet.weights.manifest import make_start_manifest, verify
 from trivet.wire.events import Dispatch, Load, Publish, Restart, Start, Stop
 
 pytestmark = [pytest.mark.core, pytest.mark.vllm]
@@ -175,7 +175,7 @@ def test_eval_scores_the_policies_of_a_run_as_the_run_did(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     scores = {}
-    for step, digest in ((0, describe_start_model(tiny_model).digest), (last, verify(layout.weights_step(last)).digest)):
+    for step, digest in ((0, make_start_manifest(tiny_model).digest), (last, verify(layout.weights_step(last)).digest)):
         summary, measured = (
             json.loads((root.evals_step(step, "vowels") / "summary.json").read_bytes()) for root in (again, layout)
         )
@@ -209,7 +209,7 @@ def test_every_reload_serves_exactly_the_weights_of_its_directory(
 ) -> None:
     async def scenario() -> None:
         async with aclosing(open_client(inference_server + "/v1", timeout_s=240)) as client:
-            start = describe_start_model(tiny_model)
+            start = make_start_manifest(tiny_model)
             assert await client.model_name() == str(tiny_model)
             assert (await client.served_policy()).digest == start.digest
             await assert_serves(client, tiny_model)
@@ -274,7 +274,7 @@ def test_a_published_adapter_answers_for_the_policy_and_takes_the_place_of_the_o
                 assert await client.served_policy() == status
                 merged = write_merged(tmp_path / f"merged_{version}", adapter=layout.weights_step(version), base=tiny_model)
                 await assert_serves(client, merged)
-            assert (await client.reload_weights()).digest == describe_start_model(tiny_model).digest
+            assert (await client.reload_weights()).digest == make_start_manifest(tiny_model).digest
             await assert_serves(client, tiny_model)
 
     asyncio.run(scenario())

@@ -19,7 +19,7 @@ from support.adapters import publish_adapter
 from support.rl_run import ENVIRONMENTS, Run
 from support.servers import reload_weights, run_server, secret_shared
 from trivet.config.layout import RunLayout
-from trivet.weights.manifest import describe_start_model, verify
+from trivet.weights.manifest import make_start_manifest, verify
 
 pytestmark = pytest.mark.vllm
 
@@ -105,7 +105,7 @@ def test_the_steps_of_a_run_score_what_the_run_itself_measured(server: str, tiny
         assert (ours / "results.jsonl").read_bytes() == (theirs / "results.jsonl").read_bytes()
         assert (ours / "task.json").read_bytes() == (theirs / "task.json").read_bytes()
         assert {**offline[step], "seconds": 0} == {**online[step], "seconds": 0}
-    assert offline[0]["digest"] == describe_start_model(tiny_model).digest
+    assert offline[0]["digest"] == make_start_manifest(tiny_model).digest
     assert [offline[step]["digest"] for step in STEPS] == [verify(run.layout.weights_step(step)).digest for step in STEPS]
     assert len({(again.evals_step(step, "vowels") / "results.jsonl").read_bytes() for step in offline}) > 1
     assert policy(server) == before, "the server has what it had before"
@@ -122,7 +122,7 @@ def test_adapters_are_evaluated_and_one_of_another_base_is_refused(server: str, 
     assert done.returncode == 0, done.stdout + done.stderr
     found = summaries(layout, "vowels")
     digests = {step: found[step]["digest"] for step in found}
-    assert digests == {0: describe_start_model(tiny_model).digest} | {
+    assert digests == {0: make_start_manifest(tiny_model).digest} | {
         version: verify(layout.weights_step(version)).digest for version in (1, 2)
     }
     texts = {(layout.evals_step(step, "vowels") / "results.jsonl").read_bytes() for step in found}

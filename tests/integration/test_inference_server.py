@@ -23,7 +23,7 @@ from trivet.errors import InferenceError
 from trivet.process.signals import STACKS_SIGNAL
 from trivet.secret import make_secret
 from trivet.storage.durable import write_json_atomically
-from trivet.weights.manifest import describe
+from trivet.weights.manifest import make_manifest
 from trivet.wire.versions import PolicyVersion
 
 OPEN = {"/health", "/ping", "/policy", "/version", "/load", "/metrics", "/tokenize", "/detokenize", "/inference/v1/generate"}
@@ -109,7 +109,7 @@ def test_a_policy_that_the_engine_cannot_load_leaves_the_old_one_served(
             layout = RunLayout(tmp_path)
             publish_tiny_model(layout, version=1)
             layout.weights_step(1).joinpath("model.safetensors").write_bytes(b"not weights")
-            manifest = describe(layout.weights_step(1), version=PolicyVersion(1))
+            manifest = make_manifest(layout.weights_step(1), version=PolicyVersion(1))
             write_json_atomically(layout.weights_step(1) / MANIFEST, manifest)
             with pytest.raises(InferenceError, match=r"500: .*policy 0 is served again"):
                 await client.update_weights(layout.weights_step(1))

@@ -20,7 +20,7 @@ from trivet.algorithms.probe import Probe, ProbeSample
 from trivet.config.layout import MANIFEST, RunLayout
 from trivet.errors import PolicyRefused
 from trivet.storage.durable import write_json_atomically
-from trivet.weights.manifest import Manifest, describe, read_manifest
+from trivet.weights.manifest import Manifest, make_manifest, read_manifest
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
 
@@ -128,7 +128,9 @@ def test_an_adapter_with_another_scale_than_the_trainers_is_refused(tiny_model: 
         if version == 2:
             config = json.loads((directory / "adapter_config.json").read_bytes())
             (directory / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": config["lora_alpha"] * 2}))
-        manifest: Manifest = describe(directory, version=PolicyVersion(version), run_id="test", probe=expected_probe(merged))
+        manifest: Manifest = make_manifest(
+            directory, version=PolicyVersion(version), run_id="test", probe=expected_probe(merged)
+        )
         write_json_atomically(directory / MANIFEST, manifest)
 
     async def scenario(base_url: str) -> None:
@@ -155,7 +157,7 @@ def test_requests_that_wait_for_a_policy_which_is_refused_fail_and_none_gets_a_t
     wrong = Probe(
         dtype="float32", samples=[ProbeSample(sample.token_ids, [-1.0] * len(sample.logprobs)) for sample in probe.samples]
     )
-    write_json_atomically(path, describe(layout.weights_step(1), version=PolicyVersion(1), run_id="test", probe=wrong))
+    write_json_atomically(path, make_manifest(layout.weights_step(1), version=PolicyVersion(1), run_id="test", probe=wrong))
 
     async def scenario() -> None:
         async with aclosing(open_client(server.base_url, timeout_s=240)) as client:

@@ -1,8 +1,8 @@
-"""Writes and reads checkpoints: a part of each role, made one checkpoint by a commit.
+"""Writes and reads checkpoints. A checkpoint has a part of each role, and a commit makes both parts valid together.
 
-The orchestrator writes its part of step N before it sends batch N, the trainer writes its own after step N. The parts lie side by
-side in checkpoints/.step_N.tmp, each marked DONE, until the trainer commits them: it writes COMMITTED and renames the directory. A
-checkpoint exists once COMMITTED does; whatever lacks it is ignored, and removed on resume.
+The orchestrator writes its part of step N before it sends batch N, the trainer writes its own after step N. Both parts are in
+checkpoints/.step_N.tmp, each marked DONE, until the trainer commits them: it writes COMMITTED and renames the directory. A
+checkpoint exists once COMMITTED does. A directory without COMMITTED is ignored, and removed on resume.
 """
 
 import hashlib
@@ -36,11 +36,11 @@ from trivet.wire.versions import Step
 TRAINER, ORCHESTRATOR = "trainer", "orchestrator"
 PARTS = (TRAINER, ORCHESTRATOR)
 DONE = "DONE"
-"""Listing and marker in one file, written last: a part that has it is whole."""
+"""Name of the file that lists a part's files. It is written last, so a part that has it is whole."""
 CHECKPOINT_SCHEMA = 3
 """Raised whenever a part changes in a way that an older reader would misread."""
 _READABLE_SCHEMAS = (2, 3)
-"""Schema 2 lists files by their SHA-256."""
+"""The schemas that this version can read. Schema 2 lists files by their SHA-256."""
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,27 +59,27 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Unix seconds."""
     parts: dict[str, str] = msgspec.field(name="halves")
-    """Digest of each part's listing. On disk the field keeps its first name."""
+    """Digest of each part's listing. On disk the field has the older name `halves`."""
     schema: int = 1
-    """`CHECKPOINT_SCHEMA` of the writer."""
+    """`CHECKPOINT_SCHEMA` of the writer; the first version of the file did not have the field."""
     version: str = ""
-    """Version of this program that wrote it."""
+    """Version of trivet that wrote the record."""
     run_id: str = ""
-    """Run that committed it; empty in checkpoints of versions that did not record it."""
+    """Id of the run that committed; empty in checkpoints of versions that did not record it."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the record, which the history's `commit` repeats: it stands for every byte of the checkpoint."""
+        """SHA-256 of the record. The event `commit` has it too. It covers every byte of the checkpoint, by the parts' digests."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
 
 def staging_directory(layout: RunLayout, step: Step) -> Path:
-    """Return the directory in which the parts of `step` wait for their commit."""
+    """Return the directory that holds the parts of `step` before their commit."""
     return layout.checkpoints / f".{layout.checkpoint_step(step).name}.tmp"
 
 
 def begin_part(layout: RunLayout, step: Step, name: str) -> Path:
-    """Return an empty directory for the part `name` of step `step`; what an earlier attempt left there is gone."""
+    """Return an empty directory for the part `name` of `step`, after removing what an earlier attempt left there."""
     assert name in PARTS, f"a checkpoint has the parts {PARTS}, not {name!r}"
     part = staging_directory(layout, step) / name
     remove_directory(part, marker=DONE)
@@ -87,17 +87,18 @@ def begin_part(layout: RunLayout, step: Step, name: str) -> Path:
     return part
 
 
-def finish_part(layout: RunLayout, step: Step, name: str, *, known: Mapping[str, FileRecord] | None = None) -> Listing:
+def finish_part(layout: RunLayout, step: Step, name: str, *, written: Mapping[str, FileRecord] | None = None) -> Listing:
     """Make the part durable and mark it done.
 
     Args:
-        known: records of files that were taken while these were written, by path relative to the part. They are not read again.
+        written: records of files, by path relative to the part, that were made while the files were written. Only the other files
+            are read and hashed.
     """
     part = staging_directory(layout, step) / name
     if not part.is_dir() or not (names := list_files(part)):
         raise CheckpointError(f"{part} holds no files: the {name}'s part of checkpoint {step} was not written")
-    known = known or {}
-    for file_name, record in known.items():  # files that other ranks wrote must have arrived here
+    written = written or {}
+    for file_name, record in written.items():  # other ranks may have written them, on another node
         path = part / file_name
         found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
         if found != f"{record.num_bytes} bytes":
@@ -106,7 +107,7 @@ def finish_part(layout: RunLayout, step: Step, name: str, *, known: Mapping[str,
                 "every rank of the trainer sees under the same path"
             )
     sync_tree(part)
-    files = {**known, **hash_files(part, [name for name in names if name not in known])}
+    files = {**written, **hash_files(part, [name for name in names if name not in written])}
     listing = Listing(files=files, digest=digest_of(files))
     write_json_atomically(part / DONE, listing)
     return listing
@@ -130,7 +131,7 @@ def commit(
     run_id: str = "",
     clock: Callable[[], float] = lambda: time.time(),
 ) -> CommitRecord:
-    """Make one checkpoint of the parts of `step`; supervised fine-tuning has the trainer's alone."""
+    """Make one checkpoint of the parts of `step`. A run without an orchestrator, such as supervised fine-tuning, has one part."""
     staging, final = staging_directory(layout, step), layout.checkpoint_step(step)
     if (final / COMMITTED).exists():
         raise CheckpointError(f"{final} is committed already; resume from it, or remove it to write it again")
@@ -158,7 +159,7 @@ def committed_steps(layout: RunLayout) -> list[Step]:
 
 
 def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
-    """Return the committed step that `requested` means; -1 is the newest."""
+    """Return the committed step that ckpt.resume_step = `requested` means; -1 is the newest."""
     steps = committed_steps(layout)
     if not steps:
         raise ResumeError(
@@ -176,7 +177,7 @@ def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
 
 
 def discard_checkpoints_after(layout: RunLayout, step: Step) -> None:
-    """Remove checkpoints of steps later than `step`, which happen again, and what has their form but was never committed."""
+    """Remove checkpoints of steps later than `step`, which the run takes again, and uncommitted directories of the same form."""
     discard_after(layout.checkpoints, step, marker=COMMITTED)
     sweep_removed(layout.checkpoints)
 
@@ -184,13 +185,14 @@ def discard_checkpoints_after(layout: RunLayout, step: Step) -> None:
 def discard_staging(layout: RunLayout) -> None:
     """Remove parts that were never committed.
 
-    Call it only before a role writes a part. A part that stays only takes disk space: it is emptied before it is written again.
+    Call it only before a role writes a part. If it is not called, such parts only take disk space, because `begin_part` empties a
+    part before it is written again.
     """
     discard_unfinished(layout.checkpoints)
 
 
 def read_record(layout: RunLayout, step: Step) -> CommitRecord:
-    """Return the record in COMMITTED, without reading the files of the parts that it names."""
+    """Return the record in COMMITTED, without reading the files of the parts."""
     path = layout.checkpoint_step(step) / COMMITTED
     try:
         record = msgspec.json.decode(path.read_bytes(), type=CommitRecord)
@@ -220,7 +222,7 @@ def read_record(layout: RunLayout, step: Step) -> CommitRecord:
 
 
 def verify_checkpoint(layout: RunLayout, step: Step, *, only: str | None = None) -> CommitRecord:
-    """Read every file of a committed checkpoint, or of the part `only`, and compare it with what was committed."""
+    """Compare every file of a committed checkpoint, or of its part `only`, with the digest that was committed."""
     record = read_record(layout, step)
     for name, digest in record.parts.items():
         if only not in (None, name):
@@ -237,7 +239,7 @@ def verify_checkpoint(layout: RunLayout, step: Step, *, only: str | None = None)
 def removable_steps(committed: Sequence[Step], *, keep_last: int | None, keep_interval: int | None) -> list[Step]:
     """Return the steps that are neither among the newest `keep_last` nor multiples of `keep_interval`, oldest first.
 
-    With neither set all are kept. The newest is always kept: it is what a crash goes back to.
+    With neither set all are kept. The newest is always kept, because a run resumes from it after a crash.
     """
     if keep_last is None and keep_interval is None:
         return []

@@ -1,6 +1,7 @@
-"""Reads the orchestrator's part of a checkpoint: the file, its schema, and the groups in it.
+"""Reads the state in the orchestrator's part of a checkpoint.
 
-Called by the orchestrator, which resumes from all of it, and by `trivet check`, which compares the groups with the history.
+Called by the orchestrator, which resumes from the whole state, and by `trivet check`, which compares the groups in it with the
+history. The private structs have only those fields of the state that this module reads: decoding skips all others.
 """
 
 from typing import TypeVar
@@ -21,16 +22,18 @@ SCHEMA = 2
 
 
 class PendingGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups that have not ended when a batch is formed: a checkpoint of that step holds them."""
+    """The ids of the groups without an outcome when a batch was formed. The checkpoint of that step holds these groups."""
 
     next_group_id: int
+    """The first id that no group has."""
     ready: frozenset[int]
+    """Finished groups that wait for a batch."""
     in_flight: frozenset[int]
 
 
 class _SchemaOnly(msgspec.Struct):
     schema: int = 1
-    """The first schema did not say so."""
+    """1 if the field is missing: the first version of the state did not have it."""
 
 
 class _GroupOnly(msgspec.Struct):
@@ -52,7 +55,7 @@ class _GroupsOnly(msgspec.Struct):
 
 
 def read_state(layout: RunLayout, step: Step, kind: type[StructT]) -> StructT:
-    """Read the state of a committed step as `kind`; fields that `kind` lacks are skipped."""
+    """Read the state of a committed step as a struct of type `kind`; other fields of the state are skipped."""
     path = layout.checkpoint_step(step) / ORCHESTRATOR / STATE_FILE
     try:
         data = path.read_bytes()
@@ -68,7 +71,7 @@ def read_state(layout: RunLayout, step: Step, kind: type[StructT]) -> StructT:
 
 
 def read_pending_groups(layout: RunLayout, step: Step) -> PendingGroups:
-    """Read which groups the checkpoint holds."""
+    """Return the ids of the groups that the checkpoint of `step` holds."""
     state = read_state(layout, step, _GroupsOnly)
     return PendingGroups(
         next_group_id=state.sampler.next_group_id,

@@ -17,12 +17,12 @@ from trivet.checkpoints.commit import (
 )
 from trivet.checkpoints.settings import (
     CONFIG_FILE,
-    describe,
-    other_measurements,
+    describe_changes,
+    find_changed_measurements,
+    find_schedule_lengths,
+    flatten_config,
     read_settings,
     require_same_settings,
-    unset_lengths,
-    values_of,
 )
 from trivet.config.check_roles import steps_problem
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
@@ -39,7 +39,7 @@ ConfigT = TypeVar("ConfigT", bound=SteppingRoleConfig)
 
 
 def choose_start(config: SteppingRoleConfig, *, is_whole_verified: bool = False) -> Step:
-    """Return the step that a role starts from: `choose_resume_step`'s, or 0 for a fresh start, which removes no checkpoint."""
+    """Return the step that a role starts from: the step to resume, or 0 for a fresh start, which must find no checkpoint."""
     step = choose_resume_step(config, is_whole_verified=is_whole_verified)
     if step is not None:
         return step
@@ -56,7 +56,7 @@ def choose_resume_step(config: SteppingRoleConfig, *, is_whole_verified: bool = 
     """Return the step that `config` resumes from, or None. An orchestrator verifies its own part, a trainer every file.
 
     Args:
-        is_whole_verified: every file was read already; only the settings are compared.
+        is_whole_verified: the caller has verified every file, or will; only the settings are compared.
     """
     if config.ckpt.resume_from is not None:
         raise ResumeError(
@@ -79,17 +79,17 @@ def choose_resume_step(config: SteppingRoleConfig, *, is_whole_verified: bool = 
 
 
 def settle_schedules(config: ConfigT, *, step: Step) -> ConfigT:
-    """Return `config` with the step at which each schedule ends, to be kept in the checkpoints of the run.
+    """Return `config` with the step at which each schedule ends, which the checkpoints of the run then keep.
 
-    Logs a schedule that goes on as it was although max_steps is another, and evaluations that measure something else.
+    Log schedules that keep their end although max_steps has changed, and evaluations whose scores are no longer comparable.
 
     Args:
         step: the step that the role starts from, checked by `choose_resume_step`; 0: every schedule begins.
     """
-    now, max_steps = values_of(config), config.max_steps
+    now, max_steps = flatten_config(config), config.max_steps
     part = RunLayout(config.output_dir).checkpoint_step(step) / _part_name(config)
     saved = read_settings(part / CONFIG_FILE) if step else None
-    for key, length in unset_lengths(now, saved=saved).items():
+    for key, length in find_schedule_lengths(now, saved=saved).items():
         config = _with_value(config, key.split("."), length)
         if saved is not None and max_steps is not None and max_steps != length:
             logger.warning(
@@ -101,7 +101,7 @@ def settle_schedules(config: ConfigT, *, step: Step) -> ConfigT:
                 key_name("ckpt.allow_changes"),
             )
     if saved is not None:
-        for line in describe(other_measurements(saved, now, defaults=values_of(type(config)()))):
+        for line in describe_changes(find_changed_measurements(saved, now, defaults=flatten_config(type(config)()))):
             logger.warning("scores from step %s on are not comparable with earlier ones: %s", step + 1, line)
     return config
 
@@ -111,7 +111,7 @@ def _part_name(config: SteppingRoleConfig) -> str:
 
 
 def _with_value(value: Any, path: list[str], new: object) -> Any:
-    """Return a copy of a section, or of a list of sections, with another value at `path`."""
+    """Return a copy of a section, or of a list of sections, with the value `new` at `path`: names of keys, or indices of a list."""
     if not path:
         return new
     name, *rest = path
@@ -123,7 +123,12 @@ def _with_value(value: Any, path: list[str], new: object) -> Any:
 
 
 def choose_fork(layout: RunLayout, *, source: Path, resume_step: int | None) -> Step:
-    """Return the step of the other run that ckpt.resume_from and ckpt.resume_step mean, verified. Changes nothing."""
+    """Return the step of the run in `source` from which a new run is forked, after verifying the checkpoint. Changes no file.
+
+    Args:
+        layout: the directory of the new run.
+        source, resume_step: the values of ckpt.resume_from and ckpt.resume_step; None: the newest step.
+    """
     if source.resolve() == layout.root.resolve():
         raise ResumeError(
             f"ckpt.resume_from = {str(source)!r} is the run's own output_dir; to go on with it set "
@@ -136,10 +141,10 @@ def choose_fork(layout: RunLayout, *, source: Path, resume_step: int | None) -> 
 
 
 def adopt(source_dir: Path, step: Step, *, into: RunLayout, versions: Iterable[int] = ()) -> None:
-    """Make checkpoint `step` of the run in `source_dir`, which stays as it is, the first checkpoint of the run in `into`.
+    """Make checkpoint `step` of the run in `source_dir` the first checkpoint of the run in `into`. The source does not change.
 
     Args:
-        versions: published policies that come along, if they are still there; that of `step` itself is published anew.
+        versions: published policies to take over, if they still exist. The trainer publishes the policy of `step` again.
     """
     assert not committed_steps(into), f"{into.root} has checkpoints of its own"
     source = RunLayout(source_dir)
@@ -151,23 +156,23 @@ def adopt(source_dir: Path, step: Step, *, into: RunLayout, versions: Iterable[i
 
 
 def _share_directory(source: Path, final: Path, *, marker: str) -> None:
-    """Make `final` equal to `source`; its marker comes last, when all else is on disk."""
+    """Make the directory `final` equal to `source`. Its marker comes last, when all other files are on disk."""
     staging = final.with_name(f".{final.name}.tmp")
     remove_directory(staging)
     for name in list_files(source):
         if name != marker:
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
-            _share(source / name, staging / name)
+            _link_or_copy(source / name, staging / name)
     sync_tree(staging)
     remove_directory(final)
     staging.rename(final)
     sync_directory(final.parent)
-    _share(source / marker, final / marker)
+    _link_or_copy(source / marker, final / marker)
     sync_directory(final)
 
 
-def _share(source: Path, target: Path) -> None:
-    """Link the file: files of a checkpoint are never written again, so two runs can share their bytes."""
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a hard link to `source` if possible: files of checkpoints and policies are never written again."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links

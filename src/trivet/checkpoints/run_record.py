@@ -1,4 +1,4 @@
-"""Reads and writes run.json, which says whose run a directory holds; an attempt that another has followed writes nothing more."""
+"""Reads and writes run.json: the id of the run in a directory, and its newest attempt. An older attempt writes nothing more."""
 
 import os
 import time
@@ -12,7 +12,8 @@ from trivet.errors import CheckpointError
 from trivet.storage.durable import DECODE_ERRORS, write_json_atomically
 
 _CHECK_INTERVAL_S = 0.5
-"""Another attempt begins seconds after this one was last seen alive. So a role that runs need not look before each write."""
+"""Shortest time between two reads of the record. Another attempt begins seconds after this one was last seen alive, so a role that
+was not suspended need not read it before each write."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,10 +22,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     attempt: int
     started: float
-    """Unix seconds of this attempt."""
+    """Start of this attempt, in Unix seconds."""
     pid: int
+    """Process id of the attempt's launcher."""
     node: str = ""
-    """Host name of the machine on which `pid` is the launcher's."""
+    """Host name of the machine on which the launcher runs."""
 
 
 def read_run(layout: RunLayout) -> RunRecord | None:
@@ -36,15 +38,15 @@ def read_run(layout: RunLayout) -> RunRecord | None:
 
 
 def write_run(layout: RunLayout, run: RunIdentity) -> None:
-    """Note that an attempt begins, under this process."""
+    """Write the record of an attempt that begins, with this process as its launcher."""
     record = RunRecord(id=run.id, attempt=run.attempt, started=time.time(), pid=os.getpid(), node=os.uname().nodename)
     write_json_atomically(layout.run_file, record)
 
 
 def require_newest_attempt(layout: RunLayout, run: RunIdentity) -> None:
-    """Refuse what an attempt still writes after another has begun: its first node was cut off, and another took its place.
+    """Refuse to write for an attempt after a later one has begun, because the first node of the old one lost its connection.
 
-    Roles that were started by hand, without the launcher's name for the run, are not refused.
+    Roles that were started by hand have no id of a run, and are not refused.
     """
     record = read_run(layout)
     if record is None or run.id == RunIdentity().id:
@@ -57,7 +59,7 @@ def require_newest_attempt(layout: RunLayout, run: RunIdentity) -> None:
 
 
 class AttemptGuard:
-    """Checks again and again that no later attempt has begun: a machine may have stood still between two writes of a role."""
+    """Checks before a role's writes that no later attempt has begun, because its machine may have been suspended meanwhile."""
 
     def __init__(self, layout: RunLayout, run: RunIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
@@ -66,7 +68,7 @@ class AttemptGuard:
         self._due = clock()
 
     def check(self) -> None:
-        """Look at the record, unless the last look was less than half a second ago."""
+        """Require that no later attempt has begun, unless that was checked less than `_CHECK_INTERVAL_S` ago."""
         if (now := self._clock()) >= self._due:
             require_newest_attempt(self._layout, self._run)
             self._due = now + _CHECK_INTERVAL_S

@@ -26,7 +26,7 @@ from trivet.faults import reach
 from trivet.key_names import key_name
 from trivet.telemetry import process_report
 from trivet.weights.adapters import base_of, is_adapter, is_same_model
-from trivet.weights.manifest import Manifest, describe_start_model, verify
+from trivet.weights.manifest import Manifest, make_start_manifest, verify
 
 if TYPE_CHECKING:
     from trivet.inference.versioned_engine import VersionedEngine
@@ -113,7 +113,7 @@ class PolicyLoader:
 
     async def prepare(self) -> None:
         """Read all of the start model for the digest of version 0. Call it before anything is served."""
-        self._start = self._policy = await asyncio.to_thread(describe_start_model, self._start_directory)
+        self._start = self._policy = await asyncio.to_thread(make_start_manifest, self._start_directory)
         if self._engine.serves_adapters:
             await self._engine.load_adapter(None)
 

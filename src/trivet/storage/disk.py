@@ -1,6 +1,6 @@
-"""Checks the free disk space before something large is written, and explains a disk that is full.
+"""Checks the free disk space before large files are written, and explains a disk that is full.
 
-Used by whoever writes weights and checkpoints, and by `config.command` for everything else. Removes nothing.
+Used where weights and checkpoints are written, and by `config.command` for all other files. It removes nothing.
 """
 
 import errno
@@ -13,9 +13,11 @@ from pathlib import Path
 from trivet.errors import DiskFull
 from trivet.key_names import key_name, list_keys
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TEXTS = tuple(text for number in _FULL for text in (f"[Errno {number}]", f"os error {number})", os.strerror(number)))
-"""Texts for a full disk in errors of libraries that report it as an error of their own."""
+_FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_DISK_TEXTS = tuple(
+    text for number in _FULL_DISK_ERRNOS for text in (f"[Errno {number}]", f"os error {number})", os.strerror(number))
+)
+"""Texts by which a full disk is recognized in errors of libraries that do not raise an OSError."""
 
 _GIB = 2**30
 
@@ -37,35 +39,36 @@ def require_free_space(path: Path, num_bytes: int, *, what: str) -> None:
 
 @contextmanager
 def explaining_full_disk(path: Path, *, what: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn whatever error a full disk causes inside into a DiskFull; other errors pass unchanged."""
+    """Turn an error of any type that a full disk causes in the block into a DiskFull. Other errors pass unchanged."""
     try:
         yield
     except DiskFull:
         raise
-    except BaseException as exc:  # torch reports failed writes as an error that is not an Exception
+    except BaseException as exc:  # torch raises an error that is not an Exception for a failed write
         if not is_full_disk(exc):
             raise
         raise DiskFull(_explain(path, what=what, needed=num_bytes, free=free_bytes(path))) from exc
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether `error`, or one that caused it, says that the disk or a quota is full."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if (isinstance(seen, OSError) and seen.errno in _FULL) or any(text in str(seen) for text in _TEXTS):
+    """Return whether `error`, or an error that caused it, is about a full disk or quota."""
+    current: BaseException | None = error
+    while current is not None:
+        is_errno = isinstance(current, OSError) and current.errno in _FULL_DISK_ERRNOS
+        if is_errno or any(text in str(current) for text in _FULL_DISK_TEXTS):
             return True
-        seen = seen.__cause__ or seen.__context__
+        current = current.__cause__ or current.__context__
     return False
 
 
 def describe_full_disk(error: OSError) -> str:
-    """Return the message for a write that failed where nobody expected the disk to be full."""
+    """Return the message for a failed write of a file whose content is not known here."""
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else Path.cwd()
     return _explain(path, what="a file", needed=None, free=free_bytes(path))
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a size in GiB, a small one in MiB."""
+    """Return a size as text: in GiB, or in MiB below a tenth of a GiB."""
     return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 

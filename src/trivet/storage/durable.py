@@ -1,6 +1,6 @@
-"""Files that survive a crash: synced to disk, renamed into place, identified by their digests.
+"""Writes files that survive a crash: synced to disk, renamed into place, identified by their digests.
 
-Weights, checkpoints and reader acknowledgements are written through here. Nothing here knows what the files mean.
+Weights, checkpoints and readers' acknowledgements are written with these functions, which do not depend on the files' content.
 """
 
 import errno
@@ -18,28 +18,30 @@ import msgspec
 import xxhash
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The errors that msgspec raises for bytes that are not JSON of a type: text that is no UTF-8 and deep nesting have their own."""
+"""The errors that msgspec raises for bytes that are not JSON of the expected type. The second is for text that is not UTF-8, the
+third for deep nesting."""
 
 _CHUNK_BYTES = 8 << 20
+"""Bytes that are read at one time to compute a digest."""
 PRIVATE_MODE = 0o600
 _FILE_MODE = 0o644
-"""Other users and containers that serve the weights can read them, whatever the writing library chose."""
+"""Mode of all other files, so that other users and containers can read weights, also where a library has set another mode."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Size and digest of one file; the digest's field is its algorithm.
+    """Size and digest of one file. The digest is in the field of its algorithm; the other field is empty.
 
-    It finds bytes that were damaged, not bytes that someone forged: whoever can change a file can change its record.
+    A record shows damage, not forgery, because whoever can change a file can change its record.
     """
 
     num_bytes: int
     xxh3_128: str = ""
-    """XXH3 with 128 bits, in hexadecimal: ten times as fast as SHA-256 where that has instructions of its own.
+    """XXH3 with 128 bits, in hexadecimal. It is ten times as fast as SHA-256 on processors with instructions for SHA-256.
 
     Source: github.com/Cyan4973/xxHash, doc/xxhash_spec.md.
     """
     sha256: str = ""
-    """SHA-256 in hexadecimal, written by versions that had no xxh3_128."""
+    """SHA-256 in hexadecimal. Only older versions wrote it."""
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -53,7 +55,7 @@ def hash_bytes(content: bytes) -> FileRecord:
 
 
 def _digest(path: Path, algorithm: "hashlib._Hash | xxhash.xxh3_128") -> tuple[int, str]:
-    """Return size and hexadecimal digest of `path`, as far as it went when it was opened: it may grow faster than it is read."""
+    """Return size and hexadecimal digest of `path`. Bytes that are appended after the file was opened are not read."""
     num_bytes = 0
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -66,8 +68,8 @@ def _digest(path: Path, algorithm: "hashlib._Hash | xxhash.xxh3_128") -> tuple[i
 def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
     """Hash files, given by their paths relative to `directory`, in parallel."""
     ordered = sorted(names)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(ordered, pool.map(lambda name: hash_file(directory / name), ordered), strict=True))
+    with ThreadPoolExecutor() as executor:
+        return dict(zip(ordered, executor.map(lambda name: hash_file(directory / name), ordered), strict=True))
 
 
 def digest_of(files: Mapping[str, FileRecord]) -> str:
@@ -77,7 +79,7 @@ def digest_of(files: Mapping[str, FileRecord]) -> str:
 
 
 def explain_difference(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
-    """Return how `directory` differs from the recorded `files`, or None when every byte is as recorded."""
+    """Describe the first difference between `directory` and the recorded `files`; return None if every byte is as recorded."""
     for name, expected in files.items():
         path = directory / name
         if not path.is_file():
@@ -97,20 +99,21 @@ def list_files(directory: Path) -> list[str]:
 
 
 def is_listed(path: Path) -> bool:
-    """Return whether `path` is there, by listings of its directory and of the one above. For names that other machines create.
+    """Return whether `path` exists, by listing its directory and the directory above. Used for files of other machines.
 
-    A shared file system such as NFS remembers for up to a minute that a name which was asked for is absent. A listing is newer.
+    After a lookup of an absent name, a shared file system such as NFS treats the name as absent for up to a minute. A listing is
+    newer.
     """
 
-    def lists(name: Path) -> bool:
+    def is_in_listing(name: Path) -> bool:
         try:
             return name in name.parent.iterdir() if name.name not in ("", "..") else name.exists()
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except PermissionError:  # names in it may be asked for all the same
+        except PermissionError:  # a directory that cannot be listed may still allow lookups
             return name.exists()
 
-    return lists(path.parent) and lists(path)
+    return is_in_listing(path.parent) and is_in_listing(path)
 
 
 def sync_directory(path: Path) -> None:
@@ -123,7 +126,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Sync every file and directory below `directory`, and itself; files become readable for everyone."""
+    """Sync `directory` and every file and directory below it, and make the files readable for everyone."""
     for parent, _, names in os.walk(directory, topdown=False):
         for name in names:
             path = Path(parent, name)
@@ -134,30 +137,34 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, *, is_private: bool = False) -> None:
-    """Write `path` so that a reader, or a restart after a crash, finds the old content or the new; private: for its owner alone."""
+    """Write `path` so that a reader, or a restart after a crash, finds the old content or the new one. Syncs to disk.
+
+    Args:
+        is_private: nobody but the owner may read the file.
+    """
     _replace(path, data, does_sync=True, mode=PRIVATE_MODE if is_private else _FILE_MODE)
     sync_directory(path.parent)
 
 
 def write_first(path: Path, data: bytes, *, is_private: bool = False) -> None:
-    """Write `path` as `write_atomically` does, unless it is there. Of several processes at one moment the first one writes."""
-    own = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
-    write_atomically(own, data, is_private=is_private)
+    """Write `path` as `write_atomically` does, unless it exists. If several processes call it at once, one of them writes."""
+    own_file = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    write_atomically(own_file, data, is_private=is_private)
     try:
-        os.link(own, path)
+        os.link(own_file, path)
     except FileExistsError:
         pass
     finally:
-        own.unlink()
+        own_file.unlink()
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace `path` as `write_atomically` does, without waiting for the disk: for what is worthless after a crash."""
+    """Replace `path` as `write_atomically` does, but do not wait for the disk. For files that are not needed after a crash."""
     _replace(path, data, does_sync=False, mode=_FILE_MODE)
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a new file that nobody but its owner may read, not even for a moment."""
+    """Write a new file that nobody but its owner can read at any moment."""
     with open(path, "x", opener=_open_private) as file:
         file.write(text)
 
@@ -167,7 +174,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Opening a pipe would wait for whoever writes to it, so that is an OSError."""
+    """Open a regular file for reading. Any other kind of file is an OSError: a pipe, for example, would wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -188,29 +195,29 @@ def _replace(path: Path, data: bytes, *, does_sync: bool, mode: int) -> None:
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """Write `value` as JSON: anything msgspec encodes, a struct, or mappings, lists, strings and numbers."""
+    """Write `value` as JSON: a struct, or mappings, lists, strings and numbers."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
 def remove_directory(directory: Path, *, marker: str | None = None) -> None:
-    """Remove `directory`, if there, such that it is never seen partly removed.
+    """Remove `directory`, if it exists, so that no reader sees it partly removed.
 
-    The `marker` that makes it valid goes first, then the name, then the content. What a crash leaves of the content has a
-    name that starts with a dot and ends in `.removed`; `sweep_removed` takes it away.
+    First the `marker`, the file that makes the directory valid, is removed. Then the directory is renamed and its content removed.
+    After a crash the rest of it has a name that starts with a dot and ends in `.removed`, and `sweep_removed` removes it.
     """
     if not directory.exists():
         return
     if marker is not None:
         (directory / marker).unlink(missing_ok=True)
         sync_directory(directory)
-    aside = directory.with_name(f".{directory.name.lstrip('.')}.{os.getpid()}.removed")
-    shutil.rmtree(aside, ignore_errors=True)
-    directory.rename(aside)
+    renamed = directory.with_name(f".{directory.name.lstrip('.')}.{os.getpid()}.removed")
+    shutil.rmtree(renamed, ignore_errors=True)
+    directory.rename(renamed)
     sync_directory(directory.parent)
-    shutil.rmtree(aside)
+    shutil.rmtree(renamed)
 
 
 def sweep_removed(parent: Path) -> None:
-    """Finish removals in `parent` that a crash interrupted."""
+    """Finish the removals of directories in `parent` that a crash has interrupted (`remove_directory`)."""
     for path in parent.glob(".*.removed"):
         shutil.rmtree(path)

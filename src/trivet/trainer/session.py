@@ -1,14 +1,14 @@
 """One rank's part of a training run: the learner, and everything durable around it. Used by the RL loop and by `sft`.
 
-Methods that say collective are called by every rank; files are written by rank 0 alone, except sharded checkpoints. A policy and a
-checkpoint are copied between two updates and written on a thread each while the next steps run. `trainer.open_session` begins and
-ends a session.
+Every rank calls the methods whose docstring has the word "Collective". Rank 0 alone writes files, except sharded checkpoints. A
+policy and a checkpoint are copied between two updates. Then two threads write them, one each, while the next steps run.
+`trainer.open_session` begins and ends a session.
 
 consumes: the learner's state between two updates
 produces: weights/step_N with its `publish` event; checkpoints/step_N with its `commit` event; metrics and step lines
-waits for: the policy before, in `publish` and `await_policy`; the checkpoint before, in `save`. A checkpoint's thread waits for the
-    other ranks' threads and for the policy of its step
-unblocked by: the disk; the threads' group gives up after `_WRITE_TIMEOUT_S`
+waits for: the previous policy's files, in `publish` and `await_policy`; the previous checkpoint's, in `save`. A checkpoint's thread
+    waits for the other ranks' threads and for the policy of its step
+unblocked by: the disk; the group of the checkpoint threads has the timeout `_WRITE_TIMEOUT_S`
 """
 
 import logging
@@ -43,9 +43,9 @@ from trivet.storage.disk import explaining_full_disk, require_free_space
 from trivet.telemetry.metrics import summarize, timed
 from trivet.telemetry.process_report import waiting
 from trivet.telemetry.telemetry import Telemetry
-from trivet.trainer.background import Background
+from trivet.trainer.background import BackgroundWriter
 from trivet.trainer.checkpoint.shard_file import ShardFile
-from trivet.trainer.checkpoint.state import TrainerProgress, state_of
+from trivet.trainer.checkpoint.state import TrainerProgress, collect_state
 from trivet.trainer.disk_budget import Sizes
 from trivet.trainer.measurement.performance import speed_metrics
 from trivet.trainer.measurement.profiling import Profiler
@@ -64,7 +64,7 @@ from trivet.wire.versions import PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 _WRITE_TIMEOUT_S = 1800.0
-"""How much longer than the fastest rank the slowest may take to write a checkpoint; a longer dist_timeout_seconds wins."""
+"""Seconds that the slowest rank may take longer than the fastest for a checkpoint. A larger dist_timeout_seconds replaces it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,9 +85,9 @@ class Session:
     keep_recent: int = 0
     """Number of versions before the newest that stay too, for servers that lag by design (max_async_level)."""
     reference_interval: int | None = None
-    """Steps after which the loss's reference policy is renewed; None: the reference is not a published policy."""
+    """Steps after which the loss's reference policy is renewed; None: the loss has no reference, or it stays the start model."""
     data: Mapping[str, DataRecord] = field(default_factory=dict[str, DataRecord])
-    """The data that are trained on, where they are files; kept in every checkpoint."""
+    """Size and digest of each data set of supervised fine-tuning, kept in every checkpoint. Empty in RL."""
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of the current step, by metric name."""
     probe_samples: list[list[int]] = field(default_factory=list)
@@ -96,19 +96,19 @@ class Session:
     """The newest step whose checkpoint was begun, which may not be committed yet."""
     ending: str = "done"
     """The reason in the Stop event when no error ended the session."""
-    policy_writer: Background = field(init=False)
-    checkpoint_writer: Background = field(init=False)
+    policy_writer: BackgroundWriter = field(init=False)
+    checkpoint_writer: BackgroundWriter = field(init=False)
     _readers: LiveReaders = field(init=False)
     _heap: Heap = field(init=False, default_factory=Heap)
     _shards: ShardFile = field(init=False)
     _group: dist.ProcessGroup = field(init=False)
-    """The group of the checkpoint threads: the steps use theirs meanwhile, and one group must not carry two exchanges at once."""
+    """The process group of the checkpoint threads. Steps use other groups meanwhile: one must not carry two exchanges at once."""
 
     def __post_init__(self) -> None:
         """Open the group of the checkpoint threads. Collective."""
         is_async = self.config.ckpt.async_write
-        self.policy_writer = Background("publisher", is_async=is_async)
-        self.checkpoint_writer = Background("checkpoint-writer", is_async=is_async)
+        self.policy_writer = BackgroundWriter("publisher", is_async=is_async)
+        self.checkpoint_writer = BackgroundWriter("checkpoint-writer", is_async=is_async)
         self._readers = LiveReaders(self.layout)
         self._shards = ShardFile(self.world)
         self._group = open_group(self.world, timeout_s=max(_WRITE_TIMEOUT_S, self.config.dist_timeout_seconds))
@@ -136,9 +136,10 @@ class Session:
             return score(self.learner.model, self.probe_samples, self.world, dtype=dtype)
 
     def publish(self, step: Step) -> None:
-        """Copy the weights and begin to publish them as the policy of `step`, with the probe of servers. Collective.
+        """Copy the weights, and begin to publish them with their probe as the policy of `step`. Collective.
 
-        Raises the error of the policy before. With ckpt.async_write = false it returns once the policy is published.
+        If the previous publication failed, its error is raised. With ckpt.async_write = false the method returns once the policy
+        is published.
         """
         probe = self.score_probe()
         with self.timed("broadcast_weights"):
@@ -169,7 +170,7 @@ class Session:
     def release_memory(self) -> None:
         """Give the driver the GPU memory that nothing needs until the next step, if `release_gpu_memory` is set. Collective.
 
-        A server takes memory of every rank's GPU as soon as it can read the policy. The next step computes gradients anew.
+        A server takes memory of every rank's GPU as soon as it can read the policy. The next step computes new gradients.
         """
         if self.config.release_gpu_memory:
             self.learner.optimizer.zero_grad(set_to_none=True)
@@ -179,8 +180,8 @@ class Session:
     def await_policy(self) -> None:
         """Wait on every rank until the policy that is being published can be read; raise the error of its publication. Collective.
 
-        Ranks that continued alone would wait for rank 0 where less time is allowed, or end before it has written the last good
-        weights.
+        Ranks that did not wait here would wait for rank 0 in a collective with a shorter timeout, or end before rank 0 has written
+        the last good weights.
         """
         with self.timed("wait_for_policy"), waiting("the policy's files", on="disk"):
             try:
@@ -191,7 +192,8 @@ class Session:
     def save(self, step: Step, *, parts: Sequence[str]) -> None:
         """Copy the trainer part of checkpoint `step`, and begin to write and commit it together with the other `parts`. Collective.
 
-        Raises the error of the checkpoint before. With ckpt.async_write = false it returns once the checkpoint is committed.
+        If the previous checkpoint failed, its error is raised. With ckpt.async_write = false the method returns once the checkpoint
+        is committed.
         """
         with self.timed("save_ckpt"):
             with waiting("the checkpoint before", on="disk"):
@@ -206,27 +208,27 @@ class Session:
             barrier(self.world)
             self.newest_checkpoint = step
             with self._explaining_full_disk(step):
-                self._shards.copy(staging_directory(self.layout, step) / TRAINER, state_of(self.learner, self.progress))
+                self._shards.copy(staging_directory(self.layout, step) / TRAINER, collect_state(self.learner, self.progress))
             policy = self.policy_writer.running  # a checkpoint is not committed without the policy of its step
             self.checkpoint_writer.start(partial(self._write_checkpoint, step, parts, policy))
             reach("trainer_half.during", step=step)
 
     def _write_checkpoint(self, step: Step, parts: Sequence[str], policy: Future[None] | None) -> None:
-        """Write this rank's shards, and once every rank has written its own, commit on rank 0."""
+        """Write this rank's shards. Rank 0 commits once every rank has written its own, and removes older checkpoints."""
         with self._explaining_full_disk(step):
             records = self._shards.write(self._group)
-            if self.telemetry is None:
+            if self.telemetry is None:  # not rank 0
                 return
             if policy is not None:
                 policy.result()
-            finish_part(self.layout, step, TRAINER, known=records)
+            finish_part(self.layout, step, TRAINER, written=records)
             reach("trainer_half.after", step=step)
             self.telemetry.sync_events()
             require_newest_attempt(self.layout, self.config.run)
             record = commit(self.layout, step, parts=parts, run_id=self.config.run.id)
             self.telemetry.write_event(Commit(step=step, digest=record.digest))
         logger.info("checkpoint committed step=%s", step)
-        # Here rather than between two steps: the content of large files goes away slowly.
+        # This thread removes them, and not the loop between two steps, because large files take long to remove.
         ckpt = self.config.ckpt
         for old in removable_steps(committed_steps(self.layout), keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval):
             remove_checkpoint(self.layout, old)
@@ -235,9 +237,10 @@ class Session:
         return explaining_full_disk(self.layout.checkpoints, what=f"checkpoint {step}", num_bytes=self.sizes.checkpoint)
 
     def settle(self, *, does_wait: bool = False) -> None:
-        """Raise the error of a write that has failed by now, or with `does_wait` of any write.
+        """Raise the error of a write that has failed; then remove policies and release memory that are no longer needed.
 
-        Then remove policies and release memory that are no longer needed.
+        Args:
+            does_wait: wait for running writes first, so that the error of any write is raised.
         """
         if does_wait:
             with waiting("the last policy and checkpoint", on="disk"):
@@ -254,19 +257,19 @@ class Session:
         self._heap.trim_if_grown()
 
     def find_unneeded(self) -> list[PolicyVersion]:
-        """Return the policies that neither checkpoints, those of the steps taken included, nor readers need, oldest first."""
+        """Return the published policies that no reader, no resume and no reference of the loss needs, oldest first."""
         published = published_versions(self.layout)
-        targets = [*committed_steps(self.layout), self.from_step, self.newest_checkpoint or self.from_step]
-        steps = (*targets, self.progress.step)
+        resume_steps = [*committed_steps(self.layout), self.from_step, self.newest_checkpoint or self.from_step]
+        steps = (*resume_steps, self.progress.step)
         references = {reference_version_after(step, interval=self.reference_interval) for step in steps}
-        # A deterministic run samples each batch from the policy that lags by exactly so many; others start from the newest.
+        # In a deterministic run each batch is sampled from the policy that lags by exactly `keep_recent`, else from the newest.
         resume_lag = self.keep_recent if self.config.deterministic else 0
         return retirable(
             published,
             latest=max(published, default=PolicyVersion(0)),
             keep_recent=self.keep_recent,
             in_use=list(self._readers.versions().values()),
-            kept=needed_to_resume(targets, lag=resume_lag) | references,
+            kept=needed_to_resume(resume_steps, lag=resume_lag) | references,
             keep_interval=self.config.ckpt.weights.interval,
         )
 
@@ -279,7 +282,7 @@ class Session:
     def failing_together(self) -> Iterator[None]:
         """Let every rank end together when the block fails on all of them.
 
-        No rank ends before rank 0 has written what it began, because the first rank that ends takes the others with it.
+        No rank ends before rank 0 has finished its writes, because `ranks.starter` ends all ranks when the first one fails.
         """
         try:
             yield
@@ -292,7 +295,12 @@ class Session:
     def report(
         self, step: Step, result: StepResult, rows: Sequence[MicroBatch], *, extra: Mapping[str, float] | None = None
     ) -> None:
-        """Write the metrics and the console line of a finished step on the whole batch `rows`; times start at 0 again."""
+        """Write the metrics and the console line of a finished step, and set its times back to 0.
+
+        Args:
+            rows: the batch, with the rows of all ranks.
+            extra: further metrics by name.
+        """
         metrics: dict[str, float] = {}
         for name, values in result.values.items():
             metrics |= summarize(name, values)
@@ -308,7 +316,8 @@ class Session:
         }
         for name, writer in {"write_weights": self.policy_writer, "write_ckpt": self.checkpoint_writer}.items():
             if (times := writer.take_times()) is not None:
-                metrics |= {f"time/{name}": times[0], f"time/{name}_cpu": times[1]}
+                wall_s, processor_s = times
+                metrics |= {f"time/{name}": wall_s, f"time/{name}_cpu": processor_s}
         metrics |= speed_metrics(
             rows,
             num_computed_tokens=result.num_computed_tokens,

@@ -1,4 +1,4 @@
-"""Recognises weights directories that hold an adapter instead of a whole model, and finds the model of each."""
+"""Recognises directories of weights that hold an adapter instead of a whole model, and finds the adapter's base model."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def base_of(directory: Path) -> str:
-    """Return the model that the adapter in `directory` was trained with, as its configuration names it."""
+    """Return the name of the base model of the adapter in `directory`, as the adapter's configuration has it."""
     path = directory / ADAPTER_CONFIG
     try:
         base = json.loads(path.read_bytes())["base_model_name_or_path"]
@@ -27,5 +27,5 @@ def base_of(directory: Path) -> str:
 
 
 def is_same_model(name: str, other: str) -> bool:
-    """Return whether two names mean one model, or two ways to the same directory."""
+    """Return whether two names of a model, each a directory or a Hugging Face name, are equal or lead to the same directory."""
     return name == other or (Path(name).is_dir() and Path(name).resolve() == Path(other).resolve())

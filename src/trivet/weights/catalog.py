@@ -1,4 +1,4 @@
-"""Lists the policies that are published in weights/, and removes those that a run which goes back will publish again."""
+"""Lists the policies that are published in weights/, and removes the policies that a resumed run will publish again."""
 
 from trivet.config.layout import STABLE, RunLayout
 from trivet.step_directories import discard_after, discard_unfinished, list_steps
@@ -13,12 +13,12 @@ def published_versions(layout: RunLayout) -> list[PolicyVersion]:
 
 
 def latest_version(layout: RunLayout) -> PolicyVersion | None:
-    """Return the newest published policy, None before the first."""
+    """Return the version of the newest published policy; None before the first."""
     return max(published_versions(layout), default=None)
 
 
 def discard_policies_after(layout: RunLayout, version: PolicyVersion) -> None:
-    """Remove every policy newer than `version`, all that was never finished, and readers' acknowledgements of either.
+    """Remove every policy newer than `version`, all unfinished policies, and readers' acknowledgements of newer versions.
 
     Called once by the trainer when a run starts from step `version`, before it publishes anything.
     """

@@ -1,6 +1,6 @@
-"""Describes a weights directory: which files belong to it, their sizes and digests, and one digest over all.
+"""Makes, reads and verifies the manifest of a policy: the names, sizes and digests of its files, and one digest over all of them.
 
-The digest is the identity of a policy: the trainer writes it, the server reports it after loading, and both must be equal.
+That digest identifies a policy. The trainer writes it, a server reports it after loading, and both must be equal.
 """
 
 from pathlib import Path
@@ -22,8 +22,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     """SHA-256 over the sorted names, sizes and digests of the files."""
     run_id: str = ""
+    """Id of the run that published the policy."""
     probe: Probe | None = None
-    """What a server that loads the policy must reproduce; None: nothing is compared."""
+    """The log-probabilities that a server must reproduce after loading the policy; None: nothing is compared."""
 
     @property
     def num_bytes(self) -> int:
@@ -32,17 +33,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _MAX_MANIFEST_BYTES = 64 << 20
+"""A larger file is refused unread: a manifest of a thousand files has less than a MiB."""
 
 
-def describe(directory: Path, *, version: PolicyVersion, run_id: str = "", probe: Probe | None = None) -> Manifest:
-    """Hash every file of `directory` (manifest and marker aside) into a manifest."""
+def make_manifest(directory: Path, *, version: PolicyVersion, run_id: str = "", probe: Probe | None = None) -> Manifest:
+    """Hash every file of `directory`, except manifest and marker, and make their manifest."""
     names = [path.name for path in directory.iterdir() if path.is_file() and path.name not in (MANIFEST, STABLE)]
     files = hash_files(directory, names)
     return Manifest(version=version, files=files, digest=digest_of(files), run_id=run_id, probe=probe)
 
 
-def describe_start_model(directory: Path) -> Manifest:
-    """Describe version 0: the start model's weight files, which carry no manifest of ours."""
+def make_start_manifest(directory: Path) -> Manifest:
+    """Make the manifest of version 0 from the weight files of the start model, whose directory has no manifest."""
     files = hash_files(directory, [path.name for path in directory.glob("*.safetensors")])
     return Manifest(version=START_VERSION, files=files, digest=digest_of(files))
 
@@ -65,10 +67,13 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:
-    """Read every file and compare it with the manifest.
+    """Compare every file of a published policy with its manifest, and return the manifest.
 
     Args:
-        max_bytes: a larger policy is not read.
+        max_bytes: refuse a larger policy without reading its files.
+
+    Raises:
+        WeightsError: the policy is unfinished, altered, or too large.
     """
     manifest = read_manifest(directory)
     version = parse_step(directory.name)

@@ -1,4 +1,4 @@
-"""Publishes a policy: its directory appears whole, or not at all, under its final name. Called by the trainer's rank 0."""
+"""Publishes a policy, so that its directory appears under its final name whole or not at all. Called by the trainer's rank 0."""
 
 import os
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from trivet.config.layout import MANIFEST, STABLE, RunLayout
 from trivet.errors import WeightsError
 from trivet.faults import reach
 from trivet.storage.durable import remove_directory, sync_directory, sync_tree, write_atomically, write_json_atomically
-from trivet.weights.manifest import Manifest, describe
+from trivet.weights.manifest import Manifest, make_manifest
 from trivet.wire.versions import PolicyVersion
 
 
@@ -22,27 +22,28 @@ def publish(
     announce: Callable[[Manifest], None] = lambda _: None,
     probe: Probe | None = None,
 ) -> Manifest:
-    """Publish what `write` puts into the directory it is given as policy `version`.
+    """Publish policy `version`.
 
-    A directory that an earlier attempt left under the same version is replaced. `STABLE` is written last, after every byte is
-    on disk and before the directory gets its name: whoever sees the name sees all, on a shared file system too, where a name
-    that was asked for too early may seem absent for a minute.
+    A directory that an earlier attempt left under the same version is replaced. `STABLE` is written when every byte of the other
+    files is on disk, and before the directory gets its final name. So the name appears only with all files in it. A file that was
+    created after the name could seem absent for a minute on a shared file system, once a reader has looked for it.
 
     Args:
-        announce: called when everything is written and no reader can see it yet, so no load precedes it.
-        probe: what servers must reproduce with it.
+        write: writes the policy's files into the directory that it gets.
+        announce: called when all files are written and no reader can see them yet, so no load precedes it.
+        probe: the probe for the manifest.
     """
     final = layout.weights_step(version)
-    # A process of an earlier attempt, whose machine stood still, may be writing the same version.
+    # A process of an earlier attempt, whose machine was suspended, may still write the same version.
     staging = layout.weights / f".{final.name}.{os.uname().nodename}.{os.getpid()}.tmp"
     reach("weight_write.before", step=version)
     remove_directory(staging)
     staging.mkdir(parents=True)
     write(staging)
     reach("weight_write.during", step=version, path=staging)
-    _refuse_what_no_manifest_covers(staging)
+    _require_flat_files(staging)
     sync_tree(staging)
-    manifest = describe(staging, version=version, run_id=run_id, probe=probe)
+    manifest = make_manifest(staging, version=version, run_id=run_id, probe=probe)
     write_json_atomically(staging / MANIFEST, manifest)
     reach("weight_write.after", step=version, path=staging)
     announce(manifest)
@@ -55,7 +56,8 @@ def publish(
     return manifest
 
 
-def _refuse_what_no_manifest_covers(staging: Path) -> None:
+def _require_flat_files(staging: Path) -> None:
+    """Refuse an empty directory, and entries that are not files, because a manifest lists only files without a path."""
     paths = sorted(staging.iterdir())
     if not paths:
         raise WeightsError(f"{staging} is empty: nothing was written to publish")

@@ -32,8 +32,8 @@ def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion, *, lifet
     Args:
         lifetime_s: seconds after which the acknowledgement expires unless the reader calls this again; None: it never expires.
     """
-    found = Acknowledgement(version=version, time=time.time(), lifetime_s=lifetime_s)
-    write_json_atomically(_reader_file(layout, reader), found)
+    acknowledgement = Acknowledgement(version=version, time=time.time(), lifetime_s=lifetime_s)
+    write_json_atomically(_reader_file(layout, reader), acknowledgement)
 
 
 def forget_reader(layout: RunLayout, reader: str) -> None:
@@ -43,37 +43,38 @@ def forget_reader(layout: RunLayout, reader: str) -> None:
 
 def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
     """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements count too."""
-    return {reader: acknowledgement.version for reader, acknowledgement in _acknowledgements(layout)}
+    return {reader: acknowledgement.version for reader, acknowledgement in _read_acknowledgements(layout)}
 
 
 class LiveReaders:
-    """The readers of a run whose acknowledgements have not expired.
+    """Finds the readers of a run whose acknowledgements have not expired.
 
-    A reader may be on another machine, whose clock differs. So an acknowledgement ages by this process's clock, from the moment
-    at which this process saw it for the first time.
+    A reader may be on another machine, whose clock differs. So the age of an acknowledgement is the time, by this process's clock,
+    since this process read it for the first time.
     """
 
     def __init__(self, layout: RunLayout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
         self._clock = clock
         self._seen: dict[str, tuple[Acknowledgement, float]] = {}
-        """The newest acknowledgement of each reader, and when it was seen first."""
+        """The newest acknowledgement of each reader, and the time at which this process first read it."""
 
     def versions(self) -> dict[str, PolicyVersion]:
         """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements are left out."""
-        now, before = self._clock(), self._seen
+        now, seen_before = self._clock(), self._seen
         self._seen = {}
-        for reader, found in _acknowledgements(self._layout):
-            known, since = before.get(reader, (None, now))
-            self._seen[reader] = (found, since if found == known else now)
+        for reader, acknowledgement in _read_acknowledgements(self._layout):
+            previous, since = seen_before.get(reader, (None, now))
+            self._seen[reader] = (acknowledgement, since if acknowledgement == previous else now)
         return {
-            reader: found.version
-            for reader, (found, since) in self._seen.items()
-            if found.lifetime_s is None or now - since <= found.lifetime_s
+            reader: acknowledgement.version
+            for reader, (acknowledgement, since) in self._seen.items()
+            if acknowledgement.lifetime_s is None or now - since <= acknowledgement.lifetime_s
         }
 
 
-def _acknowledgements(layout: RunLayout) -> Iterator[tuple[str, Acknowledgement]]:
+def _read_acknowledgements(layout: RunLayout) -> Iterator[tuple[str, Acknowledgement]]:
+    """Yield the name of each reader and its newest acknowledgement."""
     for path in sorted(layout.readers.glob("[!.]*.json")) if is_listed(layout.readers) else ():
         try:
             acknowledgement = msgspec.json.decode(path.read_bytes(), type=Acknowledgement)
@@ -92,9 +93,9 @@ def forget_readers_after(layout: RunLayout, version: PolicyVersion) -> None:
 
 
 def reference_version_after(step: int, *, interval: int | None) -> PolicyVersion:
-    """Return the version that is the reference policy (`loss.beta`) once `step` has been taken: the next step uses it.
+    """Return the version of the reference policy (`loss.beta`) that the step after `step` uses.
 
-    It is the last multiple of `interval` up to `step`. Without an interval it is the start model.
+    It is the last multiple of `interval` up to `step`; without an interval it is the start model.
     """
     return PolicyVersion(step - step % interval if interval else START_VERSION)
 
@@ -110,7 +111,7 @@ def retirable(
 ) -> list[PolicyVersion]:
     """Return the versions that can be removed, oldest first.
 
-    A reader may load any version newer than its own at any moment, so every version from the oldest acknowledged one on stays.
+    Every version from the oldest acknowledged one on stays, because a reader may load any version newer than its own at any moment.
 
     Args:
         latest: newest published policy; it always stays.
@@ -131,10 +132,10 @@ def needed_to_resume(steps: Sequence[int], *, lag: int) -> set[int]:
     """Return the versions that a run needs if it resumes from one of `steps`.
 
     Args:
-        lag: by how many versions the policy of a resumed run's first batch may be older than the step resumed from. It is
-            max_async_level when the run is deterministic, and else 0, because the run then samples from the newest policy.
+        lag: number of versions by which the policy of the first batch after a resume may be older than the resumed step. It is
+            max_async_level for a deterministic run, and else 0, because the run then samples from the newest policy.
     """
-    return {max(step - behind, 0) for step in steps for behind in range(lag + 1)}
+    return {max(step - age, 0) for step in steps for age in range(lag + 1)}
 
 
 def retire(layout: RunLayout, version: PolicyVersion) -> None:

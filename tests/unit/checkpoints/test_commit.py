@@ -174,7 +174,7 @@ def test_what_was_digested_while_it_was_written_is_not_read_again_but_refused_wh
         part = begin_part(layout, 5, name)
         (part / "data.bin").write_bytes(b"state")
         (part / "other").write_bytes(b"x")
-        listing = finish_part(layout, 5, name, known={"data.bin": FileRecord(5, "0" * 32)})
+        listing = finish_part(layout, 5, name, written={"data.bin": FileRecord(5, "0" * 32)})
         assert listing.files["data.bin"].xxh3_128 == "0" * 32
         assert sorted(listing.files) == ["data.bin", "other"]
     commit(layout, 5)
@@ -189,7 +189,7 @@ def test_what_another_machine_wrote_must_have_arrived(layout, content, found):
     if content is not None:
         (part / "data.bin").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"was written with 5 bytes and has {found} here: output_dir must be one"):
-        finish_part(layout, 5, TRAINER, known={"data.bin": FileRecord(5, "0" * 32)})
+        finish_part(layout, 5, TRAINER, written={"data.bin": FileRecord(5, "0" * 32)})
     assert not (staging_directory(layout, 5) / TRAINER / DONE).exists()
 
 

@@ -8,7 +8,7 @@ from trivet.config.layout import MANIFEST, STABLE, RunLayout
 from trivet.errors import WeightsError
 from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
 from trivet.weights.catalog import discard_policies_after, latest_version, published_versions
-from trivet.weights.manifest import Manifest, describe_start_model, read_manifest, verify
+from trivet.weights.manifest import Manifest, make_start_manifest, read_manifest, verify
 from trivet.weights.publish import publish
 from trivet.weights.retention import acknowledge, reader_versions
 
@@ -161,7 +161,7 @@ def test_a_directory_under_another_versions_name_is_refused(layout):
 
 def test_start_model_is_identified_by_its_weight_files_alone(layout):
     publish(layout, version=1, run_id="run", write=write_model())
-    start = describe_start_model(layout.weights_step(1))
+    start = make_start_manifest(layout.weights_step(1))
     assert start.version == 0
     assert list(start.files) == ["model.safetensors"]
 

@@ -13,7 +13,7 @@ import msgspec
 from trivet.checkpoints.commit import committed_steps, verify_checkpoint
 from trivet.checkpoints.resume import choose_resume_step
 from trivet.checkpoints.run_record import require_newest_attempt
-from trivet.checkpoints.settings import SERVER_MAY_CHANGE, changes, describe, read_settings, values_of
+from trivet.checkpoints.settings import SERVER_MAY_CHANGE, describe_changes, find_changes, flatten_config, read_settings
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import InferenceConfig
 from trivet.config.schema.rl import RLConfig
@@ -189,8 +189,8 @@ class Attempts:
         notices: list[str] = []
         for path, config in self.planned.configs.items():
             if isinstance(config, InferenceConfig) and path.exists():
-                saved, now, defaults = read_settings(path), values_of(config), values_of(InferenceConfig())
+                saved, now, defaults = read_settings(path), flatten_config(config), flatten_config(InferenceConfig())
                 section = "teacher_inference" if config.is_teacher else "inference"
-                changed = describe(changes(saved, now, defaults=defaults, allowed=SERVER_MAY_CHANGE))
+                changed = describe_changes(find_changes(saved, now, defaults=defaults, allowed=SERVER_MAY_CHANGE))
                 notices += [f"{section}.{line}: the server may answer otherwise than before the resume" for line in changed]
         return list(dict.fromkeys(notices))
