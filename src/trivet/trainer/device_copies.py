@@ -1,9 +1,9 @@
 """Moves the data of a step between main memory and the device.
 
-While the host waits for a GPU it queues nothing, and the GPU then idles. So a step waits in two functions of this module and
-nowhere else: in `read_numbers` before the update, because a loss that is not finite must not reach the parameters, and in
-`read_values` at the end. Until then the values of all rows stay on the device: they are a few floats a token, where the activations
-of a token are thousands. `HostCopies` copies weights for `trainer.model.export` while the GPU goes on computing.
+While the host waits for a GPU it queues no work, and the GPU then idles. So a step waits only in two functions of this module: in
+`read_numbers` before the update, because a loss that is not finite must not reach the parameters, and in `read_values` at the end.
+Until then the values of all rows stay on the device: a few floats for each token, while its activations are thousands. `HostCopies`
+copies weights for `trainer.model.export` while the GPU computes.
 
 The code for GPUs has not run on one yet.
 """
@@ -17,12 +17,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 _MAX_IN_FLIGHT_BYTES = 1 << 30
-"""Bytes of sources that wait on the GPU for their copies. A sharded model is gathered faster than it is copied, and would be there
-whole. Copying 1 GiB takes an estimated 40 ms at 25 GB/s, in which the next tensors are gathered, so the copies should not pause."""
+"""Most bytes that wait on the GPU to be copied. Without a limit a whole model would wait there, because gathering a sharded model
+is faster than copying it. Copying 1 GiB takes an estimated 40 ms at 25 GB/s, enough to gather the next tensors."""
 
 
 class Selected(NamedTuple):
-    """Values, and a mask that is true where they count. The host selects them later: on a GPU it would wait for their number."""
+    """Values, and a mask that is true where they count. The host selects them in `read_values`; before, it would wait for a GPU."""
 
     values: torch.Tensor
     is_selected: torch.Tensor
@@ -40,13 +40,14 @@ def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.
 def read_numbers(*numbers: torch.Tensor) -> list[float]:
     """Return scalar tensors as floats, with one wait for all of them."""
     device = numbers[-1].device  # with off-loaded parameters the norm of the gradients is in main memory, and the loss is not
-    found: list[float] = torch.stack([number.to(device, torch.float64) for number in numbers]).tolist()
-    return found
+    values: list[float] = torch.stack([number.to(device, torch.float64) for number in numbers]).tolist()
+    return values
 
 
 def read_values(parts: Sequence[Mapping[str, torch.Tensor | Selected]]) -> dict[str, np.ndarray]:
-    """Return the values of each name in all `parts`, one part after the other, with one wait for all of them."""
+    """Concatenate the values of each name over all `parts`, and copy them to main memory with one wait for all of them."""
     names = list({name: None for part in parts for name in part})
+    # The tensors of a name: its values, and for `Selected` their mask.
     columns: dict[str, list[torch.Tensor]] = {}
     for name in names:
         entries = [part[name] for part in parts if name in part]
@@ -62,7 +63,7 @@ def read_values(parts: Sequence[Mapping[str, torch.Tensor | Selected]]) -> dict[
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start a copy to main memory, and return it. One from a GPU is complete only after its stream has been waited for."""
+    """Start a copy to main memory, and return it. A copy from a GPU is complete only after a wait for the GPU's stream."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
 
 
@@ -72,23 +73,24 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostCopies:
-    """Copies on a stream of their own. On the CPU a copy is done when it is started."""
+    """Copies tensors to main memory on a stream of its own. From a CPU, `start` copies at once."""
 
     def __init__(self, device: torch.device, *, max_bytes: int = _MAX_IN_FLIGHT_BYTES) -> None:
-        """Open a stream for copies from `device`, which keeps sources of at most `max_bytes` until they are copied."""
+        """Open a stream for copies from `device`, where at most `max_bytes` wait to be copied."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._max_bytes = max_bytes
         self._in_flight: deque[tuple[torch.cuda.Event, int]] = deque()
-        """The event after each copy, and the bytes that are free once it has come."""
+        """For each copy the event that follows it, and the bytes of its source, which are free after the event."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a copy: page-locked where there is a GPU, which can copy to no other while it computes."""
+        """Return memory for a copy: page-locked if there is a GPU, because it can copy to other memory only while it is idle."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def start(self, target: torch.Tensor, source: torch.Tensor, *, does_change: bool) -> None:
         """Start to copy `source`, once the current stream has computed it, into `target`, which `empty` made.
 
-        `does_change` says that later computing changes `source`, and must not overtake the copy.
+        Args:
+            does_change: later computation changes `source`, so it must wait for the copy.
         """
         if self._stream is None or not source.is_cuda:
             target.copy_(source)
@@ -106,7 +108,7 @@ class HostCopies:
             self.keep_in_flight(copied, num_bytes=source.nbytes)
 
     def keep_in_flight(self, copied: torch.cuda.Event, *, num_bytes: int) -> None:
-        """Wait for the oldest copies while there are too many bytes. One copy may always be in flight."""
+        """Add a copy to those in flight, and wait for the oldest ones while they exceed the limit. One copy is always allowed."""
         self._in_flight.append((copied, num_bytes))
         while len(self._in_flight) > 1 and sum(size for _, size in self._in_flight) > self._max_bytes:
             self._in_flight.popleft()[0].synchronize()

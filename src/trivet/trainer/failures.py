@@ -21,14 +21,14 @@ from trivet.weights.catalog import latest_version
 from trivet.wire.batches import MicroBatch
 
 _HUGE_ADVANTAGE = 1e4
-"""An advantage beyond this is treated as the cause, and not the learning rate: normalized ones are below 10."""
-_MAX_NAMED = 5
+"""If an advantage is larger, the message blames it and not the learning rate. Normalized advantages are below 10."""
+_MAX_LISTED = 5
 """Rows or parameters that a message lists; it counts the rest."""
 _ALLOCATOR_MESSAGES = (
     *("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
 )
-"""Torch's allocator for the CPU, and CUDA's libraries, raise a plain RuntimeError that can only be told by its text."""
+"""Texts of errors for lack of memory. Torch's allocator for the CPU, and CUDA's libraries, raise them as a plain RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,24 +45,24 @@ class RowOutcome:
 
 def describe_rows(outcomes: Sequence[RowOutcome], world: World) -> str:
     """List the samples, over all ranks, that made the loss infinite or NaN. Collective."""
-    own = [text for outcome in outcomes if not bool(outcome.share.isfinite()) for text in _describe_row(outcome)]
-    return _list_over_ranks(own, world) or "no row's own share is infinite, but their sum is"
+    texts = [text for outcome in outcomes if not bool(outcome.share.isfinite()) for text in _describe_row(outcome)]
+    return _list_over_ranks(texts, world) or "no row's own share is infinite, but their sum is"
 
 
 def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], world: World) -> str:
     """List the parameters whose gradients are not finite on some rank. Collective."""
-    bad = [
+    names = [
         name.removeprefix("causal_lm.")
         for name, parameter in parameters
         if parameter.grad is not None and not bool(local_part(parameter.grad).isfinite().all())
     ]
-    return _list_over_ranks(bad, world) or "every gradient is finite, and their norm is not"
+    return _list_over_ranks(names, world) or "every gradient is finite, and their norm is not"
 
 
-def advise(rows: Sequence[MicroBatch], *, key_prefix: str) -> str:
-    """Return what to change after a loss or gradient of the batch `rows` that is not finite."""
+def describe_remedy(rows: Sequence[MicroBatch], *, key_prefix: str) -> str:
+    """Return what the user can change after a step on the batch `rows` whose loss or gradient is not finite."""
     advantages = np.concatenate([row.advantages_T for row in rows])
-    largest = advantages[np.abs(advantages).argmax()]  # NaN, if there is one
+    largest = advantages[np.abs(advantages).argmax()]  # a NaN, if there is one, and then no comparison with it holds
     if abs(largest) <= _HUGE_ADVANTAGE:
         return f"Lower {key_prefix}optim.lr, or look in metrics/ at what grew in the steps before"
     return (
@@ -73,14 +73,18 @@ def advise(rows: Sequence[MicroBatch], *, key_prefix: str) -> str:
 
 @contextmanager
 def naming_last_weights(layout: RunLayout, *, await_policy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Add to a `Diverged` from the block which weights are still good, once `await_policy` has published the step before."""
+    """Add the directory of the last good weights to the message of a `Diverged` that the block raises.
+
+    Args:
+        await_policy: waits until the policy of the previous step is published, so that the message can name it.
+    """
     try:
         yield
     except Diverged as exc:
         unwritten = ""
         try:
             await_policy()
-        except (TrivetError, OSError) as failure:  # the divergence is what the run ends for
+        except (TrivetError, OSError) as failure:  # the divergence stays the error that ends the run
             unwritten = f", and the policy after them could not be written ({failure})"
         last = latest_version(layout)
         where = "the model it started from" if last is None else str(layout.weights_step(last))
@@ -125,31 +129,34 @@ def _explaining(failure: str, advice: str) -> Iterator[None]:
 
 
 def _describe_row(outcome: RowOutcome) -> list[str]:
+    """Return a text for each sample of the row that has a value that is not finite; at least one text."""
     row = outcome.row
     columns = {
         "the model's log-probability": outcome.logprobs_N,
         "the sampler's log-probability": row.sampler_logprobs_N,
         "the advantage": row.advantages_N,
     }
-    names = [f"row {index} sample {sample}" for index, sample in row.places] or [f"sample {n}" for n in range(row.num_samples)]
+    names = [f"row {index} sample {number}" for index, number in row.sample_indices] or [
+        f"sample {number}" for number in range(row.num_samples)
+    ]
     texts: list[str] = []
     for number, sample in enumerate(names):
-        found: list[str] = []
+        findings: list[str] = []
         for name, values_N in columns.items():
             values = values_N[row.samples_N == number]
             if len(bad := values[~values.isfinite()]):
-                found.append(f"{name} is {float(bad[0])} at {len(bad)} of {len(values)} tokens")
-        if found:
-            texts.append(f"{sample}: {', '.join(found)}")
+                findings.append(f"{name} is {float(bad[0])} at {len(bad)} of {len(values)} tokens")
+        if findings:
+            texts.append(f"{sample}: {', '.join(findings)}")
     if not texts:
         ratio = float((outcome.logprobs_N - row.sampler_logprobs_N).max())
         texts = [f"{names[0]} or another of the row: the largest log-ratio is {ratio:.4g}"]
     return texts
 
 
-def _list_over_ranks(own: list[str], world: World) -> str:
+def _list_over_ranks(own_texts: list[str], world: World) -> str:
     """List the texts of all ranks, each once. Collective."""
-    parts = gather_bytes(world, msgspec.msgpack.encode(own))
+    parts = gather_bytes(world, msgspec.msgpack.encode(own_texts))
     texts = list(dict.fromkeys(text for part in parts for text in msgspec.msgpack.decode(part, type=list[str])))
-    more = f", and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
-    return "; ".join(texts[:_MAX_NAMED]) + more
+    more = f", and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
+    return "; ".join(texts[:_MAX_LISTED]) + more

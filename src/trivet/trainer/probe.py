@@ -1,8 +1,8 @@
 """Scores the probe of a policy as a training step scores its tokens, and compares it with what servers computed.
 
 Called by `trainer.session` for each policy that is published, and by the RL loop for the policy that a run starts from. The model
-computes in training mode: what a step would compute differently from the files it publishes shows here. The dropout of an adapter
-alone is off, since it is noise by configuration.
+computes in training mode, because the probe shall find what a training step computes differently from a server that has the
+published files. Only the dropout of an adapter is off, because servers never draw it.
 """
 
 import logging
@@ -21,14 +21,14 @@ from trivet.wire.batches import MicroBatch
 logger = logging.getLogger(__name__)
 
 
-def samples_of(row: MicroBatch) -> list[list[int]]:
+def split_samples(row: MicroBatch) -> list[list[int]]:
     """Return the token ids of each sample of `row`."""
     return [part.tolist() for part in row.split(row.token_ids_T)]
 
 
 def choose_samples(rows: Sequence[MicroBatch], *, num_tokens: int) -> list[list[int]]:
     """Choose the tokens of a probe, at most `num_tokens`, from the rows of a batch."""
-    return cut_samples([sample for row in rows for sample in samples_of(row)], num_tokens=num_tokens)
+    return cut_samples([sample for row in rows for sample in split_samples(row)], num_tokens=num_tokens)
 
 
 def score(model: PolicyModel, samples: Sequence[Sequence[int]], world: World, *, dtype: ProbeDtype) -> Probe:
@@ -53,7 +53,7 @@ def score(model: PolicyModel, samples: Sequence[Sequence[int]], world: World, *,
     with torch.no_grad():
         for tensors in plan.take(0, device=world.device):
             parts = model(tensors).logprobs_N.float().cpu().split(tensors.num_loss_tokens_S)
-            scored |= {number: part.tolist() for (_, number), part in zip(tensors.places, parts, strict=True)}
+            scored |= {number: part.tolist() for (_, number), part in zip(tensors.sample_indices, parts, strict=True)}
     for module in dropouts:
         module.train()
     free_gathered(model)
@@ -61,9 +61,11 @@ def score(model: PolicyModel, samples: Sequence[Sequence[int]], world: World, *,
 
 
 def require_agreement(probe: Probe, rows: Sequence[MicroBatch], *, dtype: ProbeDtype) -> ProbeResult:
-    """Refuse a start policy that differs from what a server computed for the probe at temperature 1, in `dtype`.
+    """Refuse a start policy that differs from what a server computed for the probe; return the result of the worst server.
 
-    `rows` has a row for each server: the probe's samples with its log-probabilities.
+    Args:
+        rows: a row for each server: the probe's samples with the server's log-probabilities at temperature 1.
+        dtype: the dtype that the servers compute in.
     """
     results = [
         compare(
@@ -78,7 +80,12 @@ def require_agreement(probe: Probe, rows: Sequence[MicroBatch], *, dtype: ProbeD
 
 
 def require_restored(probe: Probe, published: Probe | None) -> None:
-    """Refuse a model that was restored from a checkpoint and is not the policy that was published at that step."""
+    """Refuse a model that was restored from a checkpoint and is not the policy that was published at that step.
+
+    Args:
+        probe: the probe of the restored model.
+        published: the probe in the policy's manifest. If there is none, or it has other tokens, nothing is compared.
+    """
     if published is None or published.token_ids != probe.token_ids:
         return
     try:

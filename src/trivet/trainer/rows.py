@@ -1,6 +1,6 @@
 """Turns the packed rows of a batch into the rows that one rank computes. Called by `trainer.step`.
 
-Legend: T tokens of a row, U of them that are computed (without those that samples share), S samples in it, N its loss tokens.
+Legend: T tokens of a row, U of them that are computed (a token that samples share counts once), S samples in it, N its loss tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,14 @@ from trivet.trainer.device_copies import to_device
 from trivet.trainer.prefixes import build_tree, flat_tree, group_by_prefix
 from trivet.wire.batches import MicroBatch
 
-Place = tuple[int, int]
-"""A row of the batch, and a sample in it, both counted from 0."""
+SampleIndex = tuple[int, int]
+"""The index of a row in the batch, and the index of a sample in that row."""
 _LANE_GAIN = 1.11
 """Speed of lanes on short rows, divided by that of all cores together on one long row. Measured with SmolLM2 in float32 on two
 cores with AVX2."""
 Cost = Callable[[Sequence[int], Sequence[int]], float]
-"""The cost of segments of these lengths behind prefixes of these lengths, in tokens. Costs of several samples add up."""
+"""Returns the cost of segments from their lengths and the lengths of their prefixes, in tokens. The cost of a row is the sum over
+its segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +44,18 @@ class RowTensors:
     teacher_logprobs_N: torch.Tensor | None = None
     """Log-probabilities of the teacher, when the batch has them."""
     samples_N: torch.Tensor
-    """int64 [N]: each loss token's sample, numbered from 0 among the samples that have one."""
+    """int64 [N]: the sample of each loss token, numbered from 0 among the samples with loss tokens."""
     num_samples: int
     """Samples with loss tokens."""
     num_loss_tokens_S: tuple[int, ...]
-    """Number of loss tokens of each of these samples, in main memory: for a count on the device the host would wait."""
+    """Number of loss tokens of each of these samples. In main memory, because the host would wait for a count on the device."""
     uses_temperatures: bool = True
     """False when every temperature is 1."""
-    places: tuple[Place, ...] = ()
-    """Places of those samples in the batch; for messages."""
+    sample_indices: tuple[SampleIndex, ...] = ()
+    """The indices of these samples in the batch, for messages."""
     is_dummy: bool = False
-    """Stands in for a row that this rank does not have, so that its collectives match the others'. Counts for nothing."""
+    """True for a row without effect on loss and metrics. A rank with fewer rows than others computes dummies, because all ranks
+    must take part in the same collectives."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,11 +68,11 @@ class RowPlan:
     """The rows of every rank. Each rank makes the same plan of the same batch."""
 
     batch: Sequence[MicroBatch]
-    rows_by_rank: Sequence[Sequence[Sequence[Place]]]
+    rows_by_rank: Sequence[Sequence[Sequence[SampleIndex]]]
     """Rows of each rank, and samples of each row."""
     shares_prefixes: bool
     max_tokens: int
-    """Tokens of a row at most; only samples that exceed it alone have longer ones."""
+    """Most tokens of a row. Only a single sample, or samples that share a prefix, may exceed it."""
     num_tokens: int
     """Tokens to compute, on all ranks together. A token that samples of a row share counts once."""
     cost: float
@@ -79,11 +81,11 @@ class RowPlan:
     def take(self, rank: int, *, device: torch.device) -> list[RowTensors]:
         """Return the rows of `rank`, with dummies up to the number that every rank has."""
         rows: list[RowTensors] = []
-        for places in self.rows_by_rank[rank]:
-            index = places[0][0]
-            is_whole = list(places) == [(index, number) for number in range(len(self.batch[index].sequence_lengths_S))]
-            row = self.batch[index] if is_whole else join_samples(self.batch, places)
-            rows.append(to_tensors(row, device=device, places=places, shares_prefixes=self.shares_prefixes))
+        for samples in self.rows_by_rank[rank]:
+            first_row = samples[0][0]
+            is_whole = list(samples) == [(first_row, number) for number in range(len(self.batch[first_row].sequence_lengths_S))]
+            row = self.batch[first_row] if is_whole else join_samples(self.batch, samples)
+            rows.append(to_tensors(row, device=device, sample_indices=samples, shares_prefixes=self.shares_prefixes))
         rows = [row for row in rows if row.num_samples]
         return rows + [_dummy(device)] * (max(map(len, self.rows_by_rank)) - len(rows))
 
@@ -100,19 +102,19 @@ def plan_rows(
 ) -> RowPlan:
     """Decide which samples of a batch share a row, and which rank computes it. Samples without loss tokens may be left out.
 
-    Samples that share a prefix stay together: as long as one such sample exists, all samples are packed again, into rows of no more
-    tokens than the batch's longest row has. A row is longer than `max_tokens` where what its samples share is worth it.
+    Samples that share a prefix stay together. If there are any, all samples are packed again, into rows of no more tokens than the
+    batch's longest row has. A row whose samples share a prefix exceeds `max_tokens` if that saves more than short rows do.
 
     Args:
         cost: the cost of a row, by which ranks are balanced; by default its tokens.
         max_tokens: pack the batch's samples again, into rows of at most this many tokens; None: keep the batch's rows.
-        max_shared_tokens: most tokens of a row whose samples share a prefix; by default as of any other row.
-        shares_prefixes: compute tokens that samples of a row begin with in common once.
-        packs: false: each sample is a row of its own, whatever the other arguments say.
+        max_shared_tokens: most tokens of a row whose samples share a prefix; None: the limit of any other row.
+        shares_prefixes: compute a prefix that samples of a row share only once.
+        packs: false: each sample is a row of its own, and the arguments about sharing and limits have no effect.
     """
     shares_prefixes = shares_prefixes and packs
-    samples: list[Place] = []
-    tokens: list[np.ndarray] = []
+    samples: list[SampleIndex] = []
+    tokens_by_sample: list[np.ndarray] = []
     packed: list[list[int]] = []
     for index, row in enumerate(rows):
         if row.loss_mask_T.any():
@@ -121,25 +123,31 @@ def plan_rows(
             kept = [number for number, mask_T in enumerate(masks) if mask_T.any() or (packs and max_tokens is None)]
             packed.append(list(range(len(samples), len(samples) + len(kept))))
             samples += [(index, number) for number in kept]
-            tokens += [parts[number] for number in kept]
+            tokens_by_sample += [parts[number] for number in kept]
+    # An item has the numbers of samples that stay together in one row. `packed` has the items of each row of the batch.
     items = [[number] for number in range(len(samples))]
     if not packs:
         packed, max_tokens = items, None
     row_limit = max_tokens or max((row.num_tokens for row in rows), default=0)
     if shares_prefixes:
         # A group that is larger than a rank's part of the batch would leave other ranks without work.
-        of_rank = -(-sum(map(len, tokens)) // num_ranks)
-        limits = [min(limit, of_rank) for limit in (row_limit, max_shared_tokens or row_limit)]
-        grouped = _choose_groups(tokens, max_tokens=limits[0], max_shared_tokens=limits[1])
-        if len(grouped) < len(items):
-            items, max_tokens = grouped, row_limit
-    trees = [build_tree([tokens[number] for number in item]) for item in items]
+        tokens_per_rank = -(-sum(map(len, tokens_by_sample)) // num_ranks)
+        groups = _choose_groups(
+            tokens_by_sample,
+            max_tokens=min(row_limit, tokens_per_rank),
+            max_shared_tokens=min(max_shared_tokens or row_limit, tokens_per_rank),
+        )
+        if len(groups) < len(items):
+            items, max_tokens = groups, row_limit
+    trees = [build_tree([tokens_by_sample[number] for number in item]) for item in items]
     lengths = [tree.num_tokens for tree in trees]
     costs = [cost(tree.lengths, tree.prefix_lengths) for tree in trees] if cost else list(map(float, lengths))
-    dealt = arrange(packed, lengths, costs=costs, num_ranks=num_ranks, max_tokens=max_tokens)
+    items_by_rank = arrange(packed, lengths, costs=costs, num_ranks=num_ranks, max_tokens=max_tokens)
     return RowPlan(
         batch=rows,
-        rows_by_rank=[[[samples[number] for item in row for number in items[item]] for row in own_rows] for own_rows in dealt],
+        rows_by_rank=[
+            [[samples[number] for item in row for number in items[item]] for row in own_rows] for own_rows in items_by_rank
+        ],
         shares_prefixes=shares_prefixes,
         max_tokens=row_limit,
         num_tokens=sum(lengths),
@@ -147,48 +155,58 @@ def plan_rows(
     )
 
 
-def _choose_groups(tokens: Sequence[np.ndarray], *, max_tokens: int, max_shared_tokens: int) -> list[list[int]]:
-    """Group samples that share a prefix; a group of more than `max_tokens` only where dividing it costs more than lanes gain."""
+def _choose_groups(samples: Sequence[np.ndarray], *, max_tokens: int, max_shared_tokens: int) -> list[list[int]]:
+    """Group samples that share a prefix. A group exceeds `max_tokens` only where dividing it would cost more than lanes gain.
+
+    Args:
+        samples: token ids of each sample. The result has indices of samples.
+    """
 
     def num_tokens(group: Sequence[int]) -> int:
-        return build_tree([tokens[number] for number in group]).num_tokens
+        return build_tree([samples[number] for number in group]).num_tokens
 
     groups: list[list[int]] = []
-    for group in group_by_prefix(tokens, max_tokens=max_shared_tokens):
-        parts = [group]
-        if (whole := num_tokens(group)) > max_tokens:
-            divided = group_by_prefix([tokens[number] for number in group], max_tokens=max_tokens)
-            parts = [[group[place] for place in part] for part in divided]
-            if sum(map(num_tokens, parts)) > _LANE_GAIN * whole:
-                parts = [group]
-        groups += parts
+    for group in group_by_prefix(samples, max_tokens=max_shared_tokens):
+        num_undivided = num_tokens(group)
+        if num_undivided <= max_tokens:
+            groups.append(group)
+            continue
+        divided = group_by_prefix([samples[number] for number in group], max_tokens=max_tokens)
+        parts = [[group[position] for position in part] for part in divided]
+        groups += [group] if sum(map(num_tokens, parts)) > _LANE_GAIN * num_undivided else parts
     return groups
 
 
-def join_samples(rows: Sequence[MicroBatch], places: Sequence[Place]) -> MicroBatch:
+def join_samples(rows: Sequence[MicroBatch], samples: Sequence[SampleIndex]) -> MicroBatch:
     """Make one row of these samples of `rows`, in this order."""
-    indices = {index for index, _ in places}
+    row_indices = {index for index, _ in samples}
     joined: dict[str, np.ndarray | None] = {}
     for name in (name for name in MicroBatch.__struct_fields__ if name.endswith("_T")):
-        columns = {index: getattr(rows[index], name) for index in indices}
+        columns = {index: getattr(rows[index], name) for index in row_indices}
         if any(values_T is None for values_T in columns.values()):
             joined[name] = None
             continue
         parts = {index: rows[index].split(values_T) for index, values_T in columns.items()}
-        joined[name] = np.concatenate([parts[index][number] for index, number in places])
-    lengths_S = np.array([rows[index].sequence_lengths_S[number] for index, number in places], dtype=np.int32)
+        joined[name] = np.concatenate([parts[index][number] for index, number in samples])
+    lengths_S = np.array([rows[index].sequence_lengths_S[number] for index, number in samples], dtype=np.int32)
     return MicroBatch(sequence_lengths_S=lengths_S, **joined)  # type: ignore[arg-type]  # only optional fields are None
 
 
 def to_tensors(
-    row: MicroBatch, *, device: torch.device, places: Sequence[Place] = (), shares_prefixes: bool = True
+    row: MicroBatch, *, device: torch.device, sample_indices: Sequence[SampleIndex] = (), shares_prefixes: bool = True
 ) -> RowTensors:
-    """Move one packed row to the device; `places` of its samples are for messages. See `plan_rows` for `shares_prefixes`."""
+    """Move one packed row to the device.
+
+    Args:
+        sample_indices: the indices of its samples in the batch, for messages; may be left out.
+        shares_prefixes: see `plan_rows`.
+    """
     samples = row.split(row.token_ids_T)
     tree = build_tree(samples) if shares_prefixes else flat_tree(samples)
     loss_N = np.flatnonzero(row.loss_mask_T)
     starts_S = np.cumsum(row.sequence_lengths_S) - row.sequence_lengths_S
     assert not row.loss_mask_T[starts_S].any(), "the first token of a sample is predicted by nothing and cannot be trained on"
+    # `present` has the numbers, from 1, of the samples with loss tokens.
     present, samples_N = np.unique(np.searchsorted(starts_S, loss_N, side="right"), return_inverse=True)
 
     def ints(values: np.ndarray) -> torch.Tensor:
@@ -201,7 +219,7 @@ def to_tensors(
         token_ids_1U=ints(row.token_ids_T[tree.sources_U])[None],
         position_ids_1U=ints(row.position_ids_T[tree.sources_U])[None],
         segments=Segments.from_tree(tree, device=device),
-        predictors_N=ints(tree.places_T[loss_N - 1]),
+        predictors_N=ints(tree.computed_indices_T[loss_N - 1]),
         targets_N=ints(row.token_ids_T[loss_N]),
         temperatures_N=floats(row.temperatures_T),
         sampler_logprobs_N=floats(row.logprobs_T),
@@ -211,7 +229,7 @@ def to_tensors(
         num_samples=len(present),
         num_loss_tokens_S=tuple(np.bincount(samples_N, minlength=len(present)).tolist()),
         uses_temperatures=bool((row.temperatures_T[loss_N] != 1).any()),
-        places=tuple(places[number - 1] for number in present) if places else (),
+        sample_indices=tuple(sample_indices[number - 1] for number in present) if sample_indices else (),
     )
 
 

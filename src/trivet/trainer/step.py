@@ -18,8 +18,8 @@ from trivet.key_names import key_name, list_keys
 from trivet.trainer.device_copies import read_numbers, read_values
 from trivet.trainer.failures import (
     RowOutcome,
-    advise,
     describe_gradients,
+    describe_remedy,
     describe_rows,
     explaining_memory,
     explaining_update_memory,
@@ -49,7 +49,7 @@ class Learner:
     micro_batch_tokens: int | None = None
     """Pack the samples of a batch again, into rows of at most this many tokens. None: keep the rows of the batch."""
     key_prefix: str = ""
-    """Prefix of the trainer's configuration keys in messages: `trainer.` in a run of `rl`, else empty."""
+    """Start of the trainer's configuration keys in messages: `trainer.` in a run of `rl`, else empty."""
     reference: Reference | None = None
     """The frozen policy whose log-probabilities the loss compares with the model's. None when the loss needs no such policy."""
 
@@ -93,13 +93,13 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
         )
     num_samples = sum(bool(mask_T.any()) for row in rows for mask_T in row.split(row.loss_mask_T))
     counts = {LossUnit.TOKEN: num_tokens, LossUnit.SAMPLE: num_samples}
-    longest = learner.micro_batch_tokens or max(len(row.token_ids_T) for row in rows)
+    row_limit = learner.micro_batch_tokens or max(row.num_tokens for row in rows)
     plan = plan_rows(
         rows,
         num_ranks=world.size,
         cost=model_cost(model).flops,
-        max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else model.lanes.max_tokens(longest),
-        max_shared_tokens=learner.micro_batch_tokens or max(longest, model.seq_len),
+        max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else model.lanes.max_tokens(row_limit),
+        max_shared_tokens=learner.micro_batch_tokens or max(row_limit, model.seq_len),
         shares_prefixes=model.shares_prefixes,
         packs=model.packs,
     )
@@ -107,19 +107,19 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     if learner.reference is not None:
         own_rows = learner.reference.score(model, own_rows)
     outcomes = _accumulate(learner, own_rows, max_tokens=plan.max_tokens, counts=counts)
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    own_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for outcome in outcomes:
-        total += outcome.share
+        own_loss += outcome.share
     gradients = local_gradients(model.parameters())
-    # The one wait for the device before the update: parameters that a NaN has reached could not be restored.
-    loss, norm = read_numbers(sum_over_ranks(world, total), gradient_norm(gradients, world))
+    # The host waits for the device before the update, because parameters that a NaN has reached could not be restored.
+    loss, norm = read_numbers(sum_over_ranks(world, own_loss), gradient_norm(gradients, world))
     computed_at = time.monotonic()
     if not np.isfinite(loss):
         raise _diverged("loss", loss, learner, rows, step=step, where=describe_rows(outcomes, world))
     if not np.isfinite(norm):
         where = describe_gradients(model.named_parameters(), world)
         raise _diverged("gradient norm", norm, learner, rows, step=step, where=where)
-    parts = [outcome.values for outcome in outcomes]
+    values_by_row = [outcome.values for outcome in outcomes]
     del outcomes, own_rows  # the update needs the memory of the rows
     clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
     lr = learner.learning_rate.at(step)
@@ -128,10 +128,10 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     reach("optimizer_step.during", step=step)  # a fault point: tests may stop or kill the process here
     with explaining_update_memory(key_prefix=learner.key_prefix):
         learner.optimizer.step()
-    # A cast of a master weight is renewed when the weight's version counter has changed. Fused and foreach optimizers do not
-    # raise that counter.
+    # `MasterCasts` casts a weight anew when the weight's version counter has changed. Fused and foreach optimizers do not raise
+    # that counter.
     increment_version(model.trained_parameters)
-    values = read_values(parts)  # the wait at the end of the step
+    values = read_values(values_by_row)  # the host waits for the device once more
     return StepResult(
         loss=loss,
         grad_norm=norm,
@@ -147,7 +147,12 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
 def _accumulate(
     learner: Learner, rows: Sequence[RowTensors], *, max_tokens: int, counts: Mapping[LossUnit, int]
 ) -> list[RowOutcome]:
-    """Add the gradients of the step's loss to the parameters; return the results of the rows, without those of dummies."""
+    """Add the gradients of the step's loss to the parameters; return the outcome of each row that is no dummy.
+
+    Args:
+        max_tokens: the limit of a row that a lane computes (`RowPlan.max_tokens`). Longer rows come first in `rows`.
+        counts: divisors of the loss terms, over all rows of the batch.
+    """
     model = learner.model
 
     def compute(index: int) -> RowOutcome | None:
@@ -164,11 +169,11 @@ def _accumulate(
                 share.backward()
         return RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach(), values=row_loss.values)
 
-    num_alone = sum(row.num_tokens > max_tokens for row in rows)  # rows too long for a lane; they come first
-    results = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(rows)))
-    return [result for result in results if result is not None]
+    num_long = sum(row.num_tokens > max_tokens for row in rows)  # a long row is computed alone, with all cores
+    outcomes = [compute(index) for index in range(num_long)] + model.lanes.map(compute, range(num_long, len(rows)))
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _diverged(name: str, value: float, learner: Learner, rows: Sequence[MicroBatch], *, step: Step, where: str) -> Diverged:
-    advice = advise(rows, key_prefix=learner.key_prefix)
+    advice = describe_remedy(rows, key_prefix=learner.key_prefix)
     return Diverged(f"the {name} of step {step} is {value} ({where}); the weights of step {step - 1} are untouched. {advice}")

@@ -1,8 +1,8 @@
-"""Decides with which attention packed rows are computed, by the device, its capability, the dtype, the model's heads and packages.
+"""Chooses the attention of packed rows by the device, its compute capability, the dtype, the model's heads and installed packages.
 
-Called by `trainer.attention.packed`. A package's kernels are put behind torch's flash attention once they agree with torch's own.
-Torch's operator stays, so what can be done with it, such as compiling and keeping its outputs, can be done with these kernels.
-What is chosen for a GPU has not run on one yet.
+Called by `trainer.attention.packed`. Torch's flash attention can run the kernels of a package. It gets them if they agree with its
+own kernels. The operator stays torch's, so compiling it and keeping its outputs work with these kernels too. The choices for a GPU
+have not run on one yet.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,18 @@ _FIRST_WITH_FLASH = (8, 0)
 _CAPABILITIES = {"flash_attention_3": ((9, 0),), "flash_attention_4": ((9, 0), (10, 0))}
 """Compute capabilities of the GPUs that the kernels of a package are for: Hopper, and Blackwell of data centers."""
 _MAX_FLASH_DIM = 256
-"""Features of a head that flash attention takes at most; they must be a multiple of 8."""
+"""Most features of a head that flash attention computes; the number must be a multiple of 8."""
 _MAX_DIMS = {"flash_attention_4": 128}
-"""The same for kernels that take fewer."""
+"""The same for kernels with a lower limit."""
 IMPLEMENTATIONS = {"flash_attention_3": "FA3", "flash_attention_4": "FA4"}
-"""The name by which torch knows the kernels of each attention."""
+"""Torch's names of the kernels of each attention."""
 PROBE_LENGTHS, PROBE_PATHS = (70, 1, 130), ((), (), (0,))
-"""Segments of the row on which kernels are compared: of one token, of more than one block of a kernel, and behind a prefix."""
+"""Lengths in tokens, and prefixes (indices of segments), of the three segments of a test row on which kernels are compared: one
+segment has a single token, one is longer than a block of a kernel and continues the first."""
 _QUERY_HEADS, _KEY_HEADS = 8, 2
 _TOLERANCE = 0.02
-"""Largest difference, as a share of what torch computes. Numbers of bfloat16 are 0.4 % apart; a wrong mask is tens of percent."""
+"""Largest relative difference from torch's own kernels. Numbers of bfloat16 are 0.4 % apart. A wrong mask changes results by
+tens of percent."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention over the row of `PROBE_LENGTHS`: of queries [1, H, T, D], keys and values [1, K, T, D]; returns [1, T, H, D]."""
@@ -49,8 +51,8 @@ class HeadDims:
     value: int
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "HeadDims":
-        """Read them from a model's own configuration, also where keys are made of two parts (multi-head latent attention)."""
+    def from_config(cls, config: PreTrainedConfig) -> "HeadDims":
+        """Read the features from a model's own configuration. Keys of multi-head latent attention have two parts."""
         text = config.get_text_config()
         if getattr(text, "qk_nope_head_dim", None) is not None:
             return cls(query=text.qk_nope_head_dim + text.qk_rope_head_dim, value=text.v_head_dim)
@@ -77,8 +79,9 @@ def choose_attention(
 
     Args:
         capability: compute capability of the CUDA device.
-        is_float32: the model computes in float32, which no flash attention takes.
-        has_special_scores: the model caps scores or has sinks, which no kernel of torch knows.
+        is_float32: the model computes in float32, in which no flash attention computes.
+        has_special_scores: the model caps scores or has sinks, which only `sdpa` supports.
+        is_installed: returns whether a Python module is installed.
     """
     if attn == "auto":
         if has_special_scores or device_type != "cuda" or is_float32 or _why_no_flash("flash_varlen", capability, heads):
@@ -126,30 +129,33 @@ def _join(version: tuple[int, int]) -> str:
 
 
 def replace_kernels(attn: str, attend: Attend, *, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Have torch's flash attention, which `attend` runs, use the kernels of `attn` from now on, unless they compute something else.
+    """Let torch's flash attention use the kernels of the package `attn`, if they compute the same as torch's own kernels.
 
-    Returns None; or why torch's own kernels stay, as a clause for the user.
+    Returns None if the kernels were replaced, else the reason why torch's own kernels stay, as a clause for the user.
+
+    Args:
+        attend: runs torch's flash attention on the test row.
     """
     restore_flash_attention_impl(_raise_warn=False)  # an earlier model may have left a package's kernels there
     expected = _measure(attend, head_dim=head_dim, device=device, dtype=dtype)
     try:
         activate_flash_attention_impl(IMPLEMENTATIONS[attn])
-        found = _measure(attend, head_dim=head_dim, device=device, dtype=dtype)
+        computed = _measure(attend, head_dim=head_dim, device=device, dtype=dtype)
     except Exception as exc:  # noqa: BLE001  packages compile kernels when they first run, and raise errors of many types
         first_line = str(exc).strip().partition("\n")[0]
         restore_flash_attention_impl(_raise_warn=False)
         return f"its kernels failed on a small row ({type(exc).__name__}: {first_line})"
     for name, values in expected.items():
         exact = values.double()
-        error = float((found[name].double() - exact).norm() / exact.norm())
-        if not error <= _TOLERANCE:  # also where it is no number
+        error = float((computed[name].double() - exact).norm() / exact.norm())
+        if not error <= _TOLERANCE:  # true for NaN too
             restore_flash_attention_impl(_raise_warn=False)
             return f"{name} differs by {error:.1%} from that of torch's own kernels"
     return None
 
 
 def _measure(attend: Attend, *, head_dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the output of attention over the same random numbers each time, and the gradients of its inputs."""
+    """Compute attention on random numbers, the same in each call; return its output and the gradients of its inputs, by name."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(num_heads: int) -> torch.Tensor:

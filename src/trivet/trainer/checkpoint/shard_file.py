@@ -1,9 +1,9 @@
 """Holds this rank's shards of a checkpoint in memory, as the bytes of their file, until a thread has written them.
 
-Owned by `trainer.session`. The format is torch's distributed checkpoint: one file a rank, with one `torch.save` archive a
-tensor, and `.metadata`, which says where each lies. The way there differs from torch's async_save: its copy and its buffered write
-take six seconds of a processor for 1.6 GB, a fifth of a step of SmolLM2-135M on two cores. Here the state is copied into the bytes
-of the file, and these go to the disk past the page cache: two seconds.
+Owned by `trainer.session`. The format is torch's distributed checkpoint: one file for each rank, with a `torch.save` archive for
+each tensor, and `.metadata` with the offset of each archive. Torch's own async_save is not used: its copy and its buffered write
+take six seconds of a processor for 1.6 GB, a fifth of a step of SmolLM2-135M on two cores. This module copies the state into the
+bytes of the file and writes these past the page cache, which takes two seconds.
 """
 
 import errno
@@ -45,13 +45,16 @@ measurement; a disk reaches its full rate with much smaller writes."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
+    """The result of one rank's write, which all ranks exchange."""
+
     name: str
     record: FileRecord | None
+    """None if the write failed."""
     error: str = ""
 
 
 class ShardFile:
-    """The file of one rank. Its memory is kept for the next checkpoint: page-locked where it is copied from a GPU."""
+    """Copies the shards of one rank and writes their file. The memory is kept for the next checkpoint, page-locked for a GPU."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -63,11 +66,12 @@ class ShardFile:
     def copy(self, directory: Path, state: dict[str, Any]) -> None:
         """Copy this rank's shards of `state`, to be written into `directory`. The state may change afterwards. Collective."""
         world = self._world
-        # The ranks' shares are the same at every step; agreeing on them anew takes as long as the digests.
+        # The ranks' shards are the same at every step. Without the cache the ranks would agree on them again, which takes as long
+        # as computing the digests.
         planner = DefaultSavePlanner(enable_plan_caching=True)
         try:
-            with torch.no_grad():  # each shard of a DTensor would be a step of autograd
-                # A single rank would pickle its own plan for itself.
+            with torch.no_grad():  # autograd would record an operation for each shard of a DTensor
+                # Without `no_dist` a single rank would pickle its plan to send it to itself.
                 save(
                     state,
                     storage_writer=_Copier(directory, self),
@@ -84,7 +88,7 @@ class ShardFile:
         try:
             outcome = _Outcome(self._path.name, write_direct(self._path, self._memory[: self._num_bytes]))
             self._finish()
-        except Exception as exc:  # noqa: BLE001  whatever it is: the other ranks wait, and must learn of it
+        except Exception as exc:  # noqa: BLE001  the other ranks wait, and must get an error of any type
             outcome = _Outcome(self._path.name, None, f"{type(exc).__name__}: {exc}")
         parts = gather_bytes(self._world, msgspec.msgpack.encode(outcome), group=group)
         outcomes = [msgspec.msgpack.decode(part, type=_Outcome) for part in parts]
@@ -93,7 +97,7 @@ class ShardFile:
         return {found.name: found.record for found in outcomes if found.record is not None}
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return the bytes of a file of this size, page by page."""
+        """Return page-aligned memory for a file of `num_bytes`, filled up to whole pages."""
         num_padded = num_bytes + -num_bytes % _PAGE_BYTES
         if len(self._memory) != num_padded:
             pins = self._world.device.type == "cuda" and torch.cuda.is_available()
@@ -113,7 +117,7 @@ class _Copier(FileSystemWriter):
         self._file = file
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Lay out this rank's items one behind the other, and copy them."""
+        """Copy this rank's items into the memory of the file, one after the other."""
         name = f"{plan.storage_data.prefix}0.distcp"
         end = 0
         contents: list[tuple[int, bytes | torch.Tensor]] = []
@@ -149,7 +153,7 @@ class _Copier(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep what `.metadata` will hold; called on the coordinator."""
+        """Keep the arguments until `ShardFile.write` writes `.metadata`. Torch calls it on rank 0 alone."""
         self._file._finish = partial(super().finish, metadata, results)
 
 

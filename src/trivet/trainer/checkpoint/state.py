@@ -1,12 +1,12 @@
 """Gathers and loads the state of the trainer part: model, optimizer, random state and progress.
 
 Called by `trainer.session` and `trainer.open_session`. Shards fit any number of ranks. Only trained weights are saved:
-with an adapter the frozen weights are those of model.name. Learning rates are a function of the step, so the only state of the
-schedule is the step at which it began.
+with an adapter, a resume reads the frozen weights from model.name. Learning rates are a function of the step, so the only state of
+the schedule is the step at which it began.
 
 Nothing in a checkpoint is executed. `torch.distributed.checkpoint` unpickles `.metadata`, and loads everything but tensors with
-`weights_only=False`: whoever wrote such a file could run code. Here `.metadata` may name the classes of its own format and nothing
-else, and everything in the shards is loaded with `weights_only=True`.
+`weights_only=False`, so a forged file could run code. Here the unpickler admits only the classes of the format of `.metadata`, and
+everything in the shards is loaded with `weights_only=True`.
 """
 
 import io
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming the intent")
 
 METADATA_FILE = ".metadata"
-_ADMITTED = frozenset(
+_ALLOWED_CLASSES = frozenset(
     {
         *(
             ("torch.distributed.checkpoint.metadata", name)
@@ -68,7 +68,7 @@ _ADMITTED = frozenset(
 State = dict[str, Any]
 
 _CUDA_RANDOM = "random_cuda"
-"""Key of the GPU's random state, of which dropout draws there. A checkpoint that was written on a CPU has none."""
+"""Key of the random state from which dropout on a GPU draws. A checkpoint that was written on a CPU has none."""
 
 
 class TrainerProgress(msgspec.Struct, kw_only=True):
@@ -83,10 +83,10 @@ class TrainerProgress(msgspec.Struct, kw_only=True):
     """The step after which supervised data was read from its beginning."""
 
 
-def state_of(learner: Learner, progress: TrainerProgress) -> State:
+def collect_state(learner: Learner, progress: TrainerProgress) -> State:
     """Return the state to save at this moment. Its tensors are the learner's own, not copies. Collective."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
-    return {"model": _own(learner.model, model), "optimizer": optimizer} | _progress_state(learner, progress)
+    return {"model": _select_saved(learner.model, model), "optimizer": optimizer} | _progress_state(learner, progress)
 
 
 def _progress_state(learner: Learner, progress: TrainerProgress) -> State:
@@ -98,31 +98,31 @@ def _progress_state(learner: Learner, progress: TrainerProgress) -> State:
 
 
 def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> TrainerProgress:
-    """Restore the state, without that of a skipped optimizer, from `directory`; return the saved progress. Collective."""
+    """Restore the learner's state from `directory`, the optimizer's only if it is not skipped; return the progress. Collective."""
     progress = TrainerProgress()
-    if skip_optimizer:  # asking a fresh optimizer for its state makes one, which would count a step that was never taken
-        model_state = _own(learner.model, get_model_state_dict(learner.model))
+    if skip_optimizer:  # `get_state_dict` would take an empty step, to make the optimizer's state, and that step would count
+        model_state = _select_saved(learner.model, get_model_state_dict(learner.model))
         state: State = {"model": model_state} | _progress_state(learner, progress)
     else:
-        state = state_of(learner, progress)
+        state = collect_state(learner, progress)
     try:
         metadata = read_metadata(directory / METADATA_FILE)
         if _CUDA_RANDOM not in metadata.state_dict_metadata:
             state.pop(_CUDA_RANDOM, None)
-        without_moments = [] if skip_optimizer else _drop_what_was_not_saved(state["optimizer"]["state"], metadata)
+        unsaved = [] if skip_optimizer else _drop_unsaved_moments(state["optimizer"]["state"], metadata)
         reader = _ShardReader(directory, metadata)
         load(state, storage_reader=reader, planner=_ShardPlanner(), process_group=learner.world.control)
-        if without_moments:
-            known = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
-            if unknown := [name for name in without_moments if name not in known]:
+        if unsaved:
+            saved_names = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
+            if unknown := [name for name in unsaved if name not in saved_names]:
                 raise ValueError(f"the optimizer that was saved has no parameter {unknown[0]!r}")
-            logger.info("the optimizer had no state yet of parameters=%s", len(without_moments))
+            logger.info("the optimizer had no state yet of parameters=%s", len(unsaved))
     except (CheckpointException, OSError, RuntimeError, ValueError) as exc:
         raise CheckpointError(
             f"{directory} does not fit model.name and optim of this run, or is damaged: {exc}; resume with the configuration "
             "that wrote it, or from another step"
         ) from exc
-    # All that was asked for is there. Frozen weights were not asked for, nor moments of parameters without a gradient.
+    # `load` has raised an error if anything was missing. Not strict, because frozen weights and unsaved moments are left out.
     options = StateDictOptions(strict=False)
     if skip_optimizer:
         set_model_state_dict(learner.model, state["model"], options=options)
@@ -140,8 +140,11 @@ def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     return msgspec.convert(state["progress"], TrainerProgress)
 
 
-def _drop_what_was_not_saved(moments: State, metadata: Metadata) -> list[str]:
-    """Remove from `moments` the parameters without saved moments, which come with a first gradient; return their names."""
+def _drop_unsaved_moments(moments: State, metadata: Metadata) -> list[str]:
+    """Remove from `moments` the parameters whose moments are not in the checkpoint, and return their names.
+
+    A parameter has no moments before its first gradient.
+    """
     saved = {key.rpartition(".")[0] for key in metadata.state_dict_metadata}
     dropped = [name for name in moments if f"optimizer.state.{name}" not in saved]
     for name in dropped:
@@ -149,8 +152,8 @@ def _drop_what_was_not_saved(moments: State, metadata: Metadata) -> list[str]:
     return dropped
 
 
-def _own(model: PolicyModel, tensors: State) -> State:
-    """Return each tensor once, tied ones under their first name; with an adapter only what is trained."""
+def _select_saved(model: PolicyModel, tensors: State) -> State:
+    """Return the tensors that a checkpoint has: a tied tensor once, under its first name; with an adapter only trained tensors."""
     if has_adapter(model.causal_lm):
         names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     else:
@@ -159,7 +162,7 @@ def _own(model: PolicyModel, tensors: State) -> State:
 
 
 def progress_to_resume(progress: TrainerProgress, ckpt: CkptConfig) -> TrainerProgress:
-    """Return `progress` of the checkpoint resumed from, without what `ckpt` says to leave behind."""
+    """Return the progress with which a resume starts: that of the checkpoint, except where the skip keys of `ckpt` reset it."""
     step = progress.step
     return TrainerProgress(
         step=step,
@@ -192,13 +195,13 @@ def read_metadata(path: Path) -> Metadata:
 class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
-        if not is_dtype and (module_name, global_name) not in _ADMITTED:
+        if not is_dtype and (module_name, global_name) not in _ALLOWED_CLASSES:
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no checkpoint needs")
         return super().find_class(module_name, global_name)
 
 
 class _ShardReader(FileSystemReader):
-    """A `FileSystemReader` that unpickles nothing: the metadata were read before."""
+    """A `FileSystemReader` that unpickles nothing, because it gets the metadata that `read_metadata` has read."""
 
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)

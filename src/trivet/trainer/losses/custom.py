@@ -1,4 +1,4 @@
-"""Loads a loss of the user's own: a function of one sample, found by its import path. Called by `trainer.losses.formulas`."""
+"""Loads a loss that the user wrote: a function of one sample, found by its import path. Called by `trainer.losses.formulas`."""
 
 import inspect
 from collections.abc import Callable
@@ -28,14 +28,14 @@ class SampleInputs:
     advantages_L: torch.Tensor
     """float32: the rollout's advantage at every token."""
     teacher_logprobs_L: torch.Tensor | None = None
-    """float32: the teacher's, when the run has one."""
+    """float32: the teacher's log-probabilities; None if the run has no teacher."""
 
 
 class SampleLoss(NamedTuple):
     """The result of a custom loss."""
 
     loss: torch.Tensor
-    """Scalar: the sample's sum. The step divides the sum of all samples by `trainer.loss.unit`."""
+    """Scalar: the sample's sum. The step divides the sum over all samples by the count that `trainer.loss.unit` names."""
     metrics: dict[str, torch.Tensor] = {}
     """Values of any shape by metric name; detached."""
 
@@ -48,14 +48,14 @@ def load_custom_loss(config: CustomLossConfig) -> Loss:
     """Import the function that `config` names and make a loss of rows from it."""
     path = config.import_path
     try:
-        found = import_by_path(path)
+        imported = import_by_path(path)
     except (ImportError, AttributeError) as exc:
         raise ConfigError(
             f"trainer.loss.import_path {path!r} cannot be imported: {exc}; is the module on PYTHONPATH or installed?"
         ) from exc
-    if not callable(found):
-        raise ConfigError(f"trainer.loss.import_path {path!r} is {type(found).__name__}, not a function")
-    function = cast("SampleFunction", found)
+    if not callable(imported):
+        raise ConfigError(f"trainer.loss.import_path {path!r} is {type(imported).__name__}, not a function")
+    function = cast("SampleFunction", imported)
     try:
         inspect.signature(function).bind(None, **config.kwargs)
     except TypeError as exc:

@@ -39,9 +39,9 @@ from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 _MAX_LOG_RATIO = 20.0
-"""d is cut here before the exponential. Beyond it a clip or a mask decides, or the gradient would overflow."""
+"""Upper limit of d before the exponential. Larger ratios are clipped or masked anyway, or their gradient would overflow."""
 _MAX_SEQUENCE_LOG_RATIO = 10.0
-"""Sequence log-ratios of the default loss are cut here before the exponential, as in the source."""
+"""Upper limit of a sample's summed d before the exponential in the default loss, as in the source."""
 
 
 def _make_loss(
@@ -56,7 +56,12 @@ def _make_loss(
     masked_N: torch.Tensor | None = None,
     **values: torch.Tensor,
 ) -> RowLoss:
-    """Sum the loss over its tokens and add the common metrics. Tokens at a bound are masked unless `masked_N` says otherwise."""
+    """Sum the loss over its tokens and add the common metrics.
+
+    Args:
+        masked_N: None: exactly the tokens of `low_N` and `high_N` are masked.
+        values: further metrics by name.
+    """
     masked_N = low_N | high_N if masked_N is None else masked_N
     detached_N = loss_N.detach()
     return RowLoss(
@@ -80,9 +85,9 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
     tokens before (first order in d); `sequence` is unbiased for samples of one length as long as nothing is clipped or
     masked. Every mask and clip biases towards the sampling policy and bounds the variance.
 
-    The teacher's term is a reward of its own for each token. On policy it gives the gradient of the mean over the sampled
-    prefixes of KL(policy || teacher) of the next token; what a token does to later ones is left out. Temperature: the teacher's
-    log-probabilities are its own, at temperature 1, whatever the policy is sampled with.
+    The teacher's term is a reward of its own for each token. On policy its gradient is that of KL(policy || teacher) of the next
+    token, averaged over the sampled prefixes; a token's effect on later tokens is left out. The teacher's log-probabilities are at
+    temperature 1, even if the policy is sampled at another.
 
     Source: prime-rl's default loss of December 2025 to March 2026.
     """
@@ -106,7 +111,7 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
     if row.teacher_logprobs_N is not None:
         teacher_values["teacher_kl"] = logprobs_N.detach() - row.teacher_logprobs_N
         pull_N = pull_N - config.teacher_tau * teacher_values["teacher_kl"]
-    # A ratio that overflowed is masked; multiplied by zero it would still be NaN.
+    # A ratio that has overflowed is masked by `where`, because infinity multiplied by zero would be NaN.
     loss_N = -torch.where(masked_N, 0.0, rho_N * pull_N) * weight_N * logprobs_N
     return _make_loss(
         scores,
@@ -129,8 +134,8 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
 def grpo_loss(scores: TokenScores, row: RowTensors, *, config: GrpoLossConfig) -> RowLoss:
     """Compute - sum of min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), with gradient through r where the minimum has one.
 
-    `normalization` says what the sum is divided by. `sample` makes the tokens of long samples weigh less than those of short
-    ones, a bias that Dr. GRPO removes with a constant length.
+    `normalization` selects the divisor of the sum. With `sample`, tokens of long samples weigh less than tokens of short samples,
+    a bias that Dr. GRPO removes with a constant length.
 
     Bias: unbiased on policy up to that weighting. Off policy, the ratios of earlier tokens are left out and clipped tokens
     have no gradient.
@@ -140,7 +145,8 @@ def grpo_loss(scores: TokenScores, row: RowTensors, *, config: GrpoLossConfig) -
     """
     ratios = make_ratios(scores, row)
     ratio_N = (scores.logprobs_N - row.sampler_logprobs_N).clamp(max=_MAX_LOG_RATIO).exp()
-    objective_N, low_N, high_N = _clipped(ratio_N, row.advantages_N, low=1.0 - config.clip_low, high=1.0 + config.clip_high)
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    objective_N, low_N, high_N = _clip_objective(ratio_N, row.advantages_N, low=low, high=high)
     match config.normalization:
         case "token":
             loss_N, unit = -objective_N, LossUnit.TOKEN
@@ -165,7 +171,8 @@ def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig) -
     d_N = scores.logprobs_N - row.sampler_logprobs_N
     ratio_S = (sum_by_sample(d_N, row) / ratios.lengths_S).clamp(max=_MAX_LOG_RATIO).exp()
     advantage_S = sum_by_sample(row.advantages_N, row) / ratios.lengths_S
-    objective_S, low_S, high_S = _clipped(ratio_S, advantage_S, low=1.0 - config.clip_low, high=1.0 + config.clip_high)
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    objective_S, low_S, high_S = _clip_objective(ratio_S, advantage_S, low=low, high=high)
     low_N, high_N = low_S[row.samples_N], high_S[row.samples_N]
     values = {
         "loss": -objective_S.detach(),
@@ -175,10 +182,10 @@ def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig) -
     return RowLoss({LossUnit.SAMPLE: -objective_S.sum()}, values)
 
 
-def _clipped(
+def _clip_objective(
     ratio: torch.Tensor, advantage: torch.Tensor, *, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the objective, and where it is cut off below and above; there it has no gradient."""
+    """Return PPO's objective, and masks of where it is clipped below and above, so that it has no gradient."""
     objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     is_low = (ratio.detach() < low) & (advantage < 0)
     is_high = (ratio.detach() > high) & (advantage > 0)
@@ -193,7 +200,7 @@ def cispo_loss(scores: TokenScores, row: RowTensors, *, config: CispoLossConfig)
 
     Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
     """
-    return _weighted(scores, row, low=1.0 - config.clip_low, high=1.0 + config.clip_high)
+    return _weighted_loss(scores, row, low=1.0 - config.clip_low, high=1.0 + config.clip_high)
 
 
 def aipo_loss(scores: TokenScores, row: RowTensors, *, config: AipoLossConfig) -> RowLoss:
@@ -203,10 +210,11 @@ def aipo_loss(scores: TokenScores, row: RowTensors, *, config: AipoLossConfig) -
 
     Source: AIPO, LlamaRL, arXiv 2505.24034, section 6.
     """
-    return _weighted(scores, row, low=0.0, high=config.clip_ratio)
+    return _weighted_loss(scores, row, low=0.0, high=config.clip_ratio)
 
 
-def _weighted(scores: TokenScores, row: RowTensors, *, low: float, high: float) -> RowLoss:
+def _weighted_loss(scores: TokenScores, row: RowTensors, *, low: float, high: float) -> RowLoss:
+    """Compute - sum of sg(clip(r, low, high)) * A * logprob, without any masked token."""
     ratios = make_ratios(scores, row)
     weight_N = ratios.ratio_N.clamp(min=low, max=high)
     loss_N = -weight_N * row.advantages_N * scores.logprobs_N
@@ -218,8 +226,8 @@ def _weighted(scores: TokenScores, row: RowTensors, *, low: float, high: float) 
 def dppo_loss(scores: TokenScores, row: RowTensors, *, config: DppoLossConfig) -> RowLoss:
     """Compute the sum of -keep * adv_tau * A * r + kl_tau * d^2 over the step's loss tokens, with gradient through r and d.
 
-    keep is false where p_trainer - p_sampler > dppo_mask_high and A > 0, or < -dppo_mask_low and A <= 0: the token has
-    already gone far in the direction in which its advantage pushes. The penalty acts on masked tokens too.
+    keep is false where p_trainer - p_sampler > dppo_mask_high and A > 0, or < -dppo_mask_low and A <= 0: the token's probability
+    has already moved far in the direction of its advantage. The penalty acts on masked tokens too.
 
     Bias: unbiased on policy (where d = 0 the penalty has no gradient). Off policy, ratios of earlier tokens are left out,
     and the mask and the penalty bias towards the sampling policy.
@@ -230,13 +238,13 @@ def dppo_loss(scores: TokenScores, row: RowTensors, *, config: DppoLossConfig) -
     is_up_N = row.advantages_N > 0
     high_N = is_up_N & (moved_N > config.dppo_mask_high)
     low_N = ~is_up_N & (moved_N < -config.dppo_mask_low)
-    return _masked(scores, row, low_N=low_N, high_N=high_N, adv_tau=config.adv_tau, kl_tau=config.kl_tau)
+    return _masked_loss(scores, row, low_N=low_N, high_N=high_N, adv_tau=config.adv_tau, kl_tau=config.kl_tau)
 
 
 def ipo_loss(scores: TokenScores, row: RowTensors, *, config: IpoLossConfig) -> RowLoss:
     """Compute the sum of -keep * adv_tau * A * r + kl_tau * d^2 over the step's loss tokens, with gradient through r and d.
 
-    keep = |p_trainer - p_sampler| <= ipo_threshold, whatever the sign of A: in asynchronous training each batch is used once,
+    keep = |p_trainer - p_sampler| <= ipo_threshold, for either sign of A: in asynchronous training each batch is used once,
     and the sign does not predict where the policy has moved since.
 
     Bias: as `dppo_loss`.
@@ -245,12 +253,13 @@ def ipo_loss(scores: TokenScores, row: RowTensors, *, config: IpoLossConfig) -> 
     """
     moved_N = scores.logprobs_N.detach().exp() - row.sampler_logprobs_N.exp()
     high_N, low_N = moved_N > config.ipo_threshold, moved_N < -config.ipo_threshold
-    return _masked(scores, row, low_N=low_N, high_N=high_N, adv_tau=config.adv_tau, kl_tau=config.kl_tau)
+    return _masked_loss(scores, row, low_N=low_N, high_N=high_N, adv_tau=config.adv_tau, kl_tau=config.kl_tau)
 
 
-def _masked(
+def _masked_loss(
     scores: TokenScores, row: RowTensors, *, low_N: torch.Tensor, high_N: torch.Tensor, adv_tau: float, kl_tau: float
 ) -> RowLoss:
+    """Compute the sum of -keep * adv_tau * A * r + kl_tau * d^2, where keep is false for tokens of `low_N` and `high_N`."""
     d_N = scores.logprobs_N - row.sampler_logprobs_N
     gain_N = torch.where(low_N | high_N, 0.0, adv_tau * row.advantages_N) * d_N.clamp(max=_MAX_LOG_RATIO).exp()
     loss_N = -gain_N + kl_tau * d_N.square()
@@ -279,9 +288,9 @@ def _regularize(loss: Loss, config: PolicyLossConfig) -> Loss:
     """Return `loss` plus beta * KL(policy || reference) minus entropy_coef * entropy, both per loss token of the step.
 
     The divergence is estimated on the sampled tokens by k3, exp(q) - q - 1 with q = reference - trainer log-probability: on
-    policy its mean is KL(policy || reference) of the next token. As in GRPO it is differentiated as it stands, which on policy
-    gives the gradient of KL(reference || policy) instead, equal to the other to first order in q; what earlier tokens do to
-    later states is left out. The entropy is exact for each next token, with the same omission.
+    policy its mean is KL(policy || reference) of the next token. As in GRPO the estimate itself is differentiated. On policy this
+    gives the gradient of KL(reference || policy), which is equal to first order in q. A token's effect on later tokens is left out.
+    The entropy of each next token is exact; its gradient leaves out the same effect.
 
     Source: GRPO, arXiv 2402.03300, equation 4.
     """

@@ -1,6 +1,6 @@
-"""Defines the parts that every loss is made of and its result. Pure tensors.
+"""Defines the result of a loss, and what all losses compute: ratios, common metrics, sums by sample. Pure functions of tensors.
 
-The step sums rows, divides by global counts and takes gradients.
+A loss is computed for each row. `trainer.step` divides its terms by counts over the whole batch and takes gradients.
 
 Legend: N loss tokens of a row, S samples with loss tokens in it. d = trainer - sampler log-probability, r = exp(d).
 """
@@ -17,7 +17,7 @@ from trivet.trainer.rows import RowTensors
 
 
 class LossUnit(StrEnum):
-    """The count that a sum over the step is divided by. It is taken over all rows and ranks, so layout does not matter."""
+    """The divisor of a loss term: a count over all rows and ranks of the step, so that the layout of rows does not matter."""
 
     TOKEN = "token"
     """Loss tokens."""
@@ -29,7 +29,7 @@ class RowLoss(NamedTuple):
     """The loss of one row."""
 
     terms: dict[LossUnit, torch.Tensor]
-    """Scalars with gradient, by what the step divides each by; the step's loss is the sum of the quotients."""
+    """Scalars with gradient, by their divisor; the step's loss is the sum of the quotients over all rows."""
     values: dict[str, torch.Tensor | Selected]
     """Detached per-token [N] or per-sample [S] values by metric name. Values of only some tokens are `Selected`."""
 
@@ -38,9 +38,10 @@ Loss = Callable[[TokenScores, RowTensors], RowLoss]
 
 
 class Ratios(NamedTuple):
-    """The distance of the trainer's policy from the policy that sampled. Without gradient."""
+    """The ratios of the trainer's probabilities to those with which the tokens were sampled, without gradient."""
 
     d_N: torch.Tensor
+    """Log-ratio of each loss token."""
     ratio_N: torch.Tensor
     """exp(d), may overflow to infinity."""
     lengths_S: torch.Tensor
@@ -73,7 +74,9 @@ def common_values(
 ) -> dict[str, torch.Tensor | Selected]:
     """Return the metrics that every policy loss has.
 
-    At tokens of `low_N` and `high_N` the pull downwards or upwards is cut off; those of `masked_N` have no gradient at all.
+    Args:
+        low_N, high_N: bool: tokens at the lower or upper bound of the loss, by a clip or a mask.
+        masked_N: bool: tokens without any gradient.
     """
     kl_N = mismatch_kl(ratios.d_N)
     return {
@@ -90,7 +93,7 @@ def common_values(
 
 
 def effective_sample_share(ratios: Ratios, row: RowTensors) -> torch.Tensor:
-    """Compute (sum r)^2 / (n sum r^2) of each sample's n tokens: 1 when all weigh the same, 1/n when one outweighs the rest.
+    """Compute (sum r)^2 / (n sum r^2) over the n loss tokens of each sample: 1 for equal ratios, 1/n if one exceeds all others.
 
     Source: Kish's effective sample size over n, as in importance sampling (Owen 2013, Monte Carlo theory, section 9.3).
     """

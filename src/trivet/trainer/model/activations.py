@@ -1,7 +1,7 @@
 """Keeps activations in main memory, instead of on the GPU, until the backward pass needs them. Called by `trainer.model.blocks`.
 
-Copies run on streams of their own while the GPU computes. Forward: a limited number is under way at once, then computing waits for
-the oldest. Backward: while a block is computed again, the activations of the block before it are on their way back.
+Copies run on streams of their own while the GPU computes. Forward: at most `max_inflight` copies run at one time; one more waits
+for the oldest. Backward: while a block is computed again, the activations of the block before it are copied back.
 """
 
 import weakref
@@ -19,12 +19,15 @@ _MIN_BYTES = 1 << 20
 
 @dataclass(slots=True, weakref_slot=True)
 class _Kept:
+    """An activation that autograd has saved, and its copies."""
+
     to_host: "CudaCopy"
     on_device: torch.Tensor | None
-    """The tensor on the GPU, as long as it is being copied from there."""
+    """The tensor on the GPU; None once it is copied."""
     previous: "weakref.ref[_Kept] | None"
-    """The activation kept before this one; the backward pass wants it after this one."""
+    """The activation that was saved before this one. The backward pass needs it after this one."""
     to_device: "CudaCopy | None" = None
+    """The copy back, once it was started."""
 
 
 class ActivationOffload:
@@ -38,7 +41,7 @@ class ActivationOffload:
         self._last: weakref.ref[_Kept] | None = None
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward` such that what autograd saves in it is kept in main memory."""
+        """Wrap `forward`, so that tensors that autograd saves in it are kept in main memory."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -55,14 +58,14 @@ class ActivationOffload:
         self._inflight.append(kept)
         while len(self._inflight) > self._max_inflight:
             oldest = self._inflight.popleft()
-            oldest.to_host.join()  # the next computation gets its memory, and must not overtake the copy
+            oldest.to_host.join()  # later computation may reuse the tensor's memory, so it must wait for the copy
             oldest.on_device = None
         return kept
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Kept):
             return packed
-        # The backward pass has begun: no more tensors leave, and those still on the GPU need not come back.
+        # The backward pass has begun: tensors that are still on the GPU stay there.
         self._inflight.clear()
         before = packed.previous() if packed.previous is not None else None
         if before is not None and before.on_device is None and before.to_device is None:
@@ -85,7 +88,7 @@ class CudaCopy:
     done: torch.cuda.Event
 
     def join(self) -> None:
-        """Order what is computed from now on after the copy."""
+        """Let later computation on the current stream wait for the copy."""
         stream = torch.cuda.current_stream()
         stream.wait_event(self.done)
         if self.tensor.is_cuda:
@@ -97,13 +100,13 @@ class CudaTransfers:
     """Copies on two streams, one for each direction."""
 
     def __init__(self, device: torch.device, *, does_pin: bool) -> None:
-        """Open the streams. With `does_pin` copies go to page-locked memory; for other memory, computing waits for the copy."""
+        """Open the streams. With `does_pin` copies go to page-locked memory. Copies to other memory make the host wait."""
         self._device = device
         self._does_pin = does_pin
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Tell whether `tensor` is in main memory already."""
+        """Return whether `tensor` is in main memory."""
         return not tensor.is_cuda
 
     def copy_to_host(self, tensor: torch.Tensor) -> "CudaCopy":

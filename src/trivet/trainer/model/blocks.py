@@ -1,6 +1,7 @@
 """Prepares each block of a model before it is sharded: compiling, activation checkpointing, then off-loading.
 
-Called by `trainer.model.policy_model`. A block's `forward` is replaced: FSDP's hooks stay outside, and parameters keep their names.
+Called by `trainer.model.policy_model`. Only a block's `forward` is replaced, so FSDP's hooks run around it, and parameters keep
+their names.
 """
 
 import logging
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
 
-_PARTS = {"norm": ("norm",), "attn": ("attn", "attention"), "mlp": ("mlp", "feed_forward", "ffn")}
-"""Targets of selective checkpointing that mean modules by a part of their name."""
+_NAME_PARTS = {"norm": ("norm",), "attn": ("attn", "attention"), "mlp": ("mlp", "feed_forward", "ffn")}
+"""Targets of selective checkpointing that select modules by a part of the module's name, and these parts."""
 
 _KEPT_OPERATORS = {
     "attention": frozenset(
@@ -39,19 +40,19 @@ _KEPT_OPERATORS = {
             "aten::_scaled_dot_product_fused_attention_overrideable",
         }
     ),
-    # Without bmm, which would be the scores of an attention that is made of products.
+    # bmm is missing, because its outputs are the scores of an attention that is computed by matrix products.
     "products": frozenset({"aten::mm", "aten::addmm", "aten::_grouped_mm"}),
 }
 """The operators whose outputs each value of `ac.keep` keeps."""
 
 
-def blocks_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
+def find_blocks(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the repeated layers, in order, none inside another."""
     names = set(causal_lm._no_split_modules or ())
     blocks: list[torch.nn.Module] = []
     inner: set[torch.nn.Module] = set()
     for module in causal_lm.modules():
-        # FSDP gives a sharded module a class of its own, below the module's.
+        # FSDP gives a sharded module a subclass of the module's class.
         if module not in inner and names.intersection(base.__name__ for base in type(module).__mro__):
             blocks.append(module)
             inner.update(module.modules())
@@ -60,7 +61,7 @@ def blocks_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
 
 def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, attention: str, device: torch.device) -> None:
     """Apply `config.ac`, `config.compile` and `config.ac_offloading` to the blocks. `attention` is the name in transformers."""
-    blocks = blocks_of(causal_lm)
+    blocks = find_blocks(causal_lm)
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
         transfers = CudaTransfers(device, does_pin=config.ac_offloading.pin_memory)
@@ -70,7 +71,7 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
     checkpointed = blocks[:: config.ac.freq] if config.ac else []
     is_traced = attention in TRACEABLE_ATTENTIONS and config.ac is not None and bool(config.ac.keep)
     if is_traced:
-        # A checkpoint around a compiled block sees no operator in it, and would run all of it again.
+        # Outside a compiled block a checkpoint could not tell operators apart, and would compute all of the block again.
         _checkpoint(checkpointed, config.ac)
     if config.compile is not None:
         _compile(blocks, attention=attention, device=device, seq_len=config.seq_len)
@@ -91,38 +92,39 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
 
 
 def _checkpoint(blocks: list[torch.nn.Module], config: ActivationCheckpointConfig | None) -> None:
+    """Checkpoint `blocks`, or only their modules that `config.targets` selects. Without blocks `config` may be None."""
     for block in blocks:
         assert config is not None
-        for module in [block] if config.mode == "full" else list(_targeted(block, config.targets)):
-            module.forward = _recomputing(module.forward, keep=config.keep)
+        for module in [block] if config.mode == "full" else list(_select_modules(block, config.targets)):
+            module.forward = _wrap_in_checkpoint(module.forward, keep=config.keep)
 
 
-def _targeted(block: torch.nn.Module, targets: list[str]) -> Iterator[torch.nn.Module]:
-    """Yield the modules of `block` that `targets` name, none inside another."""
+def _select_modules(block: torch.nn.Module, targets: list[str]) -> Iterator[torch.nn.Module]:
+    """Yield the modules of `block` that `targets` select, none inside another."""
     names = [name for name, _ in block.named_modules() if name]
     for target in targets:
-        if not any(_is_meant(name, target) for name in names):
+        if not any(_is_selected(name, target) for name in names):
             raise ConfigError(
-                f"model.ac.targets: {target!r} is no part of a block of this model; there are {', '.join(_PARTS)}, and "
+                f"model.ac.targets: {target!r} is no part of a block of this model; there are {', '.join(_NAME_PARTS)}, and "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in names}))}"
             )
-    targeted = [name for name in names if any(_is_meant(name, target) for target in targets)]
-    for name in targeted:
-        if not any(name.startswith(f"{other}.") for other in targeted):
+    selected = [name for name in names if any(_is_selected(name, target) for target in targets)]
+    for name in selected:
+        if not any(name.startswith(f"{other}.") for other in selected):
             yield block.get_submodule(name)
 
 
-def _is_meant(name: str, target: str) -> bool:
+def _is_selected(name: str, target: str) -> bool:
     last = name.rpartition(".")[2]
-    if target in _PARTS:
-        # An attention's `q_norm` is a norm, a `post_attention_layernorm` is no attention.
-        kind = next((kind for kind, parts in _PARTS.items() if any(part in last for part in parts)), None)
+    if target in _NAME_PARTS:
+        # The first kind counts: an attention's `q_norm` and a `post_attention_layernorm` are norms.
+        kind = next((kind for kind, parts in _NAME_PARTS.items() if any(part in last for part in parts)), None)
         return kind == target
     return name == target or name.endswith(f".{target}")
 
 
-def _recomputing(forward: Forward, *, keep: Sequence[str]) -> Forward:
-    """Return `forward` under a checkpoint. The random state is kept: models draw dropout and jitter by functions, too."""
+def _wrap_in_checkpoint(forward: Forward, *, keep: Sequence[str]) -> Forward:
+    """Wrap `forward` in a checkpoint, which restores the random state, because models draw dropout and noise in functions too."""
     options: dict[str, Any] = {}
     if keep:
         operators = frozenset[str]().union(*(_KEPT_OPERATORS[name] for name in keep))
@@ -135,7 +137,10 @@ def _recomputing(forward: Forward, *, keep: Sequence[str]) -> Forward:
 
 
 def _choose_policy(kept: frozenset[str], context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """Decide for one call of an operator whether its outputs are kept. Operators that hold others have no schema."""
+    """Decide for one call of an operator whether its outputs are kept. Torch passes further arguments, which do not matter.
+
+    Higher-order operators have no schema; their outputs are not kept.
+    """
     is_kept = isinstance(operator, torch._ops.OpOverload) and operator._schema.name in kept
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -143,9 +148,10 @@ def _choose_policy(kept: frozenset[str], context: Any, operator: Any, *_: Any, *
 def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.device, seq_len: int) -> None:
     require_compiler(device)
     if packs_rows(attention) and attention not in TRACEABLE_ATTENTIONS:
-        # Such an attention loops over the samples of a row: if it were traced, each new row would be compiled anew.
+        # Such an attention loops over the samples of a row, so a trace of it would be compiled again for each new row.
         AttentionInterface.register(attention, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention]))
-    # Otherwise torch treats equal sizes as one, and a first row of as many tokens as the model has features makes its own graph.
+    # Else torch treats equal sizes as one dimension. Then a first row with as many tokens as the model has features would need
+    # another graph than later rows.
     symbolic_shapes.use_duck_shape = False
     for block in blocks:
         block.forward = _specialize_full_rows(torch.compile(block.forward, dynamic=True), seq_len=seq_len)
@@ -153,10 +159,10 @@ def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.dev
 
 
 def _specialize_full_rows(compiled: Forward, *, seq_len: int) -> Forward:
-    """Wrap `compiled` so that rows of exactly `seq_len` tokens have their own graph until another row comes.
+    """Wrap `compiled` so that full rows, those of exactly `seq_len` tokens, have a graph of fixed sizes until another row comes.
 
-    Where all rows are full, as in a benchmark or in data of fixed length, kernels then know their sizes. The first row that is not
-    full gets a graph for rows of any length. From then on no full row is compiled anew. Rows that are only scored do not count.
+    If all rows are full, as in a benchmark or with data of fixed length, the kernels of this graph are faster. The first row that
+    is not full gets a graph for rows of any length, which later full rows use too. Rows that are only scored do not count.
     """
     are_all_full = True
 
@@ -176,7 +182,7 @@ def _specialize_full_rows(compiled: Forward, *, seq_len: int) -> Forward:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Compile something small, to see that a C++ compiler is there, and on a GPU triton."""
+    """Compile a small function, and refuse a machine without a C++ compiler or, for a GPU, without triton."""
     try:
         torch.compile(lambda values: values.sin() + 1)(torch.ones(8, device=device))
     except Exception as exc:  # compilers, linkers and triton raise errors of many types

@@ -1,6 +1,6 @@
 """Exports the policy as a plain Hugging Face directory, or as PEFT's adapter files, in the dtype that is served.
 
-Called by `trainer.policy_publisher`; `weights.publish` makes the directory visible to readers.
+Called by `trainer.session`; `weights.publish` makes the directory visible to readers.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def load_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
 
 
 def require_known_tokens(tokenizer: PreTrainedTokenizerBase, model: PolicyModel, config: TrainingConfig) -> None:
-    """Refuse a tokenizer with tokens that `model` has no row for."""
+    """Refuse a tokenizer with tokens that `model` has no embedding for."""
     other_media = {getattr(tokenizer, key, None) for key in MEDIA_TOKEN_KEYS}
     tokens = {token: number for token, number in tokenizer.get_vocab().items() if token not in other_media}
     name = config.model.name
@@ -59,7 +59,7 @@ def gather_weights(
         only_trained: leave out what is frozen.
         keep: false on ranks that take part but need no result; they get an empty dict.
         into: the result of an earlier call with the same arguments; its memory is used again.
-        copies: makes the copies, which may be read once it says so; None: all are made when this returns.
+        copies: makes the copies, which are complete after its `wait`; None: the function waits for them.
     """
     host_copies = copies or HostCopies(model.head.weight.device)
     weights: dict[str, torch.Tensor] = {}
@@ -71,10 +71,10 @@ def gather_weights(
         # Servers keep buffers, such as the balance of a mixture's experts, in the dtype that they have.
         kept_dtype = dtype if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point() else tensor.dtype
         tensor = tensor.detach()
-        # Convert before it leaves the device: bf16 has half the bytes. A whole tensor in main memory is converted by the copy.
-        is_here = tensor.device.type == "cpu" and not isinstance(tensor, DTensor)
-        kept = tensor if is_here else tensor.to(kept_dtype)
-        full = gather_tensor(kept)
+        # Convert before tensors are gathered and leave the device, because bf16 has half the bytes. A whole tensor in main memory
+        # is converted by the copy.
+        is_whole_on_host = tensor.device.type == "cpu" and not isinstance(tensor, DTensor)
+        full = gather_tensor(tensor if is_whole_on_host else tensor.to(kept_dtype))
         if keep:
             name = name.removeprefix(_PREFIX)
             weights[name] = into[name] if into else host_copies.empty(full.shape, kept_dtype)
@@ -105,9 +105,8 @@ class Exporter:
     def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
         """Copy the weights as they are now, by the names that `write` takes. The next call uses the memory again. Collective.
 
-        A GPU may still be copying when this returns; `write` waits for it.
-
-        Everything that asks the model itself is done here, because the model may compute while `write` runs.
+        A GPU may still be copying when this returns; `write` waits for it. Only this method reads the model's weights, because the
+        model may compute while `write` runs.
         """
         is_adapter = has_adapter(self.model.causal_lm)
         if self.copies is None:
@@ -122,7 +121,7 @@ class Exporter:
 
             return name_adapter(self.model.causal_lm, self._weights)
         if self._blank_model is None:
-            # It knows the saved dtype, and its classes are not FSDP's.
+            # The sharded model cannot write: its dtype is another, and FSDP has replaced its classes.
             causal_lm = self.model.causal_lm
             with torch.device("meta"):
                 own_config = causal_lm.config.__class__(**causal_lm.config.to_dict())

@@ -1,6 +1,7 @@
-"""Loads the start model without ever holding all of it: built without memory, sharded, then filled with each rank's shards.
+"""Loads the start model so that no rank ever holds all of it.
 
-Called by `trainer.model.policy_model`: `build` before sharding, `fill` after it.
+Called by `trainer.model.policy_model`: `build` makes a model without memory, the caller shards it, and `fill` gives each rank the
+weights of its shards. Rows are here those of a weight, along its first dimension.
 """
 
 import logging
@@ -23,17 +24,17 @@ from trivet.trainer.model.weight_files import (
     RandomWeights,
     SafetensorsWeights,
     WeightSource,
+    derive_weight_seed,
     draw_adapter,
-    seed_of,
 )
 from trivet.trainer.ranks.world import World
 
 logger = logging.getLogger(__name__)
 
 _COMPUTED = (r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)$", r"(^|\.)position_ids$")
-"""Tensors that old versions of transformers saved, and that everyone computes from config.json."""
+"""Patterns of tensors that old versions of transformers saved, although they follow from config.json."""
 _COMPARED_ROWS = 8192
-"""Rows of a tied head that are compared at once: all of them would take twice the embedding's memory on every rank."""
+"""Rows of a tied head that are compared at once. All at once would take twice the embedding's memory on every rank."""
 _FRACTION_BITS = 16
 """Bits of float32's fraction that bfloat16 does not have."""
 _MAX_NOISE = 2 ** (_FRACTION_BITS - 1) - 1
@@ -44,7 +45,7 @@ torch adds more values than this in several threads, and starting these costs mo
 
 
 def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
-    """Read the model's own configuration, with the number of layers that `config.debug` asks for."""
+    """Read the model's own configuration. `config` can change its rotary positions and its number of layers."""
     try:
         hf_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as exc:
@@ -70,7 +71,7 @@ def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
 
 
 def build(hf_config: PreTrainedConfig, config: TrainerModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model with parameters on the meta device, buffers with their values, and the attention that transformers takes."""
+    """Build the model with parameters on the meta device, buffers with their values, and the attention of transformers."""
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
             causal_lm = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
@@ -96,7 +97,7 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
         path, _, last = name.rpartition(".")
         model.get_submodule(path)._buffers[last] = buffer.to(world.device)
     parameter_names = {original for name, _ in causal_lm.named_parameters() if (original := original_name(name)) is not None}
-    source = _open(config, causal_lm, parameter_names, world)
+    source = _open_source(config, causal_lm, parameter_names, world)
     may_dither = config.dither and config.compute_dtype == "bfloat16"
     with torch.no_grad():
         for name, parameter in causal_lm.named_parameters():
@@ -124,7 +125,13 @@ def original_name(name: str) -> str | None:
     return ".".join(kept)
 
 
-def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_names: set[str], world: World) -> WeightSource:
+def _open_source(
+    config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_names: set[str], world: World
+) -> WeightSource:
+    """Open the origin of the weights: random numbers, the model's safetensors, or a model that transformers loads on rank 0.
+
+    It refuses files with other tensors than the model has. Collective.
+    """
 
     def require_tied(untied: Collection[str]) -> None:
         if untied:
@@ -149,9 +156,9 @@ def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_name
     try:
         files = SafetensorsWeights.find(config.name)
         if files is not None and parameter_names <= set(files.names):
-            # Tied names count, and so do buffers that are saved; others are computed from config.json.
-            taken = {original_name(name) for name in causal_lm.state_dict()}
-            _require_no_surplus(set(files.names) - taken, causal_lm, config)
+            # The state has tied names too, and buffers that are saved; other buffers are computed from config.json.
+            expected = {original_name(name) for name in causal_lm.state_dict()}
+            _require_no_surplus(set(files.names) - expected, causal_lm, config)
             tied = causal_lm.get_expanded_tied_weights_keys(all_submodels=True).items()
             names = set(files.names)
             require_tied([name for name, other in tied if {name, other} <= names and differ(files, name, other)])
@@ -170,9 +177,9 @@ def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_name
 
 
 def _require_no_surplus(names: Collection[str], causal_lm: PreTrainedModel, config: TrainerModelConfig) -> None:
-    """Refuse tensors of the files that the model has no place for, and announce those that its architecture leaves out.
+    """Refuse tensors of the files that the model has no parameter for, because a server may load what the trainer would drop.
 
-    A server may load what the trainer would drop.
+    Tensors that the architecture leaves out by design are only logged.
     """
     if config.debug.num_layers is not None:
         return  # layers that are left out on purpose
@@ -201,6 +208,7 @@ def _require_no_surplus(names: Collection[str], causal_lm: PreTrainedModel, conf
 
 
 def _fill(parameter: torch.Tensor, original: str | None, name: str, source: WeightSource, *, is_dithered: bool) -> None:
+    """Fill this rank's shard of a parameter from `source`; without an `original` name it is an adapter's factor, and is drawn."""
     shape = parameter.shape
     local, first_row = parameter, 0
     if isinstance(parameter, DTensor):
@@ -231,7 +239,7 @@ def dither(rows: torch.Tensor, *, name: str, first_row: int) -> torch.Tensor:
 
     Args:
         rows: [N, ...], or a scalar, on the CPU, any floating-point dtype.
-        name: the tensor's. With the run's seed and the row it fixes the noise, over however many ranks the tensor is sharded.
+        name: the tensor's name. Name, row and the run's seed fix the noise, on any number of ranks.
         first_row: the row of the tensor at which `rows` begins.
 
     Returns:
@@ -246,7 +254,7 @@ def dither(rows: torch.Tensor, *, name: str, first_row: int) -> torch.Tensor:
     for block in range(first_row // block_rows, -(-end_row // block_rows)):
         block_start = block * block_rows
         start, end = max(first_row, block_start), min(end_row, block_start + block_rows)
-        generator = torch.Generator().manual_seed(seed_of(f"{name}:{block}"))
+        generator = torch.Generator().manual_seed(derive_weight_seed(f"{name}:{block}"))
         shape = (block_rows, *values.shape[1:])
         noise = torch.randint(-_MAX_NOISE, _MAX_NOISE + 1, shape, generator=generator, dtype=torch.int32)
         part = values[start - first_row : end - first_row]
@@ -257,9 +265,9 @@ def dither(rows: torch.Tensor, *, name: str, first_row: int) -> torch.Tensor:
 
 
 def _fill_buffers(causal_lm: PreTrainedModel, source: WeightSource) -> None:
-    """Fill the buffers that the files contain; the others are computed when the model is built. Collective.
+    """Fill the buffers that the files contain, such as the balance of a mixture's experts. Collective.
 
-    A model that rank 0 loads has those that are saved with it, such as the balance of a mixture's experts.
+    The other buffers are computed when the model is built.
     """
     if isinstance(source, RandomWeights):
         return

@@ -1,11 +1,11 @@
 """Scores tokens with a language-model head, a chunk at a time, so that all logits never exist at once.
 
-Called by `trainer.model.policy_model`. What lies between the products with the head's weight takes ten passes over the logits, and
-compiled two in each direction. A CPU makes them over a few tokens at a time, whose logits stay in the cache of a core. On a GPU the
-product itself gives float32 logits, where torch and the GPU can. Nothing here may ask a tensor for a value: a GPU would have to
-finish first.
+Called by `trainer.model.policy_model`. The computation between the matrix products takes ten passes over the logits. Compiled, it
+takes two in the forward pass and two in the backward pass. A CPU makes these passes for a few tokens at a time, whose logits stay
+in the cache of a core. On a GPU the matrix product gives float32 logits, where torch and the GPU can do that. Nothing here may read
+a tensor's value on the host, because the host would wait for the GPU.
 
-Legend: N tokens to score, C tokens of one chunk, R tokens whose logits are worked on at one time, H hidden size, V vocabulary.
+Legend: N tokens to score, C tokens of one chunk, R tokens of one tile (`_tiles`), H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 _CACHED_LOGITS = 1 << 18
-"""Float32 logits worked on at one time on a CPU, with as many values beside them: of the sizes tried the fastest with 2 MiB of
-cache a core, or close to it."""
+"""Float32 logits of one tile on a CPU; other values of the computation need as much memory again. Of the sizes tried this one was
+the fastest, or close to it, with 2 MiB of cache a core."""
 _FIRST_WITH_BF16 = (8, 0)
 """Compute capability of the first GPUs that multiply bfloat16."""
 
@@ -28,12 +28,12 @@ class TokenScores(NamedTuple):
     logprobs_N: torch.Tensor
     """float32: log-probability of each target, temperature applied."""
     entropies_N: torch.Tensor
-    """float32, nats, of the same distribution; costs nothing in the backward pass unless the loss uses it."""
+    """float32, nats: entropy of the same distribution. The backward pass computes nothing for it unless the loss uses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitForm:
-    """How the head's product becomes logits."""
+    """Options of the computation that makes logits of the head's product, and of its gradient."""
 
     softcap: float | None
     """Logits are softcap * tanh(output / softcap), before temperatures."""
@@ -49,7 +49,7 @@ def score_logits(
     """Return log-probabilities of the targets, entropies, and log(sum(exp(logits))), each [R], of softmax(logits).
 
     Args:
-        outputs_RV: the head's product; eagerly it may be changed.
+        outputs_RV: the head's product; in eager mode its memory is overwritten if it is float32 or float64.
         targets_R: int64.
         temperatures_R: float32, > 0.
     """
@@ -113,7 +113,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(function, dynamic=True)
 
     def run(outputs_RV: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # The last chunk of a row has fewer tokens than the others. The vocabulary never changes: known, it makes better kernels.
+        # The last chunk of a row has fewer tokens than the others. The vocabulary has a fixed size, which makes better kernels.
         torch._dynamo.mark_static(outputs_RV, 1)
         return compiled(outputs_RV, *args, **kwargs)
 
@@ -133,15 +133,16 @@ def score_tokens(
 ) -> TokenScores:
     """Score `targets_N` under softmax(logits / temperature), logits = hidden @ weight.T, capped to +-softcap.
 
-    The matrix products multiply in the dtype of `hidden_NH`. Everything after them is float32 (float64 for float64 input), and so
-    are the logits and the weight's gradient that they give where `choose_product_dtype` says so.
+    The matrix products multiply in the dtype of `hidden_NH`. Everything after them is float32 (float64 for float64 input). The
+    products' results, logits and the weight's gradient, have the dtype that `choose_product_dtype` returns.
 
     Args:
-        weight_VH: may be wider than `hidden_NH`; its gradient has its own dtype.
-        targets_N, temperatures_N: int64; float32, > 0.
+        weight_VH: may have a wider dtype than `hidden_NH`; its gradient gets the dtype of the weight.
+        targets_N: int64.
+        temperatures_N: float32, > 0.
         chunk_size: tokens whose logits exist at one time.
-        uses_temperatures: false when every temperature is 1. The caller knows; asking a tensor would wait for the GPU.
-        is_compiled: what lies between the products with the head's weight is compiled when it first runs.
+        uses_temperatures: false when every temperature is 1. It is an argument because reading the tensor would wait for the GPU.
+        is_compiled: compile the computation between the matrix products when it first runs.
     """
     uses_tiles = hidden_NH.device.type == "cpu" and not is_compiled
     head = _Head(
@@ -161,10 +162,13 @@ def score_tokens(
 def choose_product_dtype(
     dtype: torch.dtype, *, device_type: str, capability: tuple[int, int] | None, has_wide_products: bool
 ) -> torch.dtype:
-    """Return the dtype of what a matrix product of `dtype` gives: float32 where that costs no pass of its own, else `dtype`.
+    """Choose the dtype of the result of a matrix product of `dtype`: float32 where the product can give it, else `dtype`.
 
-    Logits that are rounded to bfloat16 move log-probabilities by about 0.02. With `has_wide_products` torch's product can give
-    another dtype than it multiplies.
+    Rounding logits to bfloat16 moves log-probabilities by about 0.02.
+
+    Args:
+        capability: compute capability of a CUDA device; None for other devices.
+        has_wide_products: the result of torch's product can have another dtype than its factors.
     """
     is_possible = device_type == "cuda" and capability is not None and capability >= _FIRST_WITH_BF16 and has_wide_products
     return torch.float32 if is_possible and dtype == torch.bfloat16 else dtype
@@ -182,11 +186,11 @@ def _product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    """How hidden states become scores; see `score_tokens`."""
+    """The options of one call of `score_tokens`, for its forward and its backward pass."""
 
     chunk_size: int
     uses_tiles: bool
-    """A chunk is worked on a few tokens at a time. A GPU, and what is compiled, gain nothing by that."""
+    """True: a chunk is computed in tiles of a few tokens. A GPU and compiled code gain nothing from tiles."""
     form: LogitForm
     score: Callable[..., Any]
     differentiate: Callable[..., Any]
@@ -206,9 +210,9 @@ class _ChunkedHead(torch.autograd.Function):
         weight_VH = master_VH.to(hidden_NH.dtype)
         ctx.master_dtype = master_VH.dtype
         scores: list[tuple[torch.Tensor, ...]] = []
-        for hidden_CH, *of_tokens_C in _chunks(hidden_NH, targets_N, temperatures_N, size=head.chunk_size):
+        for hidden_CH, *values_C in _chunks(hidden_NH, targets_N, temperatures_N, size=head.chunk_size):
             outputs_CV = _multiply(hidden_CH, weight_VH.T, dtype=head.product_dtype)
-            for tile in _tiles(head, outputs_CV, *of_tokens_C):
+            for tile in _tiles(head, outputs_CV, *values_C):
                 scores.append(head.score(*tile, form=head.form))
         logprobs_N, entropies_N, log_totals_N = (torch.cat(parts) for parts in zip(*scores, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, log_totals_N, entropies_N)
@@ -223,17 +227,17 @@ class _ChunkedHead(torch.autograd.Function):
         grad_logprobs_N = torch.zeros_like(log_totals_N) if grads[0] is None else grads[0]
         grad_weight_VH: torch.Tensor | None = None
         grad_hidden = []
-        of_tokens_N = [hidden_NH, targets_N, temperatures_N, log_totals_N, entropies_N, grad_logprobs_N]
+        values_N = [hidden_NH, targets_N, temperatures_N, log_totals_N, entropies_N, grad_logprobs_N]
         if grads[1] is not None:
-            of_tokens_N.append(grads[1])
-        for hidden_CH, *of_tokens_C in _chunks(*of_tokens_N, size=head.chunk_size):
+            values_N.append(grads[1])
+        for hidden_CH, *values_C in _chunks(*values_N, size=head.chunk_size):
             outputs_CV = _multiply(hidden_CH, weight_VH.T, dtype=head.product_dtype)
             if not head.uses_tiles:
-                grad_outputs_CV = head.differentiate(outputs_CV, *of_tokens_C, form=head.form)
+                grad_outputs_CV = head.differentiate(outputs_CV, *values_C, form=head.form)
             else:
                 is_same = outputs_CV.dtype == hidden_CH.dtype
                 grad_outputs_CV = outputs_CV if is_same else torch.empty_like(outputs_CV, dtype=hidden_CH.dtype)
-                for grad_RV, *tile in _tiles(head, grad_outputs_CV, outputs_CV, *of_tokens_C):
+                for grad_RV, *tile in _tiles(head, grad_outputs_CV, outputs_CV, *values_C):
                     grad_RV.copy_(head.differentiate(*tile, form=head.form))
             grad_hidden.append(grad_outputs_CV @ weight_VH)
             if not ctx.needs_input_grad[1]:
@@ -252,17 +256,17 @@ def _chunks(*tensors: torch.Tensor, size: int) -> Any:
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def _tiles(head: _Head, outputs_CV: torch.Tensor, *of_tokens_C: torch.Tensor) -> Any:
-    """Split a chunk into the tokens that are worked on at one time."""
+def _tiles(head: _Head, outputs_CV: torch.Tensor, *values_C: torch.Tensor) -> Any:
+    """Split a chunk into tiles: as many tokens as have `_CACHED_LOGITS` logits, or the whole chunk if the head uses no tiles."""
     num_tokens, vocab_size = outputs_CV.shape
     num_cached = max(1, _CACHED_LOGITS // vocab_size)
-    return _chunks(outputs_CV, *of_tokens_C, size=num_cached if head.uses_tiles else num_tokens)
+    return _chunks(outputs_CV, *values_C, size=num_cached if head.uses_tiles else num_tokens)
 
 
 def _logits(outputs_RV: torch.Tensor, temperatures_R: torch.Tensor, form: LogitForm) -> torch.Tensor:
-    """Return the float32 or float64 logits. Eagerly they may be `outputs_RV` itself, changed."""
+    """Return the float32 or float64 logits. In eager mode they may overwrite `outputs_RV`."""
     dtype = torch.promote_types(outputs_RV.dtype, torch.float32)
-    # A graph that changed its input would write it back to memory.
+    # A compiled graph that changed its input would write the input back to memory, so it gets a copy.
     wide_RV = outputs_RV.to(dtype, copy=torch.compiler.is_compiling())
     if form.softcap is not None:
         wide_RV = wide_RV.div_(form.softcap).tanh_().mul_(form.softcap)

@@ -1,7 +1,7 @@
 """Adds low-rank adapters to a model with PEFT, writes and reads them in PEFT's own format, and merges them into their base models.
 
-Adapters are added before the model is sharded. Other weights are frozen and kept in the dtype of computation; the adapters' are
-master weights.
+Adapters are added before the model is sharded. The weights of adapters are master weights. All other weights are frozen and kept in
+the dtype of computation.
 """
 
 import json
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 ADAPTER = "default"
 """PEFT's name of a model's only adapter; it is in no file."""
 WEIGHTS_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-"""Start of every name in PEFT's files, after the modules that PEFT wraps around a model."""
+_PEFT_PREFIX = "base_model.model."
+"""Start of every name in PEFT's files: the modules that PEFT wraps around a model."""
 
 
 def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: str, dtype: torch.dtype) -> None:
@@ -69,16 +69,16 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
 
 
 def name_adapter(causal_lm: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename whole tensors from their names in `causal_lm` to the names that PEFT and servers know.
+    """Rename whole tensors from their names in `causal_lm` to the names in PEFT's files, which servers read.
 
-    PEFT asks modules of the model for the names, so this must not be called while the model computes.
+    PEFT reads the names from the model's modules, so this must not be called while the model computes.
     """
     named = get_peft_model_state_dict(causal_lm, state_dict=dict(trained), adapter_name=ADAPTER, save_embedding_layers=False)
-    return {_PREFIX + name: tensor for name, tensor in named.items()}
+    return {_PEFT_PREFIX + name: tensor for name, tensor in named.items()}
 
 
 def write_adapter(directory: Path, causal_lm: PreTrainedModel, named: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors that `name_adapter` named, as PEFT and servers load them. The same adapter gives the same bytes."""
+    """Write tensors that `name_adapter` renamed as an adapter that PEFT and servers load. Equal adapters have equal bytes."""
     tensors = {name: tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     config = causal_lm.peft_config[ADAPTER]  # type: ignore[attr-defined]  PEFT puts it there
@@ -95,7 +95,7 @@ def read_adapter(directory: Path, model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             inner = name.removeprefix("causal_lm.").replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
-            trained[name] = saved[_PREFIX + inner].to(parameter.dtype)
+            trained[name] = saved[_PEFT_PREFIX + inner].to(parameter.dtype)
     set_model_state_dict(model, trained, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
@@ -121,7 +121,7 @@ def merge(adapter: Path, *, output: Path, base: str | None = None) -> str:
     except (OSError, ValueError) as exc:
         raise ConfigError(f"the adapter's base model {name!r} cannot be loaded: {exc}; give another with --base") from exc
     with warnings.catch_warnings():
-        # PEFT 0.21 asks transformers by the old name.
+        # PEFT 0.21 uses an old name of transformers.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     staging = output.with_name(f".{output.name}.tmp")
@@ -133,12 +133,12 @@ def merge(adapter: Path, *, output: Path, base: str | None = None) -> str:
 
 
 def _names(causal_lm: PreTrainedModel, *, only_linear: bool) -> list[str]:
-    """Return the modules with parameters of their own, except embedding and head: scoring reads their weights directly."""
-    apart = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
+    """Return the names of modules with parameters of their own, except embedding and head, whose weights scoring reads directly."""
+    excluded = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     return [
         name
         for name, module in causal_lm.named_modules()
         if next(module.parameters(recurse=False), None) is not None
-        and not any(module is other for other in apart)
+        and not any(module is other for other in excluded)
         and (isinstance(module, torch.nn.Linear) or not only_linear)
     ]

@@ -18,12 +18,12 @@ from trivet.errors import ConfigError
 from trivet.trainer.attention.packed import HeadDims, packs_rows, register_attention
 from trivet.trainer.cpu import Lanes, MasterCasts
 from trivet.trainer.measurement.fake import fake_rows
-from trivet.trainer.model.blocks import blocks_of, prepare_blocks
+from trivet.trainer.model.blocks import find_blocks, prepare_blocks
 from trivet.trainer.model.initial_weights import build, fill, read_config
 from trivet.trainer.model.logprobs import TokenScores, score_tokens
 from trivet.trainer.model.supported import (
     LogitRule,
-    decoder_of,
+    find_decoder,
     find_logit_rule,
     find_random_rates,
     report_random_rates,
@@ -36,10 +36,11 @@ from trivet.weights.adapters import is_adapter
 
 logger = logging.getLogger(__name__)
 
-_ONE_SAMPLE = "rows hold one sample each, which takes longer: %s"
+_UNPACKED_WARNING = "rows hold one sample each, which takes longer: %s"
 _CHECK_TOKENS = 40
+"""Tokens of a sample in the row with which packing is checked, beyond the tokens of an attention window."""
 _MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""Nats, on average over tokens. Rounding of bfloat16 gives up to about 0.05, samples that see each other about 1."""
+"""Mean difference in nats. Rounding of bfloat16 causes up to about 0.05, attention between samples about 1."""
 
 
 class PolicyModel(torch.nn.Module):
@@ -56,26 +57,27 @@ class PolicyModel(torch.nn.Module):
         seq_len: int = 0,
         reduces_each_row: bool = True,
     ) -> None:
-        """Wrap `causal_lm`, which makes logits from its head's product by `logit_rule`."""
+        """Wrap `causal_lm`, whose logits follow from the output of its head by `logit_rule`."""
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_size = chunk_size
         """Tokens whose logits exist at one time."""
         self.lanes = lanes or Lanes()
         self.shares_prefixes = shares_prefixes
-        """Tokens that samples of a row begin with in common are computed once."""
+        """True: a prefix that samples of a row share is computed once."""
         self.seq_len = seq_len
-        """The most tokens of a row that samples which share a prefix may fill; 0: as many as the batch's longest row."""
+        """Most tokens of a row whose samples share a prefix; 0: those of the batch's longest row."""
         self.reduces_each_row = reduces_each_row
-        """Gradients are reduced over ranks after each row, not once a step."""
+        """True: gradients are reduced over ranks after each row; false: once a step."""
         self._logit_rule = logit_rule
         self._casts: MasterCasts | None = None
         self.compiles_head = False
-        """What follows the head's products is compiled when it first runs."""
+        """True: the computation that follows the head's matrix products is compiled when it first runs."""
         self.keeps_dropout = False
+        """True: training mode draws the model's own dropout (`load_policy`)."""
 
     def train(self, mode: bool = True) -> Self:
-        """Switch on what draws random numbers: dropout of the adapter, and of the model where it keeps its own."""
+        """Set training mode. It always draws an adapter's dropout, and the model's own only if `keeps_dropout` is true."""
         super().train(mode and self.keeps_dropout)
         for name, module in self.named_modules():
             if name.endswith(".lora_dropout"):
@@ -87,10 +89,10 @@ class PolicyModel(torch.nn.Module):
         assert self.packs or len(row.segments.lengths) == 1, "the rows of this model hold one sample each"
         packing = {"position_ids": row.position_ids_1U, "segments": row.segments} if self.packs else {}
         with self.casting():
-            outputs = decoder_of(self.causal_lm)(input_ids=row.token_ids_1U, use_cache=False, **packing)
-            weight, bias = (self._casts.of(part) if self._casts else part for part in (self.head.weight, self.head.bias))
+            outputs = find_decoder(self.causal_lm)(input_ids=row.token_ids_1U, use_cache=False, **packing)
+            weight, bias = (self._casts.cast_of(p) if self._casts else p for p in (self.head.weight, self.head.bias))
         hidden_NH = outputs.last_hidden_state[0].index_select(0, row.predictors_N)
-        if bias is not None:
+        if bias is not None:  # a further column of the weight, for a further feature that is always 1
             weight = torch.cat([weight, bias[:, None]], dim=1)
             hidden_NH = torch.cat([hidden_NH, hidden_NH.new_ones(len(hidden_NH), 1)], dim=1)
         return score_tokens(
@@ -110,12 +112,15 @@ class PolicyModel(torch.nn.Module):
             self._casts = MasterCasts(list(self.parameters()), dtype)
 
     def casting(self) -> AbstractContextManager[object]:
-        """Let modules compute with casts of their parameters. A backward pass needs it too, where blocks are computed again."""
+        """Return a context in which modules compute with casts of their parameters, if `cast_masters` has made any.
+
+        A backward pass needs it too, because checkpointed blocks are computed again there.
+        """
         return self._casts or nullcontext()
 
     @property
     def packs(self) -> bool:
-        """Whether a row may hold several samples, which the model's attention keeps apart; else it holds one."""
+        """True if a row may hold several samples, between which there is no attention; false if it must hold one."""
         return packs_rows(self.causal_lm.config._attn_implementation or "")
 
     @property
@@ -150,7 +155,7 @@ class PolicyModel(torch.nn.Module):
 
 
 def torch_dtype(name: ComputeDtype) -> torch.dtype:
-    """Return the dtype of a configuration's name. `auto` was resolved before, by config.command."""
+    """Return the dtype of this name in the configuration. `config.command` has resolved `auto` before."""
     assert name != "auto", "compute_dtype is settled by config.command before a model is loaded"
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
@@ -161,8 +166,8 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     A single rank on a CPU is not sharded: FSDP would only copy, and its modules cannot be used by several threads.
 
     Args:
-        keeps_dropout: the model draws dropout, router noise and the like as its own configuration says. Servers never do, so
-            the log-probabilities of a policy that is sampled from must not; an adapter's dropout is drawn in any case.
+        keeps_dropout: draw dropout, router noise and the like at the rates of the model's own configuration. Servers draw none, so
+            it must be false for a policy that is sampled from. An adapter's dropout is drawn in any case.
     """
     require_model(config.name)
     require_dtypes(config, world.device)
@@ -175,14 +180,14 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     # For Gemma 2, transformers before 5.21 takes scaled_dot_product_attention, which leaves out the cap of scores.
     attention = own_attention = "eager" if has_softcap else causal_lm.config._attn_implementation or "eager"
     if reason := why_unpacked(causal_lm, seq_len=config.seq_len):
-        logger.warning(_ONE_SAMPLE, reason)
+        logger.warning(_UNPACKED_WARNING, reason)
     else:
         attention = register_attention(
             config.attn,
             device=world.device,
             dtype=compute_dtype,
             has_special_scores=has_softcap or any(name.endswith(".sinks") for name, _ in causal_lm.named_parameters()),
-            heads=HeadDims.of(causal_lm.config),
+            heads=HeadDims.from_config(causal_lm.config),
         )
     causal_lm.config._attn_implementation = attention
     logit_rule = find_logit_rule(causal_lm, name=config.name)
@@ -192,13 +197,13 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=torch_dtype(config.optimization_dtype))
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
     is_whole = world.size == 1 and world.device.type == "cpu" and config.lora is None and config.compile is None
-    # The masks that a checkpoint draws again would be other ones if lanes shared the random state.
+    # Lanes share the random state, so a checkpointed block would draw other dropout masks when it is computed again.
     has_lanes = is_whole and packs_rows(attention) and not (keeps_dropout and random_rates)
     model = PolicyModel(
         causal_lm,
         chunk_size=config.fused_lm_head_chunk_size,
         logit_rule=logit_rule,
-        lanes=Lanes.of(seq_len=config.seq_len) if has_lanes else None,
+        lanes=Lanes.for_rows(seq_len=config.seq_len) if has_lanes else None,
         shares_prefixes=config.share_prefixes,
         seq_len=config.seq_len,
         reduces_each_row=config.reduce_each_row and world.size > 1,
@@ -224,9 +229,10 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
 
 
 def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attention: str, world: World) -> None:
-    """Have rows hold one sample each if those of a small row do not score as they do alone, by transformers. Collective.
+    """Compare the scores of a packed row with those of its samples alone; switch packing off if they differ. Collective.
 
-    Two of the samples begin alike, and all are longer than an attention window that rows exceed.
+    Alone, samples are computed with transformers' own attention. Two of the three samples share a prompt, and each is longer than
+    the model's attention window, unless the window covers whole rows.
     """
     hf_config = model.causal_lm.config
     window = getattr(hf_config, "sliding_window", None) or 0
@@ -246,11 +252,11 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
     with scoring(model), torch.compiler.set_stance("force_eager"):
         try:
             packed_N = model(to_tensors(row, device=world.device, shares_prefixes=config.share_prefixes)).logprobs_N
-        except TypeError as exc:  # a block that does not hand on the arguments of its model
+        except TypeError as exc:  # a block that does not pass the model's arguments on to attention
             reason = f"its blocks do not tell attention where samples end ({exc})"
         hf_config._attn_implementation = own_attention
         rows = plan_rows([row], num_ranks=1, packs=False).take(0, device=world.device)
-        # After a forward that ended early, only one to the end lets FSDP free what it gathered.
+        # After a forward pass that raised an error, FSDP frees gathered parameters only in the next complete one.
         alone_N = torch.cat([model(row).logprobs_N for row in rows])
         if packed_N is not None:
             error = sum_over_ranks(world, (packed_N - alone_N).abs().mean()).item() / world.size
@@ -259,7 +265,7 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
                 hf_config._attn_implementation = attention
     if not model.packs:
         model.lanes = Lanes()
-        logger.warning(_ONE_SAMPLE, reason)
+        logger.warning(_UNPACKED_WARNING, reason)
 
 
 def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
@@ -279,7 +285,7 @@ def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
 
 
 def has_adapter(causal_lm: PreTrainedModel) -> bool:
-    """Tell whether PEFT added an adapter to the model."""
+    """Return whether PEFT added an adapter to the model."""
     return hasattr(causal_lm, "peft_config")
 
 
@@ -311,7 +317,7 @@ def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
     if config.fsdp_cpu_offload and world.device.type != "cuda":
         logger.info("model.fsdp_cpu_offload does nothing here: parameters are in main memory already")
-    for module in blocks_of(model.causal_lm):
+    for module in find_blocks(model.causal_lm):
         fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
     if world.size > 1:
@@ -323,9 +329,10 @@ def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
 
 
 def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
-    """Prepare the next backward pass: a single rank accumulates in place and goes through FSDP's reduction once per step.
+    """Set before a row's backward pass whether FSDP reduces its gradients: after each row, or after the last row of a step.
 
-    Several ranks do so only by `model.reduce_each_row = false`, and free gathered parameters after each row anyway.
+    A single rank always reduces once a step, because gradients then accumulate in place. With `model.reduce_each_row = false`
+    several ranks do so too, but free gathered parameters after each row.
     """
     if isinstance(model, FSDPModule) and not model.reduces_each_row:
         model.set_requires_gradient_sync(is_last)
@@ -335,7 +342,7 @@ def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
 
 @contextmanager
 def scoring(model: PolicyModel) -> Iterator[None]:
-    """Let the model compute in the block without gradients and dropout, for numbers that are compared with others."""
+    """Switch gradients and dropout off in the block, for scores that are compared with other scores."""
     model.eval()
     try:
         with torch.no_grad():

@@ -1,7 +1,8 @@
 """Keeps the frozen reference policy of `trainer.loss.beta`: this rank's trained shards in main memory.
 
-No second model exists. Before a step the shards change places with the model's own, the rows are scored without gradient, and they
-change back. Published weights are the durable form of the reference: a resume reads it from weights/step_N, or the start model.
+There is no second model. Before a step the reference's shards replace the model's own, the rows are scored without gradient, and
+the model's own shards return. Checkpoints do not hold the reference: a resume reads it from weights/step_N, or from the start
+model.
 """
 
 import logging
@@ -41,18 +42,18 @@ class Reference:
         """Return `rows` with the reference's log-probabilities of their loss tokens. Collective."""
         trained_shards = _host_copies(model)
         are_off_loaded = any(parameter.device.type == "cpu" for parameter in model.trained_parameters)
-        _put(self._shards, model)
+        _copy_into(model, self._shards)
         try:
-            with scoring(model):  # it frees the gathered parameters, which are the reference's
+            with scoring(model):  # at its end it frees the gathered parameters, which are those of the reference
                 return [replace(row, reference_logprobs_N=model(row).logprobs_N) for row in rows]
         finally:
-            # A GPU may still read a shard in main memory. A copy to a shard on the GPU waits there for earlier reads.
+            # A GPU may still read an off-loaded shard. Shards on the GPU need no wait: copies there follow earlier reads.
             if are_off_loaded and torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
-            _put(trained_shards, model)
+            _copy_into(model, trained_shards)
 
 
-def _put(shards: Sequence[torch.Tensor], model: PolicyModel) -> None:
+def _copy_into(model: PolicyModel, shards: Sequence[torch.Tensor]) -> None:
     for shard, parameter in zip(shards, model.trained_parameters, strict=True):
         local_part(parameter.detach()).copy_(shard, non_blocking=True)
 
@@ -92,9 +93,9 @@ def open_reference(
     return Reference(policy)
 
 
-def _load(config: TrainerModelConfig, world: World, **changes: str) -> PolicyModel:
-    """Load a model that is never trained. Its noise would be rounded away, so it gets none."""
-    return load_policy(config.model_copy(update={"dither": False, **changes}), world)
+def _load(config: TrainerModelConfig, world: World, *, name: str | None = None) -> PolicyModel:
+    """Load the model `name`, by default the start model, to copy its shards. It needs no dither, because it is never trained."""
+    return load_policy(config.model_copy(update={"dither": False, "name": name or config.name}), world)
 
 
 def _host_copies(model: PolicyModel) -> list[torch.Tensor]:

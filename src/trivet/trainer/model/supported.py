@@ -1,8 +1,7 @@
-"""Decides which models can be trained, which on rows of several samples, how a model's head product becomes logits, and what is
-drawn at random.
+"""Decides which models can be trained, which of them on rows of several samples, and by which rule a head's product becomes logits;
+finds the rates of dropout and noise.
 
-Called by `trainer.model.policy_model` before weights are read. A model that is not known to come out right is refused, because it
-would silently train wrong.
+Called by `trainer.model.policy_model` before weights are read. A model that may train wrong without an error is refused.
 """
 
 import copy
@@ -19,18 +18,19 @@ from trivet.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Kinds of layers that carry nothing from one token to the next except through attention over a row or a window."""
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Kinds of layers in which a token depends on others only through attention over a row or a window."""
 _ROPES_BY_LENGTH = ("dynamic", "longrope")
-_PROBE = (-40.0, -3.0, -0.5, 0.0, 0.25, 2.0, 40.0)
-"""Products of the head on which a model's own logits are compared: small and large enough to show a scale and a softcap."""
+"""Kinds of rotary positions whose frequencies depend on the length of the sequence."""
+_TEST_PRODUCTS = (-40.0, -3.0, -0.5, 0.0, 0.25, 2.0, 40.0)
+"""Outputs of a head from which a model's own logits are computed: small and large enough to show a scale and a softcap."""
 _OTHER_HEADS = ("classifier", "summary", "qa", "seq_classif")
-"""Starts of the names of rates that belong to heads other than that of a language model."""
+"""Starts of the names of rates that belong to other heads than that of a language model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitRule:
-    """Makes logits from the head's product: logits = scale * product, where the product is bent to +-softcap by tanh."""
+    """Makes logits from the head's product: logits = scale * softcap * tanh(product / softcap); without softcap scale * product."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -55,11 +55,11 @@ def require_text_decoder(config: PreTrainedConfig, *, name: str) -> None:
 def why_unpacked(causal_lm: PreTrainedModel, *, seq_len: int) -> str | None:
     """Return why a row can hold one sample only, as a clause for the user; None for a model whose rows can hold several.
 
-    A sample alone in its row is computed as transformers computes it, so that nothing of its arithmetic need be known here.
+    A sample alone in its row is computed by transformers, so it is right for every model.
     """
     config = causal_lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    if causal_lm._is_stateful or not kinds <= _LAYERS | {"chunked_attention"}:
+    if causal_lm._is_stateful or not kinds <= _ATTENTION_LAYERS | {"chunked_attention"}:
         return "its layers carry a state along the row"
     if not causal_lm._supports_attention_backend:
         return "it has an attention of its own, which transformers cannot exchange"
@@ -75,11 +75,11 @@ def why_unpacked(causal_lm: PreTrainedModel, *, seq_len: int) -> str | None:
 
 
 def find_logit_rule(causal_lm: PreTrainedModel, *, name: str) -> LogitRule:
-    """Find by its own code on a few numbers how `causal_lm` makes logits of what its head gives."""
+    """Find the rule by which `causal_lm` makes logits of its head's output: run its own code on `_TEST_PRODUCTS`."""
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise ConfigError(f"model.name = {name!r} has no plain linear head, which the trainer needs")
-    products = torch.tensor(_PROBE, dtype=torch.float64).repeat(2, 1)[None]
+    products = torch.tensor(_TEST_PRODUCTS, dtype=torch.float64).repeat(2, 1)[None]
     try:
         logits = _run_around_head(causal_lm, head, products)
     except Exception as exc:  # a model's own code may raise anything
@@ -101,7 +101,7 @@ def find_logit_rule(causal_lm: PreTrainedModel, *, name: str) -> LogitRule:
 
 
 class _Outputs:
-    """The outputs of a base model: a hidden state, and None for everything else that may be asked for."""
+    """The outputs of a base model, as a causal model reads them: a hidden state, and None for every other attribute."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -114,11 +114,11 @@ class _Outputs:
 
 
 class _StandIn(torch.nn.Module):
-    """Computes `function` in the place of `module`, whose other attributes it has."""
+    """Replaces `module` by `function`. Other attributes are read from `module`."""
 
     def __init__(self, module: torch.nn.Module, function: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
-        self.__dict__["_module"] = module  # not a part of this one: it is asked only for what this one lacks
+        self.__dict__["_module"] = module  # past torch, which would make it a submodule
         self._function = function
 
     def forward(self, inputs: Any = None, **_: Any) -> Any:
@@ -129,17 +129,17 @@ class _StandIn(torch.nn.Module):
 
 
 def _run_around_head(causal_lm: PreTrainedModel, head: torch.nn.Linear, products: torch.Tensor) -> torch.Tensor:
-    """Return the logits that the model's forward makes of `products`, with the head and what comes before it left out."""
+    """Return the logits that the model's forward computes if its head gives `products`; decoder and head do not run."""
     shell = copy.copy(causal_lm)
-    decoder = decoder_of(causal_lm)
+    decoder = find_decoder(causal_lm)
     stand_ins = {decoder: _StandIn(decoder, lambda _: _Outputs(products)), head: _StandIn(head, lambda hidden: hidden)}
     shell._modules = {name: stand_ins.get(module, module) for name, module in causal_lm._modules.items()}
     with torch.no_grad():
         return shell.forward(input_ids=torch.zeros(products.shape[:2], dtype=torch.int64), use_cache=False).logits
 
 
-def decoder_of(causal_lm: PreTrainedModel) -> torch.nn.Module:
-    """Return what comes before the head. Llama 4 does not have it under the name that its class says."""
+def find_decoder(causal_lm: PreTrainedModel) -> torch.nn.Module:
+    """Return the module before the head. Llama 4 has it under another name than its class declares."""
     base = causal_lm.base_model
     return causal_lm.get_submodule("model") if base is causal_lm else base
 

@@ -1,7 +1,8 @@
-"""Reads weights of a model by name, a part of each at a time, so that no rank holds more than its shards.
+"""Reads weights of a model by name, some rows of a tensor at a time, so that no rank holds more than its shards.
 
-Called by `trainer.model.initial_weights`. Weights have three origins: safetensors, of which only the rows asked for are read; a
-model that only transformers can load, which rank 0 loads and broadcasts; and random numbers.
+Called by `trainer.model.initial_weights`. Weights have three origins: safetensors, from which only the requested rows are read; a
+model that only transformers can load, which rank 0 loads and broadcasts; and random numbers. Rows are here those of a tensor, along
+its first dimension.
 """
 
 import math
@@ -26,12 +27,12 @@ class WeightSource(Protocol):
     """An origin of weights."""
 
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
-        """Return rows of a tensor of `shape`, on the CPU in any dtype. Every rank asks for the same names in the same order."""
+        """Return rows of a tensor of `shape`, on the CPU in any dtype. Every rank passes the same names in the same order."""
         ...
 
 
 class SafetensorsWeights:
-    """Weights in safetensors. Files are mapped into memory: a rank reads only the rows it asks for."""
+    """Weights in safetensors. Files are mapped into memory, so a rank reads only the rows that it needs."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         """Take the file of each tensor, by the tensor's name."""
@@ -49,18 +50,18 @@ class SafetensorsWeights:
         if not directory.is_dir():
             patterns = ["*.safetensors", "*.json"]
             directory = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
-        places: dict[str, Path] = {}
+        file_by_tensor: dict[str, Path] = {}
         for file in find_weight_files(directory):
             if file.suffix != ".safetensors":
                 return None
             header = read_header(file)
-            if twice := sorted(header.keys() & places.keys()):
+            if twice := sorted(header.keys() & file_by_tensor.keys()):
                 raise ConfigError(
-                    f"model.name = {name!r}: the tensor {twice[0]} is in both {places[twice[0]].name} and {file.name}; remove the "
-                    "file that is not of this model"
+                    f"model.name = {name!r}: the tensor {twice[0]} is in both {file_by_tensor[twice[0]].name} and {file.name}; "
+                    "remove the file that is not of this model"
                 )
-            places |= dict.fromkeys(header, file)
-        return cls(places) if places else None
+            file_by_tensor |= dict.fromkeys(header, file)
+        return cls(file_by_tensor) if file_by_tensor else None
 
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
         """Read the rows from their file; see `WeightSource`."""
@@ -78,9 +79,9 @@ class BroadcastWeights:
         self._world = world
         self._weights: dict[str, torch.Tensor] = {}
         self.surplus: set[str] = set()
-        """Names of tensors in the files that transformers did not take; known on rank 0."""
+        """Names of tensors in the files that transformers did not load; only on rank 0."""
         self.untied: set[str] = set()
-        """Names of tensors that config.json ties to others, and that differ from these in the files; known on rank 0."""
+        """Names of tensors that config.json ties to others although the files hold different values; only on rank 0."""
         if world.is_main:
             # By "auto" weights are rounded to the dtype that config.json names, even if the files hold wider ones.
             dtype: Any = torch.float32 if config.compute_dtype == "float32" else "auto"
@@ -89,7 +90,7 @@ class BroadcastWeights:
             )
             model, report = loaded
             self.surplus = set(report["unexpected_keys"])
-            # transformers takes a tensor that differs out of those that are tied.
+            # transformers removes a tensor with different values from the tied ones.
             self.untied = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
             if missing := sorted(report["missing_keys"]):
                 raise ConfigError(
@@ -128,9 +129,9 @@ class RandomWeights:
         buffers = dict(module._buffers)
         module.to_empty(device=torch.device("cpu"), recurse=False)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(path))
+            torch.manual_seed(derive_weight_seed(path))
             self._blank._init_weights(module)
-        drawn: torch.Tensor = module._parameters[last].detach()  # type: ignore[union-attr]  it was asked for by its name
+        drawn: torch.Tensor = module._parameters[last].detach()  # type: ignore[union-attr]  the module has this parameter
         module.to_empty(device=torch.device("meta"), recurse=False)
         module._buffers.update(buffers)
         return drawn[first_row : first_row + num_rows] if shape else drawn
@@ -141,11 +142,11 @@ def draw_adapter(name: str, *, shape: torch.Size, first_row: int, num_rows: int)
     if ".lora_B." in name:
         return torch.zeros(num_rows, *shape[1:])
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(name))
+        torch.manual_seed(derive_weight_seed(name))
         return torch.nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5))[first_row : first_row + num_rows]
 
 
-def seed_of(name: str) -> int:
+def derive_weight_seed(name: str) -> int:
     """Return a seed that differs for each name and each seed of the run."""
     return (torch.initial_seed() * 1_000_003 + zlib.crc32(name.encode())) % 2**63
 

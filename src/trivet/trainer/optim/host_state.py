@@ -2,7 +2,7 @@
 
 Called by `trainer.open_session` for model.optim_cpu_offload. Works with any optimizer that skips parameters without a gradient.
 Torch's CPUOffloadPolicy (model.fsdp_cpu_offload) is no substitute: it moves the parameters too, and updates them on the CPU.
-What is for a GPU here has not run on one yet.
+The code for GPUs has not run on one yet.
 """
 
 import logging
@@ -24,19 +24,22 @@ State = dict[str, Any]
 
 
 class StateMover:
-    """Moves the state of parts between main memory and the device. A part is named by its index. This one moves nothing."""
+    """Moves the state of some parameters, a part of all, between main memory and the device. On a CPU it moves nothing.
+
+    Args of all methods: the index of the part, and the state of each of its parameters.
+    """
 
     def fetch(self, part: int, states: Sequence[State]) -> None:
         """Begin to move `states` to the device."""
 
     def await_fetched(self, part: int) -> None:
-        """Have the update that is computed next wait for what `fetch` began."""
+        """Let the next update wait for the move that `fetch` began."""
 
     def give_back(self, part: int, states: Sequence[State]) -> None:
-        """Begin to move `states` to main memory, once the update that was begun before has been computed."""
+        """Begin to move `states` to main memory, after the updates that were begun before."""
 
     def await_given_back(self, part: int) -> None:
-        """Return once `states` are in main memory."""
+        """Return once the state of the part is in main memory."""
 
 
 def keep_state_on_host(
@@ -46,29 +49,32 @@ def keep_state_on_host(
     part_bytes: int = _PART_BYTES,
     mover: StateMover | None = None,
 ) -> None:
-    """Make `optimizer.step()` fetch the state it needs and put it back, and `optimizer.load_state_dict()` leave it on the host.
+    """Replace `optimizer.step` and `optimizer.load_state_dict` by functions that keep the state on the host between updates.
 
-    While one part is updated, the state of the next is fetched and that of the one before is given back. On the CPU the update is
-    made in parts, and nothing moves.
+    While one part is updated, the state of the next part is fetched, and that of the previous part is given back. On the CPU the
+    update is made in parts too, and nothing moves.
     """
     if device.type != "cuda":
         logger.info("model.optim_cpu_offload does nothing here: the optimizer's state is in main memory already")
-    own_mover = mover or (CudaStateMover(device) if device.type == "cuda" else StateMover())
+    state_mover = mover or (CudaStateMover(device) if device.type == "cuda" else StateMover())
     update, load = optimizer.step, optimizer.load_state_dict
 
     def step(closure: None = None) -> None:
         assert closure is None, "an update in parts cannot compute its loss again"
-        _update_in_parts(optimizer, update, own_mover, part_bytes=part_bytes)
+        _update_in_parts(optimizer, update, state_mover, part_bytes=part_bytes)
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
-        """Load `state_dict` without moving moments: `load` would move all of them to the device of the parameters."""
-        small = {key: {n: v for n, v in state.items() if not _moves(v)} for key, state in state_dict["state"].items()}
-        load({**state_dict, "state": small})
+        """Load `state_dict` and leave moments on the host: `load` would move all of them to the device of the parameters."""
+        step_counts = {
+            key: {name: value for name, value in state.items() if not _is_moved(value)}
+            for key, state in state_dict["state"].items()
+        }
+        load({**state_dict, "state": step_counts})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if _moves(value):
+                if _is_moved(value):
                     optimizer.state[parameter][name] = copy_to_host(value) if value.device.type == "cuda" else value
 
     optimizer.step = step  # type: ignore[method-assign]  checkpoints call it too, to make the state
@@ -80,7 +86,7 @@ def _update_in_parts(
 ) -> None:
     """Call `update` for one part after the other, while the state of its neighbours moves."""
     pairs = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    parts = list(_parts(pairs, max_bytes=part_bytes))
+    parts = list(_divide_into_parts(pairs, max_bytes=part_bytes))
     states = [[optimizer.state[parameter] for parameter, _ in part] for part in parts]
     for parameter, _ in pairs:
         parameter.grad = None
@@ -95,7 +101,7 @@ def _update_in_parts(
             parameter.grad = None
         mover.give_back(index, states[index])
         if index:
-            mover.await_given_back(index - 1)  # else the CPU would run ahead and fetch all parts
+            mover.await_given_back(index - 1)  # else the host would fetch all parts before the GPU has updated one
     if parts:
         mover.await_given_back(len(parts) - 1)
     for parameter, gradient in pairs:
@@ -103,7 +109,7 @@ def _update_in_parts(
 
 
 class CudaStateMover(StateMover):
-    """Moves state on a stream of its own, beside the update."""
+    """Moves state on a stream of its own while the GPU computes updates."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,7 +123,7 @@ class CudaStateMover(StateMover):
         with torch.cuda.stream(self._stream):
             for state in states:
                 for name, value in state.items():
-                    if _moves(value) and value.device.type == "cpu":
+                    if _is_moved(value) and value.device.type == "cpu":
                         state[name] = value.to(self._device, non_blocking=True)
                         local_part(state[name]).record_stream(current)  # the update uses it on another stream
             self._fetched[part] = torch.cuda.Event()
@@ -133,8 +139,8 @@ class CudaStateMover(StateMover):
         with torch.cuda.stream(self._stream):
             for state in states:
                 for name, value in state.items():
-                    if _moves(value) and value.device.type == "cuda":
-                        # The first update allocated it on another stream.
+                    if _is_moved(value) and value.device.type == "cuda":
+                        # The first update has allocated the state on another stream.
                         local_part(value).record_stream(self._stream)
                         state[name] = copy_to_host(value)
             self._given_back[part] = torch.cuda.Event()
@@ -145,12 +151,14 @@ class CudaStateMover(StateMover):
         self._given_back.pop(part).synchronize()
 
 
-def _parts(pairs: list[tuple[torch.nn.Parameter, Any]], *, max_bytes: int) -> Iterator[list[tuple[torch.nn.Parameter, Any]]]:
-    """Divide parameters and their gradients into parts of at most `max_bytes`, or of one parameter."""
+def _divide_into_parts(
+    pairs: list[tuple[torch.nn.Parameter, Any]], *, max_bytes: int
+) -> Iterator[list[tuple[torch.nn.Parameter, Any]]]:
+    """Divide parameters and their gradients into parts of at most `max_bytes`; a larger parameter is a part alone."""
     part: list[tuple[torch.nn.Parameter, Any]] = []
     num_bytes = 0
     for parameter, gradient in pairs:
-        # An even share, not this rank's: parts must be the same on every rank, because an update may be collective.
+        # Not the bytes of this rank's shard: parts must be the same on every rank, because an update may be collective.
         size = parameter.numel() * parameter.element_size()
         if isinstance(parameter, DTensor):
             size //= parameter.device_mesh.size(-1)
@@ -163,6 +171,6 @@ def _parts(pairs: list[tuple[torch.nn.Parameter, Any]], *, max_bytes: int) -> It
         yield part
 
 
-def _moves(value: object) -> bool:
-    """Return False for a count of steps, which stays where the optimizer made it."""
+def _is_moved(value: object) -> bool:
+    """Return True for a tensor of moments, and False for a count of steps, which stays where the optimizer made it."""
     return isinstance(value, torch.Tensor) and value.numel() > 1

@@ -1,7 +1,7 @@
 """Makes the optimizer over sharded parameters; computes the learning rate of a step and clips by the norm over all ranks.
 
-On sharded matrices torch.optim.Muon fails where a matrix has fewer rows than there are ranks. So the trainer has a Muon of its own,
-which gathers them, and joins it with AdamW for the other parameters.
+torch.optim.Muon fails on a sharded matrix that has fewer rows than there are ranks. So the trainer has a Muon of its own, which
+gathers matrices, and joins it with AdamW for the other parameters.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -36,32 +36,32 @@ def make_optimizer(
             parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
         )
     if isinstance(config, AdamWConfig):
-        return _adamw(parameters, config)
-    chosen = {id(matrix) for matrix in matrices}
-    rest = [parameter for parameter in parameters if id(parameter) not in chosen]
+        return _make_adamw(parameters, config)
+    matrix_ids = {id(matrix) for matrix in matrices}
+    rest = [parameter for parameter in parameters if id(parameter) not in matrix_ids]
     parts: list[torch.optim.Optimizer] = []
     if matrices:
         parts.append(GatheringMuon(matrices, lr=config.lr, weight_decay=config.weight_decay, momentum=config.mu))
     if rest:
-        parts.append(_adamw(rest, config))
+        parts.append(_make_adamw(rest, config))
     return JoinedOptimizers(parts)
 
 
 def state_bytes(
     parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[torch.nn.Parameter] = ()
 ) -> int:
-    """Return the bytes of the optimizer's state from its first update on, over all ranks, without single numbers."""
-    chosen = {id(matrix) for matrix in matrices} if isinstance(config, MuonConfig) else set()
+    """Return the bytes of the optimizer's moments over all ranks, which exist from the first update on, without counts of steps."""
+    muon_ids = {id(matrix) for matrix in matrices} if isinstance(config, MuonConfig) else set()
 
     def num_moments(parameter: torch.nn.Parameter) -> int:
         if isinstance(config, SGDConfig):
             return 1 if config.momentum else 0
-        return 1 if id(parameter) in chosen else 2
+        return 1 if id(parameter) in muon_ids else 2
 
     return sum(num_moments(parameter) * parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
-def _adamw(parameters: Iterable[torch.nn.Parameter], config: AdamWConfig | MuonConfig) -> torch.optim.AdamW:
+def _make_adamw(parameters: Iterable[torch.nn.Parameter], config: AdamWConfig | MuonConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         parameters,
         lr=config.lr,
@@ -74,11 +74,12 @@ def _adamw(parameters: Iterable[torch.nn.Parameter], config: AdamWConfig | MuonC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """The schedule as a function of the step; the only state to save is the step at which it began."""
+    """Computes the learning rate as a function of the step. The only state to save is the step at which the schedule began."""
 
     peak: float
     schedule: ScheduleConfig
     max_steps: int | None
+    """The step at which the schedule ends; None for a constant rate."""
     start: int = 0
     """The step after which the schedule began."""
 
@@ -115,7 +116,8 @@ def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tens
 def gradient_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     """Compute the 2-norm over all parameters and ranks, as a float64 scalar on the device of the gradients. Collective.
 
-    It works on shards directly, because a DTensor operation per parameter costs more.
+    It works on shards directly, because a DTensor operation for each parameter costs more. The copies of a model have equal
+    gradients, so the sum over ranks counts each gradient once for each copy.
     """
     norms = torch.stack([gradient.norm() for gradient in gradients])
     squares = sum_over_ranks(world, norms.double().square().sum())
@@ -132,8 +134,8 @@ def clip_gradients(gradients: list[torch.Tensor], *, norm: float, max_norm: floa
 class GatheringMuon(torch.optim.Optimizer):
     """Muon with Nesterov momentum for sharded matrices.
 
-    Momentum stays sharded. Each rank gathers it matrix by matrix, has torch's Muon compute the update of the whole matrix, and
-    applies its own rows of it.
+    Momentum stays sharded. Each rank gathers one matrix at a time, computes its whole update with torch's Muon, and applies the
+    rows of the update that belong to its shard.
     """
 
     def __init__(self, matrices: Iterable[torch.nn.Parameter], *, lr: float, weight_decay: float, momentum: float) -> None:
@@ -156,9 +158,12 @@ class GatheringMuon(torch.optim.Optimizer):
 
 
 def _compute_update(direction: torch.Tensor, *, lr: float) -> torch.Tensor:
-    """Return what torch's Muon adds to a matrix, sharded like `direction`. Collective. A GPU computes off-loaded shards too."""
+    """Return the update that torch's Muon adds to a matrix, sharded like `direction`. Collective.
+
+    The computation runs on the GPU, if there is one, for off-loaded shards too.
+    """
     whole = gather_tensor(direction.to(direction.device_mesh.device_type) if isinstance(direction, DTensor) else direction)
-    # Without momentum and weight decay, an update of zeros is the update itself.
+    # Without momentum and weight decay, zeros after a step of Muon are the update itself.
     update = torch.nn.Parameter(torch.zeros_like(whole))
     update.grad = whole
     # The scale of arXiv 2502.16982, section 2.2: updates are as large as AdamW's, so that one learning rate serves both.
@@ -170,12 +175,12 @@ def _compute_update(direction: torch.Tensor, *, lr: float) -> torch.Tensor:
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
-    """Several optimizers of different parameters, with one state and one list of groups: saved and loaded like one."""
+    """Joins optimizers of different parameters. They share one state and one list of groups, which is saved and loaded as one."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = list(parts)
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self._share()
+        self._share_state()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here evaluates a loss again
@@ -187,11 +192,12 @@ class JoinedOptimizers(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the joint state and share it with each optimizer."""
         super().load_state_dict(state_dict)
-        self._share()
+        self._share_state()
 
-    def _share(self) -> None:
-        place = 0
+    def _share_state(self) -> None:
+        """Give each optimizer its groups out of the joint list, and the joint state."""
+        start = 0
         for part in self._parts:
-            end = place + len(part.param_groups)
-            part.param_groups, part.state = self.param_groups[place:end], self.state
-            place = end
+            end = start + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[start:end], self.state
+            start = end

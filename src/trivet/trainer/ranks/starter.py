@@ -1,9 +1,9 @@
 """Starts the ranks of this machine: `python -m trivet.trainer.ranks.starter NUM_RANKS MODULE ARGUMENT…`. Called by the launcher.
 
-Torchrun is not used: its store listens on every interface, and its agent unpickles what it finds there. Ranks of one machine meet
-at a file in a directory of this user's, those of several nodes at a port of the first (`process.sockets`). A rank ends with the
-process that started it, however that ends. When one fails, the others are ended; the exit code is that of the rank that failed
-first. A single rank runs in this process.
+Torchrun is not used: its store listens on every interface, and its agent unpickles what it finds there. Ranks of one machine find
+each other's addresses in a file that only this user can read. Ranks of several nodes find them at a port of the first node
+(`process.sockets`). A rank ends with the process that started it, however that process ends. When one rank fails, the starter ends
+the others, and its exit code is that of the failed rank. A single rank runs in this process.
 """
 
 import importlib
@@ -26,7 +26,7 @@ RENDEZVOUS_FILE = "RANK_RENDEZVOUS_FILE"
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", RENDEZVOUS_FILE)
 """Environment variables that make a rank join others."""
 _ONE_OF_SEVERAL = "rank"
-"""Stands for NUM_RANKS in the command of a rank that the starter of several has started."""
+"""Takes the position of NUM_RANKS in the command by which the starter starts each of several ranks."""
 _END_TIMEOUT_S = 30.0
 """Longest time that ranks may take to end after a signal; then they are killed."""
 
@@ -52,12 +52,13 @@ def main(argv: Sequence[str]) -> int:
             place = RankPlace(first_rank=0, num_ranks=int(num_ranks), host="", port=0, attempt=1)
             common[RENDEZVOUS_FILE] = str(Path(scratch) / "rendezvous")
         command = tied_command(module_command("trivet.trainer.ranks.starter", _ONE_OF_SEVERAL, module, *arguments))
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit it: `_become_rank` lets Ctrl-C end them
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # ranks inherit the mask until `_become_rank` unblocks Ctrl-C
         environments = [{**os.environ, **common, **_rank_variables(rank, place)} for rank in range(int(num_ranks))]
         return await_ranks([subprocess.Popen(command, env=environment) for environment in environments])
 
 
 def _rank_variables(local_rank: int, place: RankPlace) -> dict[str, str]:
+    """Return the environment variables of one rank. `place` has the first rank of this node and the number of all ranks."""
     rank = place.first_rank + local_rank
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(place.num_ranks)}
 
@@ -72,36 +73,36 @@ def _become_rank(module: str, arguments: Sequence[str]) -> int:
 
 
 def await_ranks(ranks: Sequence[Rank]) -> int:
-    """Wait for all ranks to end, ending the others when one fails or a signal arrives; return the exit code.
+    """Wait for all ranks to end, and end the others when one fails or a signal arrives; return the exit code.
 
     It blocks the signals that it waits for, so the ranks must be started before.
     """
-    stopping = ending_signals()
-    awaited = {signal.SIGCHLD, *stopping}
+    end_signals = ending_signals()
+    awaited = {signal.SIGCHLD, *end_signals}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     exit_code, kill_at = 0, float("inf")
     while running := [rank for rank in ranks if rank.poll() is None]:
         if not exit_code and (exit_code := _exit_code(ranks)):
-            kill_at = _end(running, signal.SIGTERM)
+            kill_at = _send_signal(running, signal.SIGTERM)
         if time.monotonic() >= kill_at:
-            kill_at = _end(running, signal.SIGKILL)
-        left = min(max(kill_at - time.monotonic(), 0.0), _END_TIMEOUT_S)
-        received = signal.sigtimedwait(awaited, left)
-        if received is not None and received.si_signo in stopping:
+            kill_at = _send_signal(running, signal.SIGKILL)
+        timeout_s = min(max(kill_at - time.monotonic(), 0.0), _END_TIMEOUT_S)
+        received = signal.sigtimedwait(awaited, timeout_s)
+        if received is not None and received.si_signo in end_signals:
             exit_code = exit_code or 128 + received.si_signo
-            kill_at = _end(running, received.si_signo)
+            kill_at = _send_signal(running, received.si_signo)
     return exit_code or _exit_code(ranks)
 
 
 def _exit_code(ranks: Sequence[Rank]) -> int:
-    """Return the code of the ranks that ended by themselves. A rank that lost another ends with 1, so any other code says more."""
+    """Return the exit code of the ranks that have ended; 0: none has failed. Code 1 counts last: losing another rank gives it."""
     failed = [rank.returncode for rank in ranks if rank.returncode]
     code = max(failed, key=lambda code: code != 1, default=0)
     return code if code >= 0 else 128 - code
 
 
-def _end(ranks: Sequence[Rank], number: int) -> float:
-    """Send the signal; return the time, in monotonic seconds, at which ranks that are left are killed."""
+def _send_signal(ranks: Sequence[Rank], number: int) -> float:
+    """Send the signal; return the time, in monotonic seconds, at which ranks that still run are killed."""
     for rank in ranks:
         rank.send_signal(number)
     return time.monotonic() + _END_TIMEOUT_S

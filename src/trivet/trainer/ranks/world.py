@@ -1,9 +1,9 @@
-"""Connects the ranks of the trainer: how they find each other and how they agree. Nothing else reads the environment of ranks.
+"""Connects the ranks of the trainer and exchanges data between them. No other module reads the environment variables of ranks.
 
-This module exchanges tensors and bytes of msgpack. DCP, which writes checkpoints, pickles its plans, and unpickling runs whatever a
-stranger sent; gloo lets whoever connects first take a rank's place. So ranks of several nodes prove to each other, in every group
-before it is used, that all of them have the run's secret. Ranks of one machine do not: their addresses are in a file that only this
-user can read.
+This module exchanges tensors and bytes of msgpack. Torch's distributed checkpoint exchanges pickled plans, and unpickling data of a
+stranger would run the stranger's code. Gloo accepts whoever connects first as a rank. So ranks of several nodes prove to each
+other, in every group before it is used, that all of them have the run's secret. Ranks of one machine do not: their addresses are in
+a file that only this user can read.
 
 Legend: rank 0 is the main rank: it alone talks to the orchestrator and writes files, except sharded checkpoints.
 """
@@ -38,20 +38,24 @@ _NONCE_BYTES = 32
 
 
 class _Values(msgspec.Struct, frozen=True):
+    """The message of `gather_values`: `wire.codec` encodes structs."""
+
     by_name: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The ranks as one of them sees them."""
+    """All ranks, and this rank's place among them."""
 
     rank: int
+    """This rank, counted from 0."""
     size: int
+    """Number of ranks."""
     device: torch.device
     mesh: DeviceMesh
-    """One dimension, over which the model is sharded; or two, copies and shards."""
+    """One dimension, over which the model is sharded; or two, over the model's copies and the shards of each."""
     control: dist.ProcessGroup
-    """Gloo, on host memory; waits longer than a collective may, because rank 0 waits for batches."""
+    """All ranks, over gloo and host memory. Its timeout is longer than that of tensors, because rank 0 waits for batches."""
     secret: RunSecret | None
     """The secret that ranks of several nodes prove to each other; None for ranks of one machine."""
 
@@ -74,24 +78,24 @@ def open_world(
 
     Args:
         device: `auto`, `cpu` or `cuda`.
-        timeout_s: longest collective operation.
-        wait_timeout_s: how much longer the other ranks may wait while rank 0 waits for a batch.
+        timeout_s: seconds after which a collective operation fails.
+        wait_timeout_s: further seconds that the other ranks wait, because rank 0 waits for a batch.
         num_replicas: copies of the model, each sharded over its part of the ranks.
         gpu_memory_share: the share of the GPU's memory that torch's allocator may take.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if problem := replicas_problem(num_replicas, num_ranks=size, key="model.dp_replicate", ranks="the trainer's ranks"):
         raise ConfigError(problem)
-    chosen = _choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    # On the CPU too, for off-loaded parameters and optimizer state.
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-        torch.cuda.set_per_process_memory_fraction(gpu_memory_share, chosen)
+    chosen_device = _choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    # A GPU's ranks exchange tensors in main memory too: off-loaded parameters and optimizer state.
+    backend = "cpu:gloo,cuda:nccl" if chosen_device.type == "cuda" else "gloo"
+    if chosen_device.type == "cuda":
+        torch.cuda.set_device(chosen_device)
+        torch.cuda.set_per_process_memory_fraction(gpu_memory_share, chosen_device)
     timeout = timedelta(seconds=timeout_s)
     place = read_place() if "RANK" in os.environ else None
     if "RANK" in os.environ and RENDEZVOUS_FILE not in os.environ and place is None:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)  # a user's torchrun set further variables, which torch reads
     else:
         if place is not None:
             # Ranks of several nodes find each other's addresses at rank 0, which listens at one address alone.
@@ -117,22 +121,23 @@ def open_world(
         prove_ranks(None, secret)
         control = _open_gloo_group(timeout + timedelta(seconds=wait_timeout_s), secret)
         if num_replicas == 1:
-            mesh = init_device_mesh(chosen.type, (size,), mesh_dim_names=("shard",))
+            mesh = init_device_mesh(chosen_device.type, (size,), mesh_dim_names=("shard",))
         else:
-            mesh = init_device_mesh(chosen.type, (num_replicas, size // num_replicas), mesh_dim_names=("replicate", "shard"))
+            shape = (num_replicas, size // num_replicas)
+            mesh = init_device_mesh(chosen_device.type, shape, mesh_dim_names=("replicate", "shard"))
         for group in mesh.get_all_groups():
             prove_ranks(group, secret)
-        yield World(rank=rank, size=size, device=chosen, mesh=mesh, control=control, secret=secret)
+        yield World(rank=rank, size=size, device=chosen_device, mesh=mesh, control=control, secret=secret)
         has_peers_waiting = False
     finally:
-        # After a failure NCCL's shutdown would wait for the other ranks, which wait for this one in a collective: the error would
-        # be told minutes later. This process ends instead, which aborts its communicators, and the starter ends the others.
+        # After a failure NCCL's shutdown would wait for the other ranks, which wait for this one in a collective, and the error
+        # would appear minutes later. So this process ends without shutdown, and the starter ends the others.
         if not has_peers_waiting:
             dist.destroy_process_group()
 
 
 def open_group(world: World, *, timeout_s: float) -> dist.ProcessGroup:
-    """Return a further group of all ranks, over gloo. Collective."""
+    """Open a further group of all ranks, over gloo and host memory. Collective."""
     return _open_gloo_group(timedelta(seconds=timeout_s), world.secret)
 
 
@@ -144,13 +149,13 @@ def _open_gloo_group(timeout: timedelta, secret: RunSecret | None) -> dist.Proce
 
 
 def prove_ranks(group: dist.ProcessGroup | None, secret: RunSecret | None) -> None:
-    """Have every rank of `group` show that it knows `secret`: HMAC-SHA256 over its rank and a nonce of each rank.
+    """Verify that every rank of `group` has `secret`: each rank sends the HMAC-SHA256 of its number and of a nonce of every rank.
 
     The connections of a group do not change once it is made, so one proof is enough. Collective.
 
     Args:
         group: None for the group of all ranks.
-        secret: None when there is nobody to prove it to (`World.secret`).
+        secret: None for ranks of one machine, which prove nothing (`World.secret`).
     """
     if secret is None:
         return
@@ -170,7 +175,7 @@ def _proof(key: bytes, rank: int, nonces: bytes) -> bytes:
 
 
 def _gather_fixed(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return what every rank passes, by rank. All ranks pass the same number of bytes, over host memory."""
+    """Return the data of every rank, by rank. All ranks pass the same number of bytes, over host memory."""
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)
@@ -178,7 +183,7 @@ def _gather_fixed(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
 
 
 def broadcast_bytes(world: World, data: bytes | None) -> bytes:
-    """Return on every rank what rank 0 passes as `data`. Collective."""
+    """Return on every rank the data of rank 0; other ranks pass None. Collective."""
     if world.size == 1:
         assert data is not None
         return data
@@ -191,7 +196,7 @@ def broadcast_bytes(world: World, data: bytes | None) -> bytes:
 
 
 def gather_bytes(world: World, data: bytes, *, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return on every rank what each rank passes as `data`, by rank. Collective over `group`, by default `world.control`."""
+    """Return on every rank the data of each rank, by rank. Collective over `group`, by default `world.control`."""
     if world.size == 1:
         return [data]
     group = group or world.control
@@ -217,7 +222,7 @@ def sum_over_ranks(world: World, values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_values(world: World, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return each metric's values of all ranks, one rank after the other. Collective."""
+    """Concatenate each metric's values of all ranks, in the order of ranks. Collective."""
     if world.size == 1:
         return values
     parts = [decode(part, _Values).by_name for part in gather_bytes(world, encode(_Values(values)))]
