@@ -29,10 +29,10 @@ from trivet.errors import BatchError, CheckpointError, UnknownRank
 from trivet.process.sockets import RankPlace
 from trivet.secret import RunSecret, make_secret
 from trivet.storage.durable import FileRecord, hash_file, list_files
-from trivet.trainer.background import Background
+from trivet.trainer.background import BackgroundWriter
 from trivet.trainer.checkpoint import shard_file
 from trivet.trainer.checkpoint.shard_file import ShardFile, write_direct
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
+from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part
 from trivet.trainer.loop import extend_wait_of_ranks, receive
 from trivet.trainer.losses.formulas import cross_entropy
 from trivet.trainer.model.export import Exporter
@@ -146,7 +146,7 @@ class Case:
         self.oracle = load_module(ORACLE)
         self.learner = self.make_learner()
         self.file, self.group = ShardFile(world), open_group(world, timeout_s=60)
-        self.work = Background("checkpoint-writer")
+        self.work = BackgroundWriter("checkpoint-writer")
         self.written: list[dict[str, FileRecord]] = []
 
     def make_learner(self) -> Learner:
@@ -163,14 +163,14 @@ class Case:
         if self.world.is_main:
             part.mkdir()
         barrier(self.world)
-        self.file.copy(part, state_of(self.learner, TrainerProgress(step=step)))
+        self.file.copy(part, collect_state(self.learner, TrainerProgress(step=step)))
         self.work.start(lambda: self.written.append(self.file.write(self.group)))
         return part
 
 
 def parts_of(learner: Learner) -> list[torch.Tensor]:
     """Return this rank's parts of everything that is saved."""
-    state = state_of(learner, TrainerProgress())
+    state = collect_state(learner, TrainerProgress())
     tensors = [*state["model"].values(), *(value for each in state["optimizer"]["state"].values() for value in each.values())]
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone() for tensor in tensors]
 

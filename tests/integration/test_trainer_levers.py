@@ -25,7 +25,7 @@ from trivet.config.schema.model import (
 )
 from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule
 from trivet.examples.tiny_model import make_model, make_tokenizer
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
+from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.model import policy_model
@@ -147,7 +147,7 @@ def resume(model_dir: str, oracle: ModuleType, world: World, part: Path, *, leve
     run_steps(unbroken, oracle, first=1, last=2)
     part.mkdir(parents=True, exist_ok=True)
     barrier(world)
-    write_state(part, state_of(unbroken, TrainerProgress(step=2)), world)
+    write_state(part, collect_state(unbroken, TrainerProgress(step=2)), world)
     run_steps(unbroken, oracle, first=3, last=4)
     resumed = make_learner(model_dir, world, lr=1e-3, lever=lever)
     first = load_part(part, resumed).step + 1

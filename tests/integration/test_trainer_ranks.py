@@ -29,7 +29,7 @@ from trivet.config.schema.trainer import (
     TrainerModelConfig,
 )
 from trivet.examples.tiny_model import make_model, make_tokenizer
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
+from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.model.export import gather_weights
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
@@ -128,7 +128,7 @@ def train(
         if step == 3:
             part.mkdir(exist_ok=True)
             barrier(world)
-            write_state(part, state_of(learner, TrainerProgress(step=3)), world)
+            write_state(part, collect_state(learner, TrainerProgress(step=3)), world)
     weights = gather_weights(learner.model, dtype=torch.float32, keep=world.is_main)
     return {"losses": losses, "weights": weights}
 

@@ -20,7 +20,7 @@ from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, TrainerM
 from trivet.errors import InferenceError, TrivetError
 from trivet.examples.tiny_model import make_tokenizer
 from trivet.trainer.losses.formulas import cross_entropy
-from trivet.trainer.model.blocks import blocks_of
+from trivet.trainer.model.blocks import find_blocks
 from trivet.trainer.model.export import Exporter
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
@@ -154,7 +154,7 @@ def _adapter_of(toy: Path) -> LoRAConfig:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(toy))
     names = {
         name.rpartition(".")[2]
-        for block in blocks_of(model)
+        for block in find_blocks(model)
         for name, module in block.named_modules()
         if isinstance(module, torch.nn.Linear) and re.search(r"att", name)
     }

@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 logger = logging.getLogger(__name__)
 
 
-class Background:
-    """A thread that does one piece of work after the other."""
+class BackgroundWriter:
+    """Runs one piece of work after the other on a thread."""
 
     def __init__(self, name: str, *, is_async: bool = True) -> None:
         """Name the thread, and the work in the log. Without `is_async`, `start` returns once the work is done."""
@@ -21,7 +21,7 @@ class Background:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._newest: tuple[float, float] | None = None
         self.running: Future[None] | None = None
-        """The work begun last, until `wait` or `raise_failure` has seen it end; another thread may wait for it."""
+        """The newest work, until `wait` or `raise_failure` has seen it end. Another thread may wait for it."""
 
     def start(self, work: Callable[[], None]) -> None:
         """Begin `work` once the work before it has ended. Raise the error of that work or, if not asynchronous, of this one."""
@@ -48,7 +48,7 @@ class Background:
             self.wait()
 
     def take_times(self) -> tuple[float, float] | None:
-        """Return the seconds of the newest work that succeeded, and of its thread on a processor; None after the first call."""
+        """Return the wall-clock and the processor seconds of the newest work that succeeded; None if an earlier call did."""
         newest, self._newest = self._newest, None
         return newest
 

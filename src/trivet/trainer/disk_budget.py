@@ -37,20 +37,21 @@ class DiskEstimate:
 
 
 def measure_sizes(model: PolicyModel, config: TrainingConfig) -> Sizes:
-    """Return the sizes: a checkpoint holds the trained parameters and the state of their optimizer."""
+    """Compute the sizes. A checkpoint holds the trained parameters and the state of their optimizer."""
     parameters = model.trained_parameters
-    held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     served_dtype: torch.dtype = torch_dtype(config.model.compute_dtype)
     return Sizes(
-        checkpoint=held + state_bytes(parameters, config.optim, matrices=model.hidden_matrices),
+        checkpoint=parameter_bytes + state_bytes(parameters, config.optim, matrices=model.hidden_matrices),
         weights=sum(parameter.numel() for parameter in parameters) * served_dtype.itemsize,
     )
 
 
 def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int | None, keep_recent: int) -> DiskEstimate:
     """Estimate what the steps after `from_step` will take, with `keep_recent` policies besides the newest."""
-    policies = keep_recent + 3  # one more while the next is being written, which makes one superfluous only when it is there
-    minimum = sizes.checkpoint + policies * sizes.weights
+    # Besides `keep_recent`: the newest, the one being written, and the one that becomes unneeded only once that is published.
+    num_policies = keep_recent + 3
+    minimum = sizes.checkpoint + num_policies * sizes.weights
     if max_steps is None:
         return DiskEstimate(minimum=minimum, total=None)
     steps = range(from_step + 1, max_steps + 1)
@@ -59,8 +60,9 @@ def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int |
     kept = [step for step in committed if step not in removed]
     num_being_written = int(len(removed) > 0)
     interval = ckpt.weights.interval
-    with_weights = {*kept, *(step for step in steps if interval and step % interval == 0)}
-    total = (len(kept) + num_being_written) * sizes.checkpoint + (len(with_weights) + policies) * sizes.weights
+    steps_with_weights = {*kept, *(step for step in steps if interval and step % interval == 0)}
+    weights_bytes = (len(steps_with_weights) + num_policies) * sizes.weights
+    total = (len(kept) + num_being_written) * sizes.checkpoint + weights_bytes
     return DiskEstimate(minimum=min(minimum, total), total=total)
 
 

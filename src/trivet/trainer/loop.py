@@ -30,7 +30,7 @@ from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.model.reference import open_reference
 from trivet.trainer.open_session import open_session
-from trivet.trainer.probe import require_agreement, require_restored, samples_of
+from trivet.trainer.probe import require_agreement, require_restored, split_samples
 from trivet.trainer.ranks.world import World, broadcast_bytes
 from trivet.trainer.session import Session
 from trivet.trainer.step import train_step
@@ -52,9 +52,9 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
             removed. Only then may the orchestrator be answered, because it writes checkpoint parts after the first answer.
     """
     loss = make_policy_loss(config.loss)
-    interval = config.loss.reference_update_interval if config.loss.beta else None
+    reference_interval = config.loss.reference_update_interval if config.loss.beta else None
     with open_session(
-        config, world, loss=loss, role="trainer", keep_recent=config.max_async_level, reference_interval=interval
+        config, world, loss=loss, role="trainer", keep_recent=config.max_async_level, reference_interval=reference_interval
     ) as session:
         session.learner.reference = open_reference(
             config.loss,
@@ -64,13 +64,13 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
             from_step=session.from_step,
             world=world,
         )
-        session.release_memory()  # a server that kept running may need memory that loading took here
+        session.release_memory()  # a server that kept running may need the memory that loading has used here
         if session.from_step:
-            _continue_published(session, world)
+            _continue_policy(session, world)
         receiver = make_receiver(session.from_step) if world.is_main else None
         try:
             _receive_probe(session, config, receiver)
-            session.times.clear()  # they belong to no step
+            session.times.clear()  # time spent before the first step belongs to no step
             step = Step(session.from_step + 1)
             while config.max_steps is None or step <= config.max_steps:
                 if not _take_step(session, config, receiver, step):
@@ -81,17 +81,18 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
                 receiver.close()
 
 
-def _continue_published(session: Session, world: World) -> None:
-    """Go on with the policy of the step resumed from: compare the restored model with it, or publish it again. Collective."""
-    directory, is_whole = session.layout.weights_step(session.from_step), None
+def _continue_policy(session: Session, world: World) -> None:
+    """Compare the restored model with the policy published at its step, or publish it again if its files fail. Collective."""
+    directory = session.layout.weights_step(session.from_step)
+    verdict: bytes | None = None  # rank 0 reads the files and broadcasts its verdict
     if world.is_main:
         try:
             verify(directory)
-            is_whole = b"yes"
+            verdict = b"whole"
         except WeightsError as exc:
             logger.info("publishing the policy of step %s again: %s", session.from_step, exc)
-            is_whole = b"no"
-    if broadcast_bytes(world, is_whole) == b"no":
+            verdict = b"damaged"
+    if broadcast_bytes(world, verdict) == b"damaged":
         session.publish(session.from_step)
         session.await_policy()
         return
@@ -102,9 +103,9 @@ def _continue_published(session: Session, world: World) -> None:
 
 
 def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:
-    """Return the batch of `step` on every rank; rank 0 waits for it and sends it to the others. Collective."""
+    """Return the batch of `step` on every rank. Rank 0 has the receiver, waits for the batch and broadcasts it. Collective."""
     if receiver is None:
-        while not (data := broadcast_bytes(world, None)):  # empty: rank 0 is still waiting (`extend_wait_of_ranks`)
+        while not (data := broadcast_bytes(world, None)):  # rank 0 broadcasts no bytes while it waits (`extend_wait_of_ranks`)
             pass
         return decode(data, Batch)
     batch = receiver.receive(step)
@@ -116,7 +117,7 @@ def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:
 def extend_wait_of_ranks(world: World) -> None:
     """Restart the timeout of the other ranks. Rank 0 calls it while it waits for a batch in `receive`.
 
-    A rank that hears nothing for the timeout of its group takes the connection for broken and ends.
+    A rank that receives nothing within the timeout of its group treats the connection as broken and ends.
     """
     broadcast_bytes(world, b"")
 
@@ -142,7 +143,11 @@ def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: b
 
 
 def _receive_probe(session: Session, config: TrainerConfig, receiver: BatchReceiver | None) -> None:
-    """Receive the probe, which may be empty, and compare the start policy with what each server computed. Collective."""
+    """Compare the log-probabilities of the start policy with those that each server computed for the probe. Collective.
+
+    Before the first batch to train, the orchestrator sends a batch with one row for each server. If it has no row, nothing is
+    compared.
+    """
     process_report.begin_waiting("the probe", on="orchestrator")
     batch = receive(session.world, receiver, session.from_step)
     process_report.begin("comparing the start policy with the inference servers")
@@ -150,7 +155,7 @@ def _receive_probe(session: Session, config: TrainerConfig, receiver: BatchRecei
     check_batch(batch, seq_len=config.model.seq_len, vocab_size=session.learner.model.embedding.num_embeddings)
     if not batch.micro_batches:
         return
-    session.probe_samples = samples_of(batch.micro_batches[0])
+    session.probe_samples = split_samples(batch.micro_batches[0])
     if (probe := session.score_probe()) is not None:
         dtype = convert_dtype(batch.served_dtype or probe.dtype)
         result = require_agreement(probe, batch.micro_batches, dtype=dtype)
@@ -167,20 +172,20 @@ def _receive_probe(session: Session, config: TrainerConfig, receiver: BatchRecei
 
 
 def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver | None, step: Step) -> bool:
-    """Receive, train, publish and save one step; return False if the run ends instead of sending a batch."""
+    """Receive a batch, train on it, publish the policy and save; return False if a message ends the run instead. Collective."""
     with session.timed("step"):
         if config.max_async_level == 0:
-            session.await_policy()  # without it the batch never comes: raise its failure instead of waiting
+            session.await_policy()  # the batch needs this policy: if it cannot be written, fail here instead of waiting
         with session.timed("wait_for_batch"), process_report.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
         session.raise_failure()
         if batch.purpose in (BatchPurpose.PREEMPT, BatchPurpose.END):
-            last = Step(step - 1)
+            last_step = Step(step - 1)
             session.ending = "preempted" if batch.purpose is BatchPurpose.PREEMPT else "exhausted"
-            logger.info("%s after step=%s commits=%s", session.ending, last, batch.has_orchestrator_part)
-            process_report.begin(f"committing step {last}")
+            logger.info("%s after step=%s commits=%s", session.ending, last_step, batch.has_orchestrator_part)
+            process_report.begin(f"committing step {last_step}")
             if batch.has_orchestrator_part:
-                session.save(last, parts=PARTS)
+                session.save(last_step, parts=PARTS)
             return False
         process_report.begin(f"training step {step}")
         with session.failing_together(), naming_last_weights(session.layout, await_policy=session.await_policy):
@@ -209,7 +214,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
             logger.info("reference policy version=%s", step)
         if config.data.replay is None and config.data.fake is None:
             parts = PARTS if batch.has_orchestrator_part else ()
-        else:  # without an orchestrator, which decides in other runs, `ckpt.interval` does
+        else:  # no orchestrator decides which steps are saved, so `ckpt.interval` does
             parts = (TRAINER,) if config.ckpt.is_due(step, max_steps=config.max_steps) else ()
         if parts:
             session.save(step, parts=parts)

@@ -69,15 +69,15 @@ def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> Batch
             vocab_size=int(read_config(config.model).get_text_config().vocab_size),
             from_step=from_step,
         )
+    layout = RunLayout(config.output_dir)
     receiver = ZmqReceiver(
         config.rollout_transport,
-        secret=find_secret(RunLayout(config.output_dir), environ=os.environ),
+        secret=find_secret(layout, environ=os.environ),
         run=config.run,
         on_wait=lambda: extend_wait_of_ranks(world),
     )
     if not config.data.record:
         return receiver
-    layout = RunLayout(config.output_dir)
     discard_recorded_after(layout, from_step)
     return RecordingReceiver(receiver, layout=layout)
 
@@ -86,15 +86,10 @@ def set_up_rank(config: TrainingConfig, world: World, *, role: str) -> None:
     """Set up the rank's process: logs without progress bars, status reports, and deterministic algorithms if configured."""
     from transformers.utils.logging import disable_progress_bar
 
-    name = role if world.is_main else f"{role}.{world.rank}"
-    setup_logging(
-        name,
-        level=config.log.level,
-        file=RunLayout(config.output_dir).rank_log(world.rank),
-        as_json=config.log.json_logging,
-    )
-    disable_progress_bar()
     layout = RunLayout(config.output_dir)
+    name = role if world.is_main else f"{role}.{world.rank}"
+    setup_logging(name, level=config.log.level, file=layout.rank_log(world.rank), as_json=config.log.json_logging)
+    disable_progress_bar()
     process_report.start_reports(layout, role=role, attempt=config.run.attempt, rank=world.rank, num_ranks=world.size)
     process_report.begin("loading the model")
     if config.deterministic:

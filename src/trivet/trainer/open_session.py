@@ -1,4 +1,4 @@
-"""Begins and ends a `Session`: reads what a start or a resume needs, and has everything on disk before the rank ends."""
+"""Begins and ends a `Session`: loads the model and a checkpoint, and waits for the last writes. Called by the RL loop and `sft`."""
 
 import gc
 import logging
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_learner(config: TrainingConfig, world: World, *, loss: Loss, max_steps: int | None) -> Learner:
-    """Load the start model, and make an optimizer that has taken no step. The schedule ends at `max_steps`. Collective."""
+    """Load the start model, and make an optimizer that has taken no step. A schedule ends at step `max_steps`. Collective."""
     model = load_policy(config.model, world, keeps_dropout=isinstance(config, SftConfig))
     return Learner(
         model=model,
@@ -46,7 +46,7 @@ def make_learner(config: TrainingConfig, world: World, *, loss: Loss, max_steps:
         loss=loss,
         max_norm=config.optim.max_norm,
         micro_batch_tokens=config.micro_batch_tokens,
-        # In a run the trainer's keys are a part of the run's.
+        # In a run of `rl`, which has an identity, the user writes the trainer's keys below `trainer.`.
         key_prefix="" if config.run == RunIdentity() else "trainer.",
         world=world,
     )
@@ -63,13 +63,13 @@ def open_session(
     reference_interval: int | None = None,
     data: Mapping[str, DataRecord] | None = None,
 ) -> Iterator[Session]:
-    """Load the model, go back to the checkpoint if one is asked for, and clear away what came after it. Collective.
+    """Load the model, restore the checkpoint if one is configured, and remove what later steps wrote. Collective.
 
-    Leaves the block once the last policy is published and the last checkpoint committed.
+    After a block without an error it waits until the last policy is published and the last checkpoint is committed.
 
     Args:
         keep_recent, reference_interval: see `Session`.
-        data: what is trained on, compared with the checkpoint that is resumed and kept in later ones.
+        data: see `Session`; compared with the records in the checkpoint that is resumed.
     """
     layout = RunLayout(config.output_dir)
     from_step = choose_start(config, is_whole_verified=True)
@@ -79,8 +79,8 @@ def open_session(
         compare_data(layout.checkpoint_step(from_step) / TRAINER, data, step=from_step, strict_key=strict_key)
     torch.manual_seed(config.seed)
     profiler = Profiler(config, world)
-    end = config.max_steps if isinstance(config.scheduler, ConstantSchedule) else config.scheduler.total_steps
-    learner = make_learner(config, world, loss=loss, max_steps=end)
+    schedule_end = config.max_steps if isinstance(config.scheduler, ConstantSchedule) else config.scheduler.total_steps
+    learner = make_learner(config, world, loss=loss, max_steps=schedule_end)
     tokenizer = load_tokenizer(config)
     require_known_tokens(tokenizer, learner.model, config)
     if config.model.optim_cpu_offload:
@@ -89,7 +89,7 @@ def open_session(
     sizes = measure_sizes(learner.model, config)
     telemetry = None
     if world.is_main:
-        # What an earlier attempt wrote after the step. The orchestrator's part is not begun before this process answers.
+        # Remove what an earlier attempt wrote. The orchestrator of this attempt writes no part before this process answers it.
         discard_checkpoints_after(layout, from_step)
         discard_staging(layout)
         discard_policies_after(layout, PolicyVersion(from_step))
@@ -126,7 +126,7 @@ def open_session(
     )
     reason = "failed"
     gc.collect()
-    gc.freeze()  # what was loaded stays, so no collection has to look at it again
+    gc.freeze()  # later collections skip the loaded objects, which live until the end
     try:
         yield session
         session.settle(does_wait=True)
@@ -137,7 +137,7 @@ def open_session(
         if telemetry is not None:
             try:
                 telemetry.write_event(Stop(step=Step(session.progress.step), reason=reason))
-            except OSError as exc:  # it does not replace the error that the run ends for
+            except OSError as exc:  # this error must not replace the one that ends the run
                 if reason != "failed":
                     raise
                 logger.warning("the end of the run is not in its history: %s", exc)

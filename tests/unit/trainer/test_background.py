@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from trivet.trainer.background import Background
+from trivet.trainer.background import BackgroundWriter
 
 
 @pytest.fixture
-def background() -> Iterator[Background]:
-    background = Background("test")
+def background() -> Iterator[BackgroundWriter]:
+    background = BackgroundWriter("test")
     yield background
     background.close()
 
 
-def test_work_goes_on_after_its_start_and_the_next_waits_for_it(background: Background) -> None:
+def test_work_goes_on_after_its_start_and_the_next_waits_for_it(background: BackgroundWriter) -> None:
     done, may_end = list[str](), threading.Event()
 
     def first() -> None:
@@ -34,7 +34,7 @@ def test_work_goes_on_after_its_start_and_the_next_waits_for_it(background: Back
     assert background.running is None
 
 
-def test_a_failure_is_told_once_to_the_loop_and_to_whoever_waits_for_the_work(background: Background) -> None:
+def test_a_failure_is_told_once_to_the_loop_and_to_whoever_waits_for_the_work(background: BackgroundWriter) -> None:
     def fail() -> None:
         raise OSError("the disk is gone")
 
@@ -50,13 +50,13 @@ def test_a_failure_is_told_once_to_the_loop_and_to_whoever_waits_for_the_work(ba
 
 
 def test_what_is_not_asynchronous_is_over_when_it_was_started() -> None:
-    done, at_once = list[str](), Background("test", is_async=False)
+    done, at_once = list[str](), BackgroundWriter("test", is_async=False)
     at_once.start(lambda: done.append("done"))
     assert done == ["done"]
     at_once.close()
 
 
-def test_times_are_those_of_the_newest_work_and_given_once(background: Background) -> None:
+def test_times_are_those_of_the_newest_work_and_given_once(background: BackgroundWriter) -> None:
     background.start(lambda: time.sleep(0.2))
     background.wait()
     times = background.take_times()
@@ -66,7 +66,7 @@ def test_times_are_those_of_the_newest_work_and_given_once(background: Backgroun
     assert background.take_times() is None
 
 
-def test_what_nobody_asked_for_is_logged_at_the_end(background: Background, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nobody_asked_for_is_logged_at_the_end(background: BackgroundWriter, caplog: pytest.LogCaptureFixture) -> None:
     background.start(lambda: 1 // 0)
     background.close()
     background.close()

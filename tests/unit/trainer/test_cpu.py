@@ -82,10 +82,10 @@ def test_what_a_row_raises_reaches_the_caller() -> None:
 
 
 def test_there_are_as_many_lanes_as_rows_can_feed_and_one_where_order_matters(four_threads: None) -> None:
-    assert [Lanes.of(seq_len=seq_len).count for seq_len in (512, 2047, 2048, 3072, 1 << 20)] == [1, 1, 2, 3, 4]
+    assert [Lanes.for_rows(seq_len=seq_len).count for seq_len in (512, 2047, 2048, 3072, 1 << 20)] == [1, 1, 2, 3, 4]
     torch.use_deterministic_algorithms(True)
     try:
-        assert Lanes.of(seq_len=1 << 20).count == 1
+        assert Lanes.for_rows(seq_len=1 << 20).count == 1
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -57,7 +57,7 @@ def meta_model(tiny_model: Path) -> PolicyModel:
     hf_config = read_config(config)
     causal_lm = build(hf_config, config, dtype=torch.float32).to("meta")
     causal_lm.config._attn_implementation = register_attention(
-        "sdpa", device=torch.device("cpu"), dtype=torch.float32, heads=HeadDims.of(hf_config)
+        "sdpa", device=torch.device("cpu"), dtype=torch.float32, heads=HeadDims.from_config(hf_config)
     )
     return PolicyModel(causal_lm.train(), chunk_size=7, logit_rule=find_logit_rule(causal_lm, name=config.name))
 

@@ -17,7 +17,7 @@ from support.shards import write_state
 from trivet.config.schema.trainer import DefaultLossConfig, TrainerConfig
 from trivet.errors import OutOfMemory
 from trivet.trainer.checkpoint.shard_file import ShardFile
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
+from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part
 from trivet.trainer.failures import explaining_memory, explaining_update_memory
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.measurement.profiling import Profiler
@@ -188,7 +188,7 @@ def test_a_resumed_run_goes_on_with_the_bytes_and_the_random_numbers_of_an_unbro
 ) -> None:
     unbroken = learner_of(tiny_model, device_world, **lever)
     train(unbroken, oracle, range(1, 3))
-    write_state(tmp_path, state_of(unbroken, TrainerProgress(step=2)), device_world)
+    write_state(tmp_path, collect_state(unbroken, TrainerProgress(step=2)), device_world)
     drawn = torch.rand(5, device=device_world.device)
     expected = train(unbroken, oracle, range(3, 5))
     resumed = learner_of(tiny_model, device_world, **lever)
@@ -204,7 +204,7 @@ def test_a_part_that_is_written_during_a_step_is_of_the_step_before(
     shards, learner = ShardFile(device_world), learner_of(tiny_model, device_world)
     train(learner, oracle, range(1, 2))
     expected = weights_of(learner)
-    shards.copy(tmp_path, state_of(learner, TrainerProgress(step=1)))
+    shards.copy(tmp_path, collect_state(learner, TrainerProgress(step=1)))
     train(learner, oracle, range(2, 4))
     shards.write(device_world.control)
     assert load_part(tmp_path, learner).step == 1

@@ -28,10 +28,10 @@ def conversations(draw: st.DrawFn) -> list[list[int]]:
 def test_every_sample_is_the_path_of_its_segments(samples: list[list[int]]) -> None:
     tokens = np.concatenate(arrays(samples))
     tree = build_tree(arrays(samples))
-    assert tokens[tree.sources_U][tree.places_T].tolist() == tokens.tolist()
+    assert tokens[tree.sources_U][tree.computed_indices_T].tolist() == tokens.tolist()
     starts = np.cumsum([0, *tree.lengths])
     segment_U = np.repeat(np.arange(len(tree.lengths)), tree.lengths)
-    for places in np.split(tree.places_T, np.cumsum([len(sample) for sample in samples])[:-1]):
+    for places in np.split(tree.computed_indices_T, np.cumsum([len(sample) for sample in samples])[:-1]):
         last = int(segment_U[places[-1]])
         path = [*tree.path(last), last]
         assert places.tolist() == [place for each in path for place in range(starts[each], starts[each + 1])][: len(places)]
@@ -46,7 +46,7 @@ def test_a_segment_is_shared_where_that_saves_enough(samples: list[list[int]]) -
     segment_U = np.repeat(np.arange(len(tree.lengths)), tree.lengths)
     paths = [
         {int(segment) for segment in segment_U[places]}
-        for places in np.split(tree.places_T, np.cumsum([len(sample) for sample in samples])[:-1])
+        for places in np.split(tree.computed_indices_T, np.cumsum([len(sample) for sample in samples])[:-1])
     ]
     for segment, length in enumerate(tree.lengths):
         num_copies = sum(segment in path for path in paths) - 1
@@ -69,7 +69,7 @@ def test_samples_that_share_little_keep_their_order() -> None:
     samples = arrays([[3, 1, 2], [3, 1, 9, 9], [1]])
     tree = build_tree(samples)
     assert tree.lengths == (3, 4, 1)
-    assert tree.places_T.tolist() == list(range(8))
+    assert tree.computed_indices_T.tolist() == list(range(8))
 
 
 PAIRS = [

@@ -8,7 +8,7 @@ from support.oracle import Oracle
 from trivet.algorithms.probe import Probe, ProbeSample
 from trivet.config.schema.model import LoRAConfig
 from trivet.errors import TrivetError, WeightsError
-from trivet.trainer.probe import choose_samples, require_agreement, require_restored, samples_of, score
+from trivet.trainer.probe import choose_samples, require_agreement, require_restored, score, split_samples
 
 SAMPLES = [[5, 6, 7, 8, 9], [5, 6, 7, 40, 41, 42], [99, 3]]
 
@@ -54,7 +54,7 @@ def test_the_dropout_of_an_adapter_is_off_in_the_probe_and_on_afterwards(tiny_mo
 
 def test_servers_that_compute_the_start_policy_agree(tiny_model: Path, make_learner, oracle, world) -> None:
     row = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
-    probe = score(make_learner(tiny_model).model, samples_of(row), world, dtype="float32")
+    probe = score(make_learner(tiny_model).model, split_samples(row), world, dtype="float32")
     row.logprobs_T[:] = np.concatenate([[0.0, *sample.logprobs] for sample in probe.samples])
     assert require_agreement(probe, [row, row], dtype="float32").mismatch == pytest.approx(0, abs=1e-6)
     row.logprobs_T[3] -= 0.5
@@ -75,5 +75,5 @@ def test_a_restored_model_is_compared_with_what_was_published(tiny_model: Path, 
 
 def test_the_probe_of_supervised_training_is_cut_from_its_first_batch(oracle) -> None:
     row = oracle.make_row(oracle.make_examples(count=4, vocab_size=100))
-    assert choose_samples([row], num_tokens=10_000) == samples_of(row)
+    assert choose_samples([row], num_tokens=10_000) == split_samples(row)
     assert sum(map(len, choose_samples([row], num_tokens=16))) <= 16

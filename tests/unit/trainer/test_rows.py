@@ -48,11 +48,13 @@ def test_samples_are_packed_anew_under_a_cap_and_know_where_they_came_from(oracl
     packed = plan_rows(rows, num_ranks=1, max_tokens=longest).take(0, device=CPU)
     assert len(packed) > 2
     assert max(row.token_ids_1U.shape[1] for row in packed) == longest == packed[0].token_ids_1U.shape[1]
-    places = [place for row in packed for place in row.places]
+    places = [place for row in packed for place in row.sample_indices]
     assert sorted(places) == [(0, number) for number in range(5)] + [(1, number) for number in range(3)]
     for row in packed:
         parts = row.token_ids_1U[0].split(list(row.segments.lengths))
-        assert [part.tolist() for part in parts] == [examples[5 * index + number].token_ids for index, number in row.places]
+        assert [part.tolist() for part in parts] == [
+            examples[5 * index + number].token_ids for index, number in row.sample_indices
+        ]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,9 @@ def test_a_row_is_divided_so_that_no_rank_waits_with_a_dummy(oracle) -> None:
     per_rank = [plan_rows(rows, num_ranks=2).take(rank, device=CPU) for rank in range(2)]
     assert [len(mine) for mine in per_rank] == [1, 1]
     assert not any(row.is_dummy for mine in per_rank for row in mine)
-    assert sorted(place for mine in per_rank for row in mine for place in row.places) == [(0, number) for number in range(6)]
+    assert sorted(place for mine in per_rank for row in mine for place in row.sample_indices) == [
+        (0, number) for number in range(6)
+    ]
 
 
 def test_what_only_some_rows_carry_is_left_out_of_a_joined_row(oracle) -> None:
@@ -101,5 +105,5 @@ def test_a_model_that_cannot_keep_samples_apart_gets_one_sample_a_row(oracle) ->
     packed.loss_mask_T[: len(examples[0].token_ids)] = False
     plan = plan_rows([packed], num_ranks=1, max_tokens=100, max_shared_tokens=100, packs=False)
     rows = plan.take(0, device=CPU)
-    assert sorted(row.places for row in rows) == [((0, number),) for number in range(1, 6)]
+    assert sorted(row.sample_indices for row in rows) == [((0, number),) for number in range(1, 6)]
     assert plan.num_tokens == sum(len(example.token_ids) for example in examples[1:])

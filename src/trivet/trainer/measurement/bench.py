@@ -1,6 +1,6 @@
 """Measures a step: `uv run trainer --bench`, `uv run sft --bench`, `uv run rl --bench`. Called by a rank's entry point.
 
-It takes the very steps that training takes, on made-up rows. Must never write into the output directory: a run may use it.
+It runs the same steps as training, on made-up rows. It must never write into the output directory, because a run may use it.
 """
 
 import importlib.metadata
@@ -24,11 +24,11 @@ from trivet.telemetry.logs import setup_logging
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.measurement.performance import (
+    measure_seconds,
     measured_flops,
     model_cost,
     peak_flops,
     peak_memory_gib,
-    seconds_of,
     total_memory_gib,
 )
 from trivet.trainer.measurement.profiling import Profiler
@@ -45,7 +45,7 @@ Kind = Literal["rl", "sft"]
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """The spread of a quantity over the steps that count: all but the first."""
+    """The spread of a quantity over all steps but the first, which is slower."""
 
     mean: float
     std: float
@@ -53,15 +53,15 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """Describe `values`, one a step."""
-        column = np.asarray(values, dtype=np.float64)
-        return cls(mean=float(column.mean()), std=float(column.std()), min=float(column.min()), max=float(column.max()))
+    def from_values(cls, values: Sequence[float]) -> "Spread":
+        """Describe `values`, one for each step."""
+        array = np.asarray(values, dtype=np.float64)
+        return cls(mean=float(array.mean()), std=float(array.std()), min=float(array.min()), max=float(array.max()))
 
     @classmethod
-    def of_rate(cls, amount: float, seconds: Sequence[float]) -> "Spread":
-        """Describe the rates at which `amount` was done in each of `seconds`; the mean is the total amount over the total time."""
-        spread = cls.of([amount / taken for taken in seconds])
+    def from_rate(cls, amount: float, seconds: Sequence[float]) -> "Spread":
+        """Describe the rate of `amount` per second, for steps of these `seconds`. The mean is total amount by total time."""
+        spread = cls.from_values([amount / step_s for step_s in seconds])
         return msgspec.structs.replace(spread, mean=amount * len(seconds) / sum(seconds))
 
 
@@ -77,22 +77,22 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     mfu: Spread
-    """Percent of the peak, by the formula of prime-rl's figures."""
+    """Percent of the peak, by the formula of prime-rl's figures (`ModelCost.reference_flops`)."""
     model_mfu: Spread
-    """Percent of the peak, by the operations that the model needs: causal attention, heads as wide as they are."""
+    """Percent of the peak, by the operations that the model needs (`ModelCost.flops`)."""
     throughput: Spread
-    """Tokens of the batch per second, all ranks together. A token that samples share counts in each of them."""
+    """Tokens of the batch per second, over all ranks. A token that samples share counts once for each of them."""
     computed_throughput: Spread
-    """Tokens that were computed per second, all ranks together. A token that samples share counts where it is computed."""
+    """Tokens that were computed per second, over all ranks. A token that samples share counts once if it is computed once."""
     step_time: Spread
     """Seconds of an optimizer step, from its rows to its update."""
     peak_memory: PeakMemory
     step_times: list[float]
-    """Seconds of every step, with the first, which does not count."""
+    """Seconds of every step, including the first, which the spreads leave out."""
     tokens_per_step: int
     """Tokens of a batch."""
     computed_tokens_per_step: int
-    """Those of them that were computed: fewer where samples share prompts."""
+    """Computed tokens of a batch: fewer where samples share prompts."""
     num_ranks: int
     num_parameters: int
     num_trained_parameters: int
@@ -106,7 +106,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -> BenchReport:
-    """Measure, and on rank 0 show a table and write `bench.output_json`. Collective."""
+    """Measure; on rank 0 print a table and write `bench.output_json`. Collective."""
     from transformers.utils.logging import disable_progress_bar
 
     assert config.bench is not None
@@ -162,22 +162,22 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -> 
             row.teacher_logprobs_T = row.logprobs_T if has_teacher else None
         num_tokens = sum(row.num_tokens for row in rows)
         barrier(world)
-        seconds.append(seconds_of(lambda: results.append(train_step(learner, rows, step=Step(step))), world.device))  # noqa: B023
+        seconds.append(measure_seconds(lambda: results.append(train_step(learner, rows, step=Step(step))), world.device))  # noqa: B023
         profiler.finish_step(step)
         logger.info("step=%s seconds=%.3f tokens=%s", step, seconds[-1], num_tokens)
     profiler.close()
-    known = peak_flops(world.device)
-    peak = known or measured_flops(world.device, torch_dtype(config.model.compute_dtype))
-    counted, num_computed = seconds[1:], results[-1].num_computed_tokens
-    by_formula = model_cost(model).reference_flops(num_tokens=num_computed, seq_len=config.model.seq_len)
+    table_peak = peak_flops(world.device)
+    peak = table_peak or measured_flops(world.device, torch_dtype(config.model.compute_dtype))
+    counted_seconds, num_computed = seconds[1:], results[-1].num_computed_tokens
+    reference_flops = model_cost(model).reference_flops(num_tokens=num_computed, seq_len=config.model.seq_len)
     gib, is_cuda = peak_memory_gib(world.device), world.device.type == "cuda"
     return BenchReport(
         kind=kind,
-        mfu=Spread.of_rate(100 * by_formula / (peak * world.size), counted),
-        model_mfu=Spread.of_rate(100 * results[-1].flops / (peak * world.size), counted),
-        throughput=Spread.of_rate(num_tokens, counted),
-        computed_throughput=Spread.of_rate(num_computed, counted),
-        step_time=Spread.of(counted),
+        mfu=Spread.from_rate(100 * reference_flops / (peak * world.size), counted_seconds),
+        model_mfu=Spread.from_rate(100 * results[-1].flops / (peak * world.size), counted_seconds),
+        throughput=Spread.from_rate(num_tokens, counted_seconds),
+        computed_throughput=Spread.from_rate(num_computed, counted_seconds),
+        step_time=Spread.from_values(counted_seconds),
         peak_memory=PeakMemory(gib=gib, pct=100 * gib / total_memory_gib(world.device)),
         step_times=seconds,
         tokens_per_step=num_tokens,
@@ -186,7 +186,7 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -> 
         num_parameters=model.num_parameters,
         num_trained_parameters=sum(parameter.numel() for parameter in model.trained_parameters),
         peak_flops=peak,
-        peak_flops_source="table" if known else "measured",
+        peak_flops_source="table" if table_peak else "measured",
         device=torch.cuda.get_device_name(world.device) if is_cuda else f"CPU, {torch.get_num_threads()} threads",
         versions={"trivet": own_version()} | {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         config=config.model_dump(mode="json"),

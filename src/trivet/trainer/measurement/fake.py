@@ -33,15 +33,16 @@ def fake_rows(
     answer_len: int | None = None,
     group_size: int = 1,
 ) -> list[MicroBatch]:
-    """Make a batch of samples that share prompts, as the rollouts of a group do. Answers alone are trained on.
+    """Make a batch of samples that share prompts, as the rollouts of a group do. Only answers are trained on.
 
-    A policy loss can be computed on them too: they have advantages, and the log-probabilities of a policy that draws evenly.
+    Samples have random advantages, and the log-probabilities of a policy that samples uniformly, so policy losses can use them.
 
     Args:
         step: batches of different steps hold different samples.
         seq_len: at least 2.
         num_rows: rows, each with as many samples as fit into `seq_len` tokens.
-        answer_len: None lets a sample fill a row.
+        prompt_len: tokens of a prompt.
+        answer_len: tokens of an answer; None: a sample fills a row.
         group_size: samples that begin with the same prompt.
     """
     size = seq_len if answer_len is None else prompt_len + answer_len
@@ -64,7 +65,7 @@ def fake_rows_of_many_lengths(step: int, *, seed: int, seq_len: int, vocab_size:
         lengths: list[int] = []
         while left := seq_len - sum(lengths):
             size = int(rng.integers(MIN_LENGTH, left, endpoint=True))
-            lengths.append(left if left - size < MIN_LENGTH else size)  # no rest is too short to be a sequence
+            lengths.append(left if left - size < MIN_LENGTH else size)  # a rest too short for a sequence joins this one
         rows += pack([_item(size, vocab_size=vocab_size, rng=rng) for size in lengths], seq_len=seq_len)
     return rows
 

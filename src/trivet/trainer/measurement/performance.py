@@ -1,4 +1,7 @@
-"""Counts what a step costs: floating-point operations, memory, and its share of the device's peak."""
+"""Measures the cost of a step: floating-point operations, memory, and the share of the device's peak that it reaches.
+
+Called by `trainer.step`, which balances ranks by operations, by `trainer.session` for metrics, and by the benchmark.
+"""
 
 import os
 import resource
@@ -23,35 +26,39 @@ class ModelCost:
     """The numbers of a model from which operations are counted."""
 
     matmul_parameters: int
-    """Parameters that a token is multiplied with: neither an embedding that is only looked up, nor experts it is not sent to."""
+    """Parameters in the matrix products of one token. An embedding that is only looked up, and unused experts, do not count."""
     frozen_parameters: int = 0
-    """Those of `matmul_parameters` that get no gradient."""
+    """How many of `matmul_parameters` get no gradient."""
     num_layers: int
     attention_width: int
     """Query heads times head dimension."""
     hidden_size: int
 
     def flops(self, lengths: Sequence[int], prefix_lengths: Sequence[int] | None = None) -> float:
-        """Count forward and backward of segments of these lengths: attention causally, recomputation not at all.
+        """Count the operations of forward and backward for segments of these lengths, with causal attention, without recomputation.
 
-        `prefix_lengths` are the tokens that each segment continues, which are computed elsewhere; None: the segments are samples.
+        Args:
+            prefix_lengths: for each segment the tokens before it, which other segments compute; None: segments are whole samples.
         """
         prefix_lengths = prefix_lengths or [0] * len(lengths)
-        tokens = sum(lengths)
-        squares = sum((prefix + own) ** 2 - prefix**2 for own, prefix in zip(lengths, prefix_lengths, strict=True))
-        of_parameters = 6.0 * self.matmul_parameters - 2.0 * self.frozen_parameters
-        return of_parameters * tokens + 6.0 * self.num_layers * self.attention_width * squares
+        squares = sum((prefix + length) ** 2 - prefix**2 for length, prefix in zip(lengths, prefix_lengths, strict=True))
+        attention_flops = 6.0 * self.num_layers * self.attention_width * squares
+        return self._product_flops * sum(lengths) + attention_flops
 
     def reference_flops(self, *, num_tokens: int, seq_len: int) -> float:
-        """Count the same by the formula of prime-rl's published figures, to be compared with them.
+        """Count the operations by the formula of prime-rl's published figures, for a comparison with them.
 
-        The formula takes every token for the last of a row of `seq_len`, does not halve attention for causality, and takes the
-        hidden size for the width of the heads.
+        The formula treats every token as the last of a row of `seq_len`, does not halve attention for causality, and uses the
+        hidden size as the width of the heads.
 
-        Source: prime-rl's MFU counter; with the parameters counted here it gives its figures of January 2026.
+        Source: prime-rl's MFU counter. With the parameters counted here it gives prime-rl's figures of January 2026.
         """
-        of_parameters = 6.0 * self.matmul_parameters - 2.0 * self.frozen_parameters
-        return (of_parameters + 12.0 * self.num_layers * self.hidden_size * seq_len) * num_tokens
+        return (self._product_flops + 12.0 * self.num_layers * self.hidden_size * seq_len) * num_tokens
+
+    @property
+    def _product_flops(self) -> float:
+        """Operations of one token in products with parameters: two a parameter forward, two for each of the two gradients."""
+        return 6.0 * self.matmul_parameters - 2.0 * self.frozen_parameters
 
 
 def model_cost(model: PolicyModel) -> ModelCost:
@@ -62,8 +69,8 @@ def model_cost(model: PolicyModel) -> ModelCost:
     num_heads = getattr(config, "num_attention_heads", None) or 0  # a model of state-space layers alone has none
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
     used = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    for name in (name for name in used if ".experts." in name):  # of a mixture's experts those that a token is sent to count
-        # The first name is Mixtral's, which later models share; the second is Qwen3-MoE's.
+    for name in (name for name in used if ".experts." in name):  # only the experts that compute a token count
+        # Mixtral's name for the number of experts, which later models share, or Qwen3-MoE's.
         num_experts = getattr(config, "num_local_experts", None) or config.num_experts
         used[name] = used[name] * config.num_experts_per_tok // num_experts
     matmul_parameters = sum(used.values()) - (0 if is_tied else model.embedding.weight.numel())
@@ -89,11 +96,11 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the operations per second of square matrix products: the peak of a device that the table does not have."""
     size = _MATMUL_SIZE if device.type == "cpu" else 4 * _MATMUL_SIZE
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * size**3 / min(seconds_of(lambda: torch.matmul(left, right), device) for _ in range(_MATMUL_TRIES))
+    return 2.0 * size**3 / min(measure_seconds(lambda: torch.matmul(left, right), device) for _ in range(_MATMUL_TRIES))
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that `device` takes for `work`, which it starts with nothing else to do."""
+def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that `device` takes for `work`, when it is idle before."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     wait(device)
     started = time.perf_counter()
@@ -127,8 +134,9 @@ def speed_metrics(
 ) -> dict[str, float]:
     """Return the metrics under `perf/` of a step that took `seconds`.
 
-    For the throughput every token of `rows` counts, a shared one in each sample that has it. `num_computed_tokens` and `flops` are
-    those that the step computed, on all ranks.
+    Args:
+        rows: the batch. Each of its tokens counts for the throughput, a shared one once for each sample that has it.
+        num_computed_tokens, flops: of the step, on all ranks (`StepResult`).
     """
     throughput = sum(row.num_tokens for row in rows) / seconds
     metrics = {

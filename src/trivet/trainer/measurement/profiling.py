@@ -1,6 +1,6 @@
-"""Records where time and memory of a few steps go: traces and memory snapshots, one file per rank.
+"""Records the use of time and memory in a few steps, as traces and memory snapshots, one file for each rank.
 
-Owned by a session or a benchmark. Off unless it is asked for: then nothing here touches a step.
+Owned by a session or a benchmark. It does nothing unless `trace_path` or `memory_profiler_path` is set.
 """
 
 import logging
@@ -16,16 +16,16 @@ from trivet.trainer.ranks.world import World
 logger = logging.getLogger(__name__)
 
 _SKIPPED_STEPS, _WARMUP_STEPS, _TRACED_STEPS = 1, 1, 2
-"""The first step is slow for reasons of its own, the next pays for the profiler's start, the two after it are kept."""
+"""Steps before the trace (the first step is slow), steps that pay for the profiler's start, and steps in the trace."""
 _MAX_EVENTS = 100_000
 """Newest allocations and frees that a memory snapshot contains."""
 
 
 class Profiler:
-    """Traces and memory snapshots of one rank."""
+    """Writes the trace and the memory snapshots of one rank."""
 
     def __init__(self, config: TrainingConfig, world: World) -> None:
-        """Start what `trace_path` and `memory_profiler_path` ask for."""
+        """Start the trace if `trace_path` is set, and the record of allocations if `memory_profiler_path` is set."""
         self._rank = world.rank
         self._snapshots = config.memory_profiler_path
         self._trace: profile | None = None
@@ -53,7 +53,7 @@ class Profiler:
                 on_trace_ready=write,
                 record_shapes=True,
                 profile_memory=True,
-                # Rows may be computed by threads that were there before.
+                # The threads of `trainer.cpu.Lanes` may have started before the profiler.
                 experimental_config=_ExperimentalConfig(profile_all_threads=not is_cuda),
             )
             self._trace.start()

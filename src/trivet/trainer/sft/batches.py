@@ -1,4 +1,4 @@
-"""Makes the rows of each step of supervised fine-tuning, from conversations or made up. Called by `trainer.sft.main`.
+"""Makes the rows of each step of supervised fine-tuning, from conversations or made-up sequences. Called by `trainer.sft.main`.
 
 A batch depends on configuration, data and step alone: every rank makes the same batch, and so does a resumed run.
 """
@@ -32,7 +32,7 @@ class SftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """The batches of a run, in the order that `config.data` asks for."""
+    """Makes the batches of a run, in the order that `config.data` sets."""
 
     config: SftConfig
     tokenizer: PreTrainedTokenizerBase
@@ -57,19 +57,22 @@ class Batches:
         return 0 if self.data is None else (step * self.config.data.batch_size - 1) // len(self.data)
 
     def record(self) -> DataRecord:
-        """Return the number of conversations and their digest; of made-up sequences the configuration says all."""
+        """Return the number of conversations and their digest. Made-up sequences have none: the configuration fixes them."""
         if self.data is None:
             return DataRecord(num_records=0, digest="")
         return DataRecord(num_records=len(self.data), digest=self.data.digest())
 
     def make(self, step: int) -> SftBatch:
-        """Pack the sequences of step `step` into rows of one forward each, as `data.pack_function` says."""
+        """Pack the sequences of step `step` into rows by `data.pack_function`.
+
+        A row has `data.micro_batch_size` sequences with "stack", and otherwise as many times model.seq_len tokens.
+        """
         items, data = self._items(step), self.config.data
-        seq_len, num_rows = self.config.model.seq_len, data.micro_batch_size
+        seq_len = self.config.model.seq_len
         if data.pack_function == "stack":
-            rows = stack(items, seq_len=seq_len, samples_per_row=num_rows)
+            rows = stack(items, seq_len=seq_len, samples_per_row=data.micro_batch_size)
         else:
-            rows = pack(items, seq_len=seq_len, row_len=num_rows * seq_len)
+            rows = pack(items, seq_len=seq_len, row_len=data.micro_batch_size * seq_len)
         if not rows:
             raise BatchError(
                 f"none of the {len(items)} conversations of this step has a token to train on within model.seq_len ({seq_len}): "

@@ -1,8 +1,8 @@
 """Turns conversations into samples: rendered by the chat template, tokenized, masked by role. Called by `trainer.sft.batches`.
 
-The loss falls on the messages that `loss_mask` selects. For the assistant's message these are the tokens of the answer with its end
-of turn; the header of its turn is given to the model and never trained on. For another message it is all text that the template
-makes of it.
+The loss falls on the messages that `loss_mask` selects. Of an assistant's message the tokens of the answer and its end of turn are
+trained on. The header of its turn is never trained on, because the model never samples it. Of another message all text that the
+template makes of it is trained on.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,17 @@ from trivet.conversations.records import ChatMessage, Conversation
 from trivet.errors import ConfigError
 from trivet.wire.rollouts import Sample
 
-TokenSpan = tuple[int, int]
-"""First and last character of a text, the last not included."""
+TextSpan = tuple[int, int]
+"""The first character of a span of text, and the first character after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """A text that is tokenized by itself, as when the model is asked: a prompt, or an answer."""
+    """A text that is tokenized by itself, a prompt or an answer: a server tokenizes the prompt without the answer."""
 
     text: str
-    trained: Sequence[TokenSpan]
+    trained: Sequence[TextSpan]
+    """The spans of the text that are trained on."""
 
 
 def to_sample(
@@ -34,7 +35,7 @@ def to_sample(
 ) -> Sample:
     """Make the token ids and loss mask of a conversation, up to the last message that is an answer or trained on.
 
-    It refuses a template that renders a message differently once another follows: then there is no one token sequence.
+    It refuses a template that renders a message differently once another follows, because no token sequence then fits all answers.
 
     Args:
         loss_mask: the roles whose messages are trained on; None: the assistant's.
@@ -57,7 +58,7 @@ def to_sample(
 
 
 def _is_trained(message: ChatMessage, loss_mask: LossMaskConfig) -> bool:
-    """Tell whether the loss falls on `message`: by its own `weight` if it has one, else by its role."""
+    """Return whether the loss falls on `message`: by the `weight` of the message if it has one, else by its role."""
     if message.get("weight") is not None:
         return bool(message["weight"])
     match message["role"]:
@@ -76,11 +77,11 @@ def _pieces(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, loss
     messages = conversation.messages
     flags = [_is_trained(message, loss_mask) for message in messages]
     is_answer = [message["role"] == "assistant" for message in messages]
-    wanted = [number for number in range(len(messages)) if flags[number] or is_answer[number]]
+    num_used = max((number + 1 for number in range(len(messages)) if flags[number] or is_answer[number]), default=0)
     pieces: list[_Piece] = []
-    spans: list[TokenSpan] = []
-    text, begin = "", 0
-    for number in range(wanted[-1] + 1 if wanted else 0):
+    spans: list[TextSpan] = []
+    text, begin = "", 0  # the text rendered so far, and the character at which the current piece begins
+    for number in range(num_used):
         if is_answer[number]:
             text = _render(conversation, tokenizer, number, after=text, with_prompt=True)
             pieces.append(_Piece(text=text[begin:], trained=spans))
@@ -90,7 +91,7 @@ def _pieces(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, loss
             pieces.append(_Piece(text=answer, trained=[(0, len(answer))] if flags[number] else []))
             begin = len(text)
             continue
-        # Templates may draw messages together (several tools' answers), so the end is asked for only where the mask changes.
+        # Templates may merge messages (several tools' answers), so the text is rendered only where the mask changes.
         is_last = number + 1 == len(messages) or is_answer[number + 1]
         if flags[number] if is_last else flags[number] != flags[number + 1]:
             before = len(text) - begin
@@ -109,7 +110,7 @@ def _render(
     after: str,
     with_prompt: bool = False,
 ) -> str:
-    """Render the first `num_messages`, which must continue the text `after`; `with_prompt` adds the header of an answer."""
+    """Render the first `num_messages`. The text must continue the text `after`; `with_prompt` adds the header of an answer."""
     messages = [
         {name: value for name, value in message.items() if name != "weight"} for message in conversation.messages[:num_messages]
     ]
@@ -117,7 +118,7 @@ def _render(
     try:
         text = tokenizer.apply_chat_template(
             messages,
-            tools=tools,  # type: ignore[reportArgumentType]  # a list of tables is what it takes
+            tools=tools,  # type: ignore[reportArgumentType]  # it accepts a list of tables
             tokenize=False,
             add_generation_prompt=with_prompt,
         )
@@ -139,13 +140,13 @@ def _render(
 
 
 def _tokenize(piece: _Piece, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Return the token ids, and for each whether it is trained on: whether it begins in a trained span.
+    """Return the token ids, and for each token whether it is trained on: whether it begins in a trained span.
 
-    A span is trained on up to its last end-of-turn token. Text that templates add after that token is never sampled.
+    A span is trained on up to its last end-of-turn token, because text that templates add after that token is never sampled.
     """
     if not piece.trained or piece.trained == [(0, len(piece.text))]:
         ids = tokenizer.encode(piece.text, add_special_tokens=False)
-        spans = [[*range(len(ids))]] if piece.trained else []
+        token_spans = [[*range(len(ids))]] if piece.trained else []
     else:
         if not tokenizer.is_fast:
             raise ConfigError(
@@ -154,9 +155,9 @@ def _tokenize(piece: _Piece, tokenizer: PreTrainedTokenizerBase) -> tuple[list[i
         encoded = tokenizer(piece.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = list(encoded["input_ids"])
         starts = [start for start, _ in encoded["offset_mapping"]]
-        spans = [[number for number, start in enumerate(starts) if low <= start < high] for low, high in piece.trained]
+        token_spans = [[number for number, start in enumerate(starts) if low <= start < high] for low, high in piece.trained]
     mask = [False] * len(ids)
-    for numbers in spans:
+    for numbers in token_spans:
         ends = [number for number in numbers if ids[number] == tokenizer.eos_token_id]
         for number in numbers:
             mask[number] = not ends or number <= ends[-1]

@@ -1,7 +1,7 @@
 """Runs one rank of supervised fine-tuning: `python -m trivet.trainer.sft.main @ sft.toml`, alone or with others.
 
-Shares model, step, optimizer, checkpoints and publishing with the RL loop; data, loss and validation are its own. It waits only for
-the other ranks.
+It shares model, step, optimizer, checkpoints and publishing with the RL loop, and has its own data, loss and validation. It waits
+only for the other ranks.
 """
 
 import hashlib
@@ -45,17 +45,17 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 ROWS_PER_RANK = 16
-"""Rows on the device at one time: all held-out rows may not fit into its memory."""
+"""Held-out rows on the device at one time: all of them may not fit into its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The held-out rows."""
+    """Measures the loss of held-out rows."""
 
     rows: Sequence[MicroBatch]
 
     def record(self) -> DataRecord:
-        """Return what is measured, to find on a resume that it is something else."""
+        """Return the number and the digest of the rows. A resume compares them with those of the checkpoint."""
         digest = hashlib.sha256()
         for row in self.rows:
             digest.update(encode(row))
@@ -67,8 +67,8 @@ class Validation:
         size = ROWS_PER_RANK * world.size
         with scoring(model):
             for start in range(0, len(self.rows), size):
-                part = self.rows[start : start + size]
-                plan = plan_rows(part, num_ranks=world.size, shares_prefixes=model.shares_prefixes, packs=model.packs)
+                rows = self.rows[start : start + size]
+                plan = plan_rows(rows, num_ranks=world.size, shares_prefixes=model.shares_prefixes, packs=model.packs)
                 for row in plan.take(world.rank, device=world.device):
                     logprobs_N = model(row).logprobs_N
                     if not row.is_dummy:
@@ -150,16 +150,16 @@ def run(config: SftConfig, world: World) -> int:
             for step in range(session.from_step + 1, config.max_steps + 1):
                 with session.failing_together():
                     _take_step(session, config, batches, validation, Step(step))
-                # The ranks get a signal at different moments: what one has by now counts for all.
-                asked = max(number for [number] in gather_bytes(world, bytes([interrupts.first or 0])))
-                if asked and step < config.max_steps:
+                # Ranks get a signal at different moments. One that any rank has by now counts for all of them; 0: there is none.
+                signal_number = max(number for [number] in gather_bytes(world, bytes([interrupts.first or 0])))
+                if signal_number and step < config.max_steps:
                     logger.info("preempted after step=%s", step)
                     process_report.begin(f"committing step {step}")
                     if not config.ckpt.is_due(step, max_steps=config.max_steps):
                         session.publish(Step(step))
                         session.save(Step(step), parts=(TRAINER,))
                     session.ending = "preempted"
-                    return 128 + asked
+                    return 128 + signal_number
     return 0
 
 
@@ -199,11 +199,16 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
 
 
 def _require_known_tokens(rows: Sequence[MicroBatch], session: Session, data: str) -> None:
-    """Refuse conversations with a token that the tokenizer has for pictures or sounds, and a model of text has no row for."""
-    num_rows = session.learner.model.embedding.num_embeddings
-    if (highest := max(int(row.token_ids_T.max()) for row in rows)) >= num_rows:
+    """Refuse conversations with a token, such as one for pictures or sounds, for which the model has no embedding.
+
+    Args:
+        data: the data set and the step, for the message.
+    """
+    num_tokens = session.learner.model.embedding.num_embeddings
+    highest = max(int(row.token_ids_T.max()) for row in rows)
+    if highest >= num_tokens:
         raise BatchError(
-            f"a conversation of {data} holds token {highest}, and the embedding of model.name has {num_rows} tokens; remove the "
+            f"a conversation of {data} holds token {highest}, and the embedding of model.name has {num_tokens} tokens; remove the "
             "text that makes this token"
         )
 

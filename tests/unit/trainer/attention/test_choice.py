@@ -76,9 +76,9 @@ def test_flash_attention_that_the_gpu_or_the_model_does_not_allow_is_refused(
 
 
 def test_the_features_of_heads_come_from_the_models_configuration() -> None:
-    assert HeadDims.of(Qwen3Config(head_dim=96)) == HeadDims(query=96, value=96)
+    assert HeadDims.from_config(Qwen3Config(head_dim=96)) == HeadDims(query=96, value=96)
     latent = DeepseekV3Config(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    assert HeadDims.of(latent) == HeadDims(query=192, value=128)
+    assert HeadDims.from_config(latent) == HeadDims(query=192, value=128)
 
 
 def test_an_attention_whose_package_is_missing_is_refused() -> None:

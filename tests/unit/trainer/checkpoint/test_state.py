@@ -10,13 +10,13 @@ from support.shards import write_state
 from trivet.config.schema.shared import CkptConfig
 from trivet.config.schema.trainer import DefaultLossConfig
 from trivet.errors import CheckpointError
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume, state_of
+from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part, progress_to_resume
 from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.step import Learner, train_step
 
 
 def save_part(directory: Path, learner: Learner, progress: TrainerProgress) -> None:
-    write_state(directory, state_of(learner, progress), learner.world)
+    write_state(directory, collect_state(learner, progress), learner.world)
 
 
 def train(learner: Learner, oracle, steps: range) -> list[float]:

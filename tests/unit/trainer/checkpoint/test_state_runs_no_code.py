@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from support.shards import write_state
 from trivet.errors import CheckpointError
-from trivet.trainer.checkpoint.state import METADATA_FILE, TrainerProgress, load_part, read_metadata, state_of
+from trivet.trainer.checkpoint.state import METADATA_FILE, TrainerProgress, collect_state, load_part, read_metadata
 from trivet.trainer.step import Learner
 
 
@@ -34,7 +34,7 @@ def learner(tiny_model: Path, make_learner) -> Learner:
 def part(learner: Learner, tmp_path: Path) -> Path:
     directory = tmp_path / "trainer"
     directory.mkdir()
-    write_state(directory, state_of(learner, TrainerProgress(step=3)), learner.world)
+    write_state(directory, collect_state(learner, TrainerProgress(step=3)), learner.world)
     return directory
 
 
@@ -80,7 +80,7 @@ def test_a_shard_outside_the_directory_is_refused(part: Path) -> None:
 
 
 def test_an_object_beside_the_tensors_is_not_unpickled(part: Path, learner: Learner, tmp_path: Path) -> None:
-    state = state_of(learner, TrainerProgress(step=3))
+    state = collect_state(learner, TrainerProgress(step=3))
     state["progress"] = {**state["progress"], "step": Payload(tmp_path / "mark")}
     shutil.rmtree(part)
     save(state, checkpoint_id=part, process_group=learner.world.control)

@@ -74,7 +74,7 @@ def test_the_first_step_does_not_count_and_rates_are_amounts_over_time(shape, wo
         return seconds.pop(0)
 
     monkeypatch.setattr("trivet.trainer.measurement.bench.measured_flops", lambda device, dtype: 1e9)
-    monkeypatch.setattr("trivet.trainer.measurement.bench.seconds_of", time_work)
+    monkeypatch.setattr("trivet.trainer.measurement.bench.measure_seconds", time_work)
     monkeypatch.setattr("trivet.trainer.measurement.bench.model_cost", lambda model: COST)
     model = TrainerModelConfig(name=str(shape), seq_len=32, compute_dtype="float32")
     config = TrainerConfig(output_dir=tmp_path, model=model, bench=BenchConfig(num_steps=3))

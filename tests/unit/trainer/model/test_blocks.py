@@ -20,7 +20,7 @@ from trivet.config.schema.model import ActivationCheckpointConfig, CompileConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention import packed
 from trivet.trainer.model import blocks
-from trivet.trainer.model.blocks import blocks_of, prepare_blocks
+from trivet.trainer.model.blocks import find_blocks, prepare_blocks
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
 from trivet.trainer.ranks.world import World
 from trivet.trainer.rows import to_tensors
@@ -98,7 +98,7 @@ def test_a_target_that_no_block_has_is_refused_with_those_there_are(tiny_model: 
 
 def test_blocks_are_found_before_and_after_sharding(tiny_model: Path, world: World) -> None:
     model = load(tiny_model, world)
-    assert blocks_of(model.causal_lm) == list(model.causal_lm.model.layers)
+    assert find_blocks(model.causal_lm) == list(model.causal_lm.model.layers)
 
 
 def test_compiling_that_does_not_work_is_refused_before_training(

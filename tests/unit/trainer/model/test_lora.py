@@ -13,7 +13,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.model import LoRAConfig
 from trivet.config.schema.trainer import DefaultLossConfig, GrpoLossConfig, TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
-from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
+from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part
 from trivet.trainer.disk_budget import measure_sizes
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.export import Exporter, load_tokenizer
@@ -149,7 +149,7 @@ def test_what_is_written_is_the_adapter_alone_and_names_its_base(
 
 def test_a_run_that_is_saved_and_loaded_continues_exactly(any_model: Path, make_learner, oracle, tmp_path: Path) -> None:
     unbroken = trained(make_learner, any_model, oracle)
-    write_state(tmp_path, state_of(unbroken, TrainerProgress(step=2)), unbroken.world)
+    write_state(tmp_path, collect_state(unbroken, TrainerProgress(step=2)), unbroken.world)
     expected = train_step(unbroken, rows_of(oracle, 3), step=3).loss
     torch.manual_seed(123)
     resumed = make_learner(any_model, lora=LORA, loss=LOSS, lr=1e-2)
@@ -161,7 +161,7 @@ def test_a_run_that_is_saved_and_loaded_continues_exactly(any_model: Path, make_
 
 def test_a_checkpoint_holds_what_is_trained_and_nothing_else(any_model: Path, make_learner, oracle) -> None:
     learner = trained(make_learner, any_model, oracle)
-    saved = state_of(learner, TrainerProgress())
+    saved = collect_state(learner, TrainerProgress())
     assert saved["model"].keys() == {name for name, each in learner.model.named_parameters() if each.requires_grad}
     sizes = measure_sizes(learner.model, TrainerConfig(model=TrainerModelConfig(compute_dtype="bfloat16")))
     assert sizes.weights == 2 * sum(tensor.numel() for tensor in saved["model"].values())
