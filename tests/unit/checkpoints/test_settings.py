@@ -8,8 +8,8 @@ from trivet.checkpoints.settings import (
     DATA_FILE,
     MAY_CHANGE,
     DataRecord,
-    changes,
     compare_data,
+    find_changes,
     flatten,
     require_same_settings,
     write_data_record,
@@ -69,10 +69,10 @@ def test_a_key_that_is_named_may_change_with_all_below_it(tmp_path: Path) -> Non
 
 
 def test_a_key_that_did_not_exist_yet_counts_as_its_default() -> None:
-    assert changes({}, {"new": 1}, defaults={"new": 1}, allowed=[]) == {}
-    assert changes({}, {"new": 2}, defaults={"new": 1}, allowed=[]) == {"new": (1, 2)}
-    assert changes({"gone": 3}, {}, defaults={}, allowed=[]) == {"gone": (3, None)}
-    assert changes({"optimal": 1}, {"optimal": 2}, defaults={}, allowed=["optim"]) == {"optimal": (1, 2)}
+    assert find_changes({}, {"new": 1}, defaults={"new": 1}, allowed=[]) == {}
+    assert find_changes({}, {"new": 2}, defaults={"new": 1}, allowed=[]) == {"new": (1, 2)}
+    assert find_changes({"gone": 3}, {}, defaults={}, allowed=[]) == {"gone": (3, None)}
+    assert find_changes({"optimal": 1}, {"optimal": 2}, defaults={}, allowed=["optim"]) == {"optimal": (1, 2)}
 
 
 def test_tables_in_a_list_are_told_apart_by_their_place() -> None:
