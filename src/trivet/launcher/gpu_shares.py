@@ -1,6 +1,7 @@
-"""Decides which GPUs each role of a run gets, and which share of their memory. Pure: the machine's GPUs are given.
+"""Decides which GPUs each role of a run gets, and which share of their memory. The machine's GPUs are arguments; none is touched.
 
-`launcher.plan` calls it. `launcher.run` calls it before a run begins, to refuse a wrong division and to print the shares.
+`launcher.plan` uses the result. `launcher.run` calls these functions before a run begins, to refuse an impossible division and to
+print the shares.
 """
 
 from collections.abc import Sequence
@@ -12,28 +13,29 @@ from trivet.key_names import key_name
 
 INFERENCE, TEACHER, TRAINER = "inference", "teacher", "trainer"
 SHARED_GPU_MEMORY = 0.5
-"""Share of a GPU that the inference server takes when the trainer or a teacher needs the same one."""
+"""Share of a GPU's memory that the inference server takes when the trainer or a teacher uses the same GPU."""
 SHARED_TEACHER_MEMORY = 0.25
-"""Share of a GPU that a teacher's server takes when another role needs the same one."""
+"""Share of a GPU's memory that a teacher's server takes when another role uses the same GPU."""
 _CONTEXT_MEMORY = 0.08
-"""Share of a GPU that is left for what no allocator counts: the CUDA contexts of a rank and of a server, and buffers of NCCL. vLLM
-refuses to start where its share is not free besides its own context."""
+"""Share of a GPU's memory that is left for memory outside the allocators: the CUDA contexts of a rank and of a server, and buffers
+of NCCL. vLLM refuses to start when its share is not free in addition to its context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuShares:
-    """The GPUs of each role, by their names in CUDA_VISIBLE_DEVICES; none means the CPU."""
+    """The GPUs of each role, by their names in CUDA_VISIBLE_DEVICES. A role without GPUs runs on the CPU, or does not exist."""
 
     inference: tuple[str, ...]
     trainer: tuple[str, ...]
     teacher: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    """Messages for the user about the choice."""
 
     def servers_before(self, name: str) -> tuple[str, ...]:
-        """Return the servers on a GPU of the role `name` that start before it.
+        """Return the servers that must answer before the role `name` starts, because they share a GPU with it.
 
-        vLLM measures what it takes by what is free while it starts: memory that another process takes then counts as vLLM's, and
-        memory that one frees ends it.
+        While vLLM starts, it measures its own memory by the free memory of the GPU. Memory that another process takes meanwhile
+        would be counted as vLLM's, and vLLM fails when another process frees memory.
         """
         gpus = {TEACHER: self.teacher, INFERENCE: self.inference, TRAINER: self.trainer}
         earlier = list(gpus)[: list(gpus).index(name)] if name in gpus else []
@@ -42,19 +44,19 @@ class GpuShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShares:
-    """The largest share of a GPU's memory that each role may take; 1 where a role is alone on its GPUs, or not there."""
+    """The largest share of a GPU's memory that each role may take, as the configuration and the other roles on the GPU allow."""
 
     inference: float
     teacher: float
     trainer: float
-    """The share of a rank while it learns. It includes the memory of a server that sleeps meanwhile."""
+    """The share of a rank during a training step. It includes the memory of a server that sleeps meanwhile."""
 
 
 def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
     """Choose which of the machine's GPUs each role gets.
 
     Raises:
-        ConfigError: an id without a GPU, an id twice, or a role without any.
+        ConfigError: an id names no GPU, a role has an id twice, or a role has no GPU.
     """
     num_gpus = len(gpus)
     if not num_gpus:
@@ -106,19 +108,19 @@ def require_shared_gpu(config: RLConfig, shares: GpuShares) -> None:
 
 
 def share_memory(config: RLConfig, shares: GpuShares) -> MemoryShares:
-    """Divide the memory of GPUs that roles share."""
-    on_inference, on_teacher, on_trainer = set(shares.inference), set(shares.teacher), set(shares.trainer)
-    inference = 1.0 if on_inference.isdisjoint(on_trainer | on_teacher) else SHARED_GPU_MEMORY
-    if _sleeps(config) and config.trainer.model.fsdp_cpu_offload and on_teacher.isdisjoint(on_inference):
-        # A server that sleeps shares the GPU with what the trainer keeps there between two steps, which is nothing here.
+    """Return each role's share of GPU memory, where roles use the same GPUs."""
+    inference_gpus, teacher_gpus, trainer_gpus = set(shares.inference), set(shares.teacher), set(shares.trainer)
+    inference = 1.0 if inference_gpus.isdisjoint(trainer_gpus | teacher_gpus) else SHARED_GPU_MEMORY
+    if _sleeps(config) and config.trainer.model.fsdp_cpu_offload and teacher_gpus.isdisjoint(inference_gpus):
+        # The server needs only leave what the trainer keeps on the GPU between two steps: with offload, nothing but its context.
         inference = round(1 - _CONTEXT_MEMORY, 3)
-    teacher = 1.0 if on_teacher.isdisjoint(on_trainer | on_inference) else SHARED_TEACHER_MEMORY
+    teacher = 1.0 if teacher_gpus.isdisjoint(trainer_gpus | inference_gpus) else SHARED_TEACHER_MEMORY
     if config.inference is not None:
         inference = min(config.inference.gpu_memory_utilization, inference)
     if config.teacher_inference is not None:
         teacher = min(config.teacher_inference.gpu_memory_utilization, teacher)
-    taken = [0.0 if _sleeps(config) else inference] if config.inference and not on_inference.isdisjoint(on_trainer) else []
-    taken += [teacher] if config.teacher_inference and not on_teacher.isdisjoint(on_trainer) else []
+    taken = [0.0 if _sleeps(config) else inference] if config.inference and not inference_gpus.isdisjoint(trainer_gpus) else []
+    taken += [teacher] if config.teacher_inference and not teacher_gpus.isdisjoint(trainer_gpus) else []
     left = round(1 - sum(taken) - _CONTEXT_MEMORY, 3) if taken else 1.0
     return MemoryShares(inference=inference, teacher=teacher, trainer=min(config.trainer.gpu_memory_utilization, left))
 

@@ -1,6 +1,7 @@
 """Decides what a run starts: which processes, with which arguments, environment, GPUs and role configurations.
 
-Pure: the machine, the ports and the run's identity are given. `launcher.run` carries the plan out.
+Nothing is started, read or written here: the machine, the ports and the run's identity are arguments. `launcher.run` plans a run on
+one machine with it, and the supervisor starts the planned processes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +32,9 @@ RecoveryUnit = NewType("RecoveryUnit", str)
 TRAINING = RecoveryUnit("training")
 """The unit of orchestrator and trainer, which go back to one checkpoint."""
 _SECTIONS = {INFERENCE: "inference", TEACHER: "teacher_inference"}
-"""The section of each server."""
+"""The configuration section of each server, by the name of its process."""
 SERVER_KEY, TEACHER_KEY = "INFERENCE_SERVER_KEY", "TEACHER_SERVER_KEY"
-"""Variables by which the orchestrator gets `server.api_key` of the servers that the run starts."""
+"""Environment variables by which the orchestrator gets the `server.api_key` of the servers that the run starts."""
 
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -41,14 +42,15 @@ _KEEP_MEMORY = {
     "MALLOC_TOP_PAD_": "268435456",
     "MALLOC_ARENA_MAX": "1",
 }
-"""Otherwise glibc gives freed memory back to the kernel and pays page faults to get it again: torch on a CPU at half speed. Threads
-share what is kept."""
+"""Settings with which glibc keeps freed memory, and threads share it. By default glibc returns it to the kernel and pays page
+faults to get it again, which halves the speed of torch on a CPU."""
 _YIELD_CORES = {"OMP_WAIT_POLICY": "passive"}
-"""Roles share the cores: an OpenMP thread that waits must sleep, not spin in the way of the other role's threads."""
+"""Roles share the cores: an OpenMP thread that waits must sleep, and not use a core that another role needs."""
 _ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
-"""Rows of changing lengths fragment the memory of a GPU otherwise, and each pinned tensor takes memory up to a power of two."""
+"""Otherwise rows of changing lengths fragment the memory of a GPU, and the memory of each pinned tensor is rounded up to a power of
+two."""
 _GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""GPUs are counted by nvidia-smi. CUDA's own order, the fastest first, would give their numbers to others."""
+"""GPU ids are those of nvidia-smi. By default CUDA counts the fastest GPU first, so the same id may name another GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFile:
-    """The place where one process reports what it does."""
+    """The file in which one process reports its activity (`telemetry.process_report`)."""
 
     process: str
     """The name of the process for people: `trainer rank 1 of 4`."""
@@ -76,27 +78,28 @@ class ProcessSpec:
 
     name: str
     unit: RecoveryUnit
+    """The unit with which it is restarted."""
     argv: tuple[str, ...]
     log: Path
     """File to which stdout and stderr are appended."""
     env: Mapping[str, str]
-    """Variables that are set whatever the user's environment says."""
+    """Variables that are set even where the user's environment has another value."""
     env_defaults: Mapping[str, str]
     """Variables that are set unless the user's environment has them."""
     does_finish: bool
     """True for a process that ends by itself after the last step; any other serves until it is stopped."""
     reports: tuple[ReportFile, ...] = ()
-    """The files in which its processes report what they do."""
+    """The report file of the process, or of each trainer rank that it starts."""
     node: int = 0
-    """The index of the node on which it runs."""
+    """The index of the node on which it runs; 0 is the first node, or the only machine."""
     records_end: bool = True
     """True for a process that records in events.jsonl that it reached the last step, if it finishes at all."""
     starts_after: tuple[str, ...] = ()
     """Servers that must answer before this process starts, because it takes memory of the same GPUs."""
     work: str = ""
-    """Kind of work. Units of the same kind replace each other while a node is lost; empty: nobody replaces it."""
+    """Kind of work. Units of the same kind can replace each other while a node is lost; empty when no unit can replace it."""
     are_children_watched: bool = False
-    """True for a role that cannot do without any of its processes: one that is stopped makes the role stuck."""
+    """True for a role that needs each of its child processes: the role is stuck when a signal has stopped one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,7 @@ class RunPlan:
     servers_file: Path | None = None
     """The file in which the orchestrator looks for the inference servers; None: they stay where `configs` says."""
     server_urls: Mapping[RecoveryUnit, tuple[str, ...]]
-    """The addresses at which the servers answer that this run starts, by their units."""
+    """The addresses of the servers that this run starts, by their units."""
 
 
 def plan(
@@ -120,13 +123,13 @@ def plan(
     """Plan the processes of a run and the configuration of each role.
 
     Args:
-        config: resolved (config.resolve).
+        config: the configuration of the run, resolved (`config.resolve`).
         python: the interpreter that runs the roles.
-        ports: free ports; one that differs from the configured port replaces it.
-        resume_step: a committed step, or None for a fresh run.
+        ports: free ports, which replace the configured ones. A notice names each that differs.
+        resume_step: a committed step, or None for a new run.
 
     Raises:
-        ConfigError: GPU ids that do not exist, or that tensor parallelism does not divide; no step is left to do.
+        ConfigError: a GPU id does not exist, tensor parallelism does not divide the number of GPUs, or no step is left to do.
     """
     if resume_step is not None and (problem := steps_problem(config.max_steps, resume_step=resume_step)):
         raise ConfigError(problem)
@@ -143,7 +146,7 @@ def plan(
         orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
     ]
     urls: dict[RecoveryUnit, tuple[str, ...]] = {}
-    wanted = [("trainer.rollout_transport.port", config.trainer.rollout_transport.port, ports.transport)]
+    port_choices = [("trainer.rollout_transport.port", config.trainer.rollout_transport.port, ports.transport)]
     memory_notices: list[str] = []
     teacher_client = orchestrator.teacher_model.client if orchestrator.teacher_model is not None else None
     for name, server, port, gpus, share, client in (
@@ -157,12 +160,16 @@ def plan(
         sections[file] = planned
         urls[RecoveryUnit(name)] = tuple(client.base_url)
         processes.insert(0, server_process(name, config, python, file, gpus))
-        wanted.insert(0 if name == INFERENCE else len(wanted), (f"{section}.server.port", server.server.port, port))
-        if (before := server.gpu_memory_utilization) != (given := planned.gpu_memory_utilization):
+        port_choices.insert(0 if name == INFERENCE else len(port_choices), (f"{section}.server.port", server.server.port, port))
+        if (configured := server.gpu_memory_utilization) != (lowered := planned.gpu_memory_utilization):
             memory_notices.append(
-                f"another role needs memory on the same GPU: {section}.gpu_memory_utilization {before} is lowered to {given}"
+                f"another role needs memory on the same GPU: {section}.gpu_memory_utilization {configured} is lowered to {lowered}"
             )
-    port_notices = [f"{key_name(key)} {port} is not free; using {found}" for key, port, found in wanted if port != found]
+    port_notices = [
+        f"{key_name(key)} {configured} is not free; using {chosen}"
+        for key, configured, chosen in port_choices
+        if configured != chosen
+    ]
     return RunPlan(
         processes=tuple(replace(spec, starts_after=shares.servers_before(spec.name)) for spec in processes),
         configs=sections,
@@ -177,9 +184,9 @@ def server_config(
     """Return the configuration of a server that the run starts.
 
     Args:
-        name: `inference` or `teacher`, as in the names of its keys.
+        name: name of its process, `inference` or `teacher`.
         num_gpus: GPUs that it gets; 0 on the CPU.
-        share: largest share of a GPU's memory that it may take.
+        share: largest share of a GPU's memory that it may take, from 0 to 1.
 
     Raises:
         ConfigError: its parallel layout does not fit the number of GPUs.
@@ -204,48 +211,57 @@ def server_config(
 
 
 def orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step: int | None) -> OrchestratorConfig:
-    """Return what the orchestrator reads: the run, its ports, and the addresses of the servers that the run starts."""
+    """Return the orchestrator's configuration, with the run, its ports, and the addresses of the servers that the run starts."""
     orchestrator = config.orchestrator
     client = orchestrator.client
     if config.inference is not None:
-        client = _of_own_server(client, config.inference.server, port=ports.inference, key_variable=SERVER_KEY)
+        client = _client_of_own_server(client, config.inference.server, port=ports.inference, key_variable=SERVER_KEY)
     teacher = orchestrator.teacher_model
     if config.teacher_inference is not None and teacher is not None:
-        asked = _of_own_server(teacher.client, config.teacher_inference.server, port=ports.teacher, key_variable=TEACHER_KEY)
-        teacher = teacher.model_copy(update={"client": asked})
+        teacher_client = _client_of_own_server(
+            teacher.client, config.teacher_inference.server, port=ports.teacher, key_variable=TEACHER_KEY
+        )
+        teacher = teacher.model_copy(update={"client": teacher_client})
     return orchestrator.model_copy(
         update={
             "run": run,
             "teacher_model": teacher,
             "client": client,
             "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
-            "ckpt": _resumed(orchestrator.ckpt, resume_step),
+            "ckpt": _ckpt_resumed_from(orchestrator.ckpt, resume_step),
         }
     )
 
 
 def trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step: int | None) -> TrainerConfig:
-    """Return what the trainer reads: the run, its port, and the step that it resumes from."""
+    """Return the trainer's configuration, with the run, its port, and the step that it resumes from."""
     trainer = config.trainer
     return trainer.model_copy(
         update={
             "run": run,
             "rollout_transport": trainer.rollout_transport.model_copy(update={"port": ports.transport}),
-            "ckpt": _resumed(trainer.ckpt, resume_step),
+            "ckpt": _ckpt_resumed_from(trainer.ckpt, resume_step),
         }
     )
 
 
-def _resumed(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
-    """Return what a role is told: a fork resumes the checkpoint that it was given, under settings of its own."""
+def _ckpt_resumed_from(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
+    """Return `ckpt` for a role that resumes from `resume_step`, or starts anew when it is None.
+
+    In a fork the launcher has copied the other run's checkpoint already. So the role resumes from it as from its own, and may
+    change every setting.
+    """
     update: dict[str, object] = {"resume_step": resume_step}
     if ckpt.resume_from is not None:
         update |= {"resume_from": None, "allow_changes": [EVERY_KEY]}
     return ckpt.model_copy(update=update)
 
 
-def _of_own_server(client: ClientConfig, server: ServerConfig, *, port: int, key_variable: str) -> ClientConfig:
-    """Return `client` for a server that this run starts on `port`."""
+def _client_of_own_server(client: ClientConfig, server: ServerConfig, *, port: int, key_variable: str) -> ClientConfig:
+    """Return `client` for a server that this run starts on `port`, with the variable that has the server's API key.
+
+    Only addresses on this machine with the server's configured port get the new port.
+    """
 
     def with_port(url: str) -> str:
         parts = urlsplit(url)
@@ -261,15 +277,16 @@ def _of_own_server(client: ClientConfig, server: ServerConfig, *, port: int, key
 
 
 def report_files(layout: RunLayout, role: str, *, num_ranks: int = 1) -> tuple[ReportFile, ...]:
-    """Return where each process of a role reports."""
+    """Return the report file of each process of a role."""
     names = [role] if num_ranks == 1 else [f"{role} rank {rank} of {num_ranks}" for rank in range(num_ranks)]
     return tuple(ReportFile(process=name, path=layout.report_file(role, rank)) for rank, name in enumerate(names))
 
 
 def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int, is_on_cpu: bool) -> tuple[str, ...]:
-    """Return the command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it.
+    """Return the command that runs `module` as `num_ranks` ranks on this machine. Each rank ends with the process that started it.
 
-    Ranks that were given GPUs refuse to compute on the CPU: the launcher asks the driver what is there, torch may find it too old.
+    Ranks that are given GPUs must not compute on the CPU. That could happen: the launcher finds GPUs through the driver, which may
+    be too old for torch.
     """
     device = () if is_on_cpu else ("--device", "cuda")
     return tuple(module_command("trivet.trainer.ranks.starter", str(num_ranks), module, *arguments, *device, python=python))
@@ -286,7 +303,7 @@ def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[
 
 
 def server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
-    """Return the process of the inference server or teacher `name`, which reads `file`."""
+    """Return the process of the inference server or teacher `name`, which reads its configuration from `file`."""
     return ProcessSpec(
         name=name,
         unit=RecoveryUnit(name),
@@ -301,7 +318,7 @@ def server_process(name: str, config: RLConfig, python: str, file: Path, gpus: S
 
 
 def orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu: bool) -> ProcessSpec:
-    """Return the process of the orchestrator, which reads `file`."""
+    """Return the process of the orchestrator, which reads its configuration from `file`."""
     return ProcessSpec(
         name=ORCHESTRATOR,
         unit=TRAINING,
@@ -315,13 +332,13 @@ def orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu
 
 
 def server_keys(config: RLConfig) -> dict[str, str]:
-    """Return the variables with the keys of the servers that the run starts, for those who ask them."""
+    """Return the environment variables with the API keys of the servers that the run starts, for the processes that use them."""
     servers = {SERVER_KEY: config.inference, TEACHER_KEY: config.teacher_inference}
     return {name: inference.server.api_key for name, inference in servers.items() if inference and inference.server.api_key}
 
 
 def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares, machine: Machine) -> ProcessSpec:
-    """Return the process that starts the trainer's ranks, which read `file`."""
+    """Return the process that starts the trainer's ranks, which read their configuration from `file`."""
     num_ranks = len(shares.trainer) or config.trainer_cpu_ranks
     is_on_cpu = not shares.trainer
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}

@@ -1,6 +1,8 @@
-"""Starts, signals, ends and reads the processes of a run. Each child leads a session of its own and dies with the launcher.
+"""Starts, signals and ends the processes of a run, and reads their reports. Each child leads its own session and dies with the
+launcher.
 
-`ProcessHost` is all that the supervisor does to a process. This machine is one; `launcher.nodes.host` makes several nodes one.
+The supervisor acts on processes only through a `ProcessHost`. `LocalHost` is the one for this machine. `launcher.nodes.host` has
+another, for the processes of several nodes.
 """
 
 import os
@@ -24,11 +26,11 @@ from trivet.wire.status import ProcessReport
 
 _POLL_INTERVAL_S = 0.05
 _KILL_TIMEOUT_S = 5.0
-"""A killed process is gone within milliseconds, unless the kernel itself is stuck in it."""
+"""Longest wait for a killed process. It ends within milliseconds, unless it hangs in the kernel."""
 
 ReportStamp = tuple[int, int] | None
-"""Inode of a report's file and the time when it was written last; None while there is none. Stamps are compared with each other,
-never with a clock."""
+"""Inode of a report's file and its modification time in nanoseconds; None while there is no file. Stamps are compared with each
+other, never with a clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +38,13 @@ class RoleReports:
     """The reports of a role's processes."""
 
     readable: tuple[ProcessReport, ...] = ()
-    """Those that could be read."""
+    """The reports that could be read."""
     stamps: Mapping[str, ReportStamp] = field(default_factory=dict[str, ReportStamp])
-    """A value that changes when a process reports again, by the name of the process."""
+    """A stamp that changes when a process reports again, by the name of the process."""
 
 
 def read_reports(files: Sequence[ReportFile]) -> RoleReports:
-    """Read the reports of a role's processes. One that cannot be read still has a stamp: its process lives."""
+    """Read the reports of a role's processes. A report that cannot be decoded still has a stamp: its process lives."""
     readable: list[ProcessReport] = []
     stamps: dict[str, ReportStamp] = {}
     for file in files:
@@ -57,7 +59,7 @@ def read_reports(files: Sequence[ReportFile]) -> RoleReports:
 
 
 def forget_reports(files: Sequence[ReportFile]) -> None:
-    """Remove what the role's processes said before they are started again."""
+    """Remove the reports of a role's processes, before these are started again."""
     for file in files:
         file.path.unlink(missing_ok=True)
 
@@ -77,7 +79,7 @@ class HostedProcess(Protocol):
 
     @property
     def log_offset(self) -> int:
-        """Byte of the log at which this attempt's output starts."""
+        """Byte offset in the log at which the output of this process starts."""
         ...
 
     @property
@@ -86,11 +88,11 @@ class HostedProcess(Protocol):
         ...
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to it and to what it started; nothing once it has ended."""
+        """Send a signal to its process group: the process and its children. Do nothing once it has ended."""
         ...
 
     def signal_leader(self, number: signal.Signals) -> None:
-        """Send a signal to the role itself, not to what it started."""
+        """Send a signal to the process alone, not to its children."""
         ...
 
 
@@ -98,40 +100,40 @@ class ProcessHost(Protocol):
     """The machine or the nodes on which the processes of a run live. No method waits for a node to answer."""
 
     def start(self, spec: ProcessSpec) -> HostedProcess:
-        """Start a process; its output is appended to its log. What an earlier one reported is removed."""
+        """Start a process. Its output is appended to its log. The reports of an earlier process of the role are removed."""
         ...
 
     def stop(
         self, processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool]
     ) -> Sequence[HostedProcess]:
-        """End all: SIGTERM to every group at once, one deadline, then SIGKILL; return those that had to be killed.
+        """End all: SIGTERM to every process group at once, one deadline, then SIGKILL. Return the processes that were killed.
 
         Args:
-            is_hurried: asked while waiting; True ends the wait.
+            is_hurried: called while waiting. When it returns True, the wait ends and SIGKILL follows.
         """
         ...
 
     def end_orphans(self, *, spared: Collection[HostedProcess] = ()) -> None:
-        """Kill what outlived the processes that started it, except `spared` and all that descends from them.
+        """Kill processes that outlived the process that started them, except `spared` and their descendants.
 
-        To be called when the processes that ended have been waited for.
+        Call this after the processes that ended have been waited for.
         """
         ...
 
     def show_stacks(self, process: HostedProcess, pids: Iterable[int]) -> None:
-        """Have those of `pids` that descend from `process`, or are it, write their stacks into their logs."""
+        """Make `process` and its descendants, as far as they are among `pids`, write their stacks into their logs."""
         ...
 
     def find_stopped(self, processes: Sequence[HostedProcess]) -> Sequence[tuple[int, ...]]:
-        """Return for each process the pids of those of its processes that a signal has stopped."""
+        """Return for each process the pids of itself and its watched children that a signal has stopped."""
         ...
 
     def read_reports(self, process: HostedProcess) -> RoleReports:
-        """Return what its processes report now."""
+        """Return the present reports of a role's processes."""
         ...
 
     def lost_nodes(self) -> frozenset[int]:
-        """Return the nodes of the run that are not there.
+        """Return the nodes of the run that do not answer.
 
         Raises:
             RunDirectoryBusy: another node leads the run now.
@@ -139,13 +141,13 @@ class ProcessHost(Protocol):
         ...
 
     def leaving_nodes(self) -> frozenset[int]:
-        """Return the nodes, besides this one, that a signal has asked to end."""
+        """Return the nodes, without this one, on which a signal has asked the launcher to end."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """A `HostedProcess` of this machine."""
+    """A started process of this machine, as `HostedProcess`."""
 
     spec: ProcessSpec
     process: "subprocess.Popen[bytes]"
@@ -162,23 +164,23 @@ class Child:
         return self.process.poll()
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to it and to what it started; nothing once it has ended."""
+        """Send a signal to its process group. Do nothing once it has ended."""
         if self.exit_code is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def signal_leader(self, number: signal.Signals) -> None:
-        """Send a signal to the role itself, not to what it started."""
+        """Send a signal to the process alone, not to its children."""
         if self.exit_code is None:
             self.process.send_signal(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalHost:
-    """This machine as the `ProcessHost` of a run of one node."""
+    """The `ProcessHost` of this machine."""
 
     python: str
-    """The interpreter that ties a process to this one."""
+    """The interpreter that starts a process so that it ends with this one (`process.lifetime`)."""
     environ: Mapping[str, str]
     """Variables that every process inherits."""
 
@@ -224,26 +226,32 @@ class LocalHost:
 
     @staticmethod
     def end_orphans(*, spared: Collection[HostedProcess] = ()) -> None:
-        """Kill what descends from this process, as `ProcessHost.end_orphans`. It must adopt orphans (`process.lifetime`)."""
+        """Kill the descendants of this process, as `ProcessHost.end_orphans`.
+
+        This process must have called `adopt_orphans`, so that orphans are its descendants too.
+        """
         kept = {process.pid for process in spared}
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while (pids := descendants(os.getpid(), spared=kept)) and time.monotonic() < deadline:
             for pid in pids:
-                with suppress(ProcessLookupError, ChildProcessError):  # it is gone, or its own parent has not ended yet
+                with suppress(ProcessLookupError, ChildProcessError):  # it has ended, or its own parent has not ended yet
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, os.WNOHANG)
             time.sleep(_POLL_INTERVAL_S)
 
     @staticmethod
     def show_stacks(process: HostedProcess, pids: Iterable[int]) -> None:
-        """Have processes write their stacks, as `ProcessHost.show_stacks`. One that does not descend is another's by now."""
+        """Make processes write their stacks, as `ProcessHost.show_stacks`.
+
+        A pid that is no descendant may belong to a foreign process by now, so it gets no signal.
+        """
         for pid in set(pids).intersection([process.pid, *descendants(process.pid)]):
             with suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)
 
     @staticmethod
     def find_stopped(processes: Sequence[HostedProcess]) -> list[tuple[int, ...]]:
-        """Return the stopped processes of each; one that a debugger holds does not count."""
+        """Return the stopped pids of each process, as `ProcessHost.find_stopped`. A process under a debugger does not count."""
         table = read_processes()
         families = [
             [process.pid, *(descendants(process.pid, table=table) if process.spec.are_children_watched else ())]
@@ -253,7 +261,7 @@ class LocalHost:
 
     @staticmethod
     def read_reports(process: HostedProcess) -> RoleReports:
-        """Return what its processes report now."""
+        """Return the present reports of a role's processes."""
         return read_reports(process.spec.reports)
 
     @staticmethod
@@ -268,5 +276,5 @@ class LocalHost:
 
 
 def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what roles inherit: not the keys that the environment sets, which their configuration files already hold."""
+    """Return the variables that roles inherit, without those that set configuration keys: the roles' files have these already."""
     return {name: value for name, value in environ.items() if not name.startswith("TRIVET_") or name in (VENVS, NAMES_VARIABLE)}

@@ -1,4 +1,4 @@
-"""Takes a run from its configuration to its end: checks, takes the output directory, starts the three roles, watches them."""
+"""Takes a run from its configuration to its end: checks it, locks the output directory, starts the roles and supervises them."""
 
 import os
 import subprocess
@@ -14,6 +14,7 @@ from trivet.checkpoints.resume import choose_fork
 from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
+from trivet.config.schema.inference import InferenceConfig
 from trivet.config.schema.orchestrator import AdvantageConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
@@ -45,16 +46,16 @@ if TYPE_CHECKING:
     from trivet.launcher.nodes.lease import HeadLease
 
 _ADVANTAGE_TIMEOUT_S = 120.0
-"""Importing what the user's module imports may take a while."""
+"""Limit of the trial of a custom advantage function, which includes the imports of the user's module."""
 
 
 def check(config: RLConfig) -> None:
-    """Refuse what this machine cannot run; writes nothing, and starts nothing that lasts.
+    """Check that this machine can run `config`. Nothing is written, and every process that is started has ended on return.
 
     Raises:
         EnvironmentLoadError: an environment is not installed.
-        ConfigError: GPU ids that do not exist, a server that is to sleep on GPUs of its own, a custom advantage that does not
-            work, or a record that cannot be replayed.
+        ConfigError: a GPU id does not exist, a server that should sleep shares no GPU with the trainer, a custom advantage function
+            does not work, or a record cannot be replayed.
     """
     if config.trainer.bench is not None:
         share_gpus(config, inspect_machine().gpus)
@@ -79,7 +80,7 @@ def check(config: RLConfig) -> None:
 
 
 def check_resume(config: RLConfig) -> None:
-    """Check that the checkpoint that `config` resumes from exists and is whole; writes nothing.
+    """Check that the checkpoint that `config` resumes from exists and is whole. Nothing is written.
 
     Raises:
         ConfigError: there is no such checkpoint.
@@ -93,10 +94,10 @@ def check_resume(config: RLConfig) -> None:
 
 
 def require_advantage(config: AdvantageConfig) -> None:
-    """Call the function that the user configured with a few rewards, in a process of its own. Built-in ones are not tried.
+    """Try the user's custom advantage function on a few rewards, in a process of its own. Built-in functions are not tried.
 
     Raises:
-        ConfigError: the function cannot be imported, or does not return what can be trained on.
+        ConfigError: the function cannot be imported, or returns values that cannot be trained on.
     """
     if config.type != "custom":
         return
@@ -119,10 +120,10 @@ def require_advantage(config: AdvantageConfig) -> None:
 
 
 def check_environments(config: RLConfig) -> None:
-    """Load the environments of a run once; takes seconds, nearly all of them imports.
+    """Load the environments of a run once, as a check. It takes seconds, nearly all of them for imports.
 
     Raises:
-        EnvironmentLoadError: one cannot be loaded, or has no data.
+        EnvironmentLoadError: an environment cannot be loaded, or has no data.
     """
     if config.trainer.bench is None:
         settings, trained = list(run_settings(config.orchestrator).values()), [env.label for env in config.orchestrator.env]
@@ -130,8 +131,12 @@ def check_environments(config: RLConfig) -> None:
 
 
 def start(config: RLConfig) -> int:
-    """Run `config`, resolved and checked, to its end, or take part in it as another node; returns the exit code."""
-    if config.trainer.bench is not None:  # the trainer's ranks by themselves, on the devices that the run gives them
+    """Run `config`, which is resolved and checked, to its end. On a node other than the first, take part in the run.
+
+    Returns:
+        The exit code of the command.
+    """
+    if config.trainer.bench is not None:  # a benchmark runs the trainer's ranks alone, on the devices of the run's trainer
         machine = inspect_machine()
         with tempfile.TemporaryDirectory(prefix="trivet-bench-") as scratch:
             file = Path(scratch) / "trainer.toml"
@@ -140,13 +145,14 @@ def start(config: RLConfig) -> int:
             return subprocess.run(spec.argv, env={**spec.env_defaults, **os.environ, **spec.env}, check=False).returncode
     if not config.deployment.is_multi_node:
         return _run(config, identity=None)
-    from trivet.launcher.nodes import identity, join  # here: a run of one node needs no sockets
+    from trivet.launcher.nodes import identity, join  # imported here because a run of one node needs no sockets
 
     node = identity.identify_node(config.deployment, os.environ)
     return _run(config, identity=node) if node.index == HEAD else join.join(config, node)
 
 
 def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
+    """Run as the only node (`identity` is None) or as the first of several; return the exit code."""
     show_stacks_on_signal()
     layout, ckpt, machine = RunLayout(config.output_dir), config.trainer.ckpt, inspect_machine()
     with ExitStack() as held:
@@ -157,17 +163,17 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
             held.enter_context(lease)
         step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
         if config.clean:
-            check_environments(config)  # first: what it removes would be missed if they cannot be loaded
+            check_environments(config)  # before earlier results are removed: if it fails, they are still there
         is_resumed = step is not None and ckpt.resume_from is None
         run = directory.identify(is_resumed=is_resumed)
         if not is_resumed and identity is not None:
-            directory.renew_secret()  # the other nodes need the new run's
+            directory.renew_secret()  # now and not in `begin`, because the other nodes need the new run's secret to join
         local = LocalHost(
             python=sys.executable, environ=role_environment(os.environ) | share_secret(layout, environ=os.environ)
         )
         leader = None
         if identity is not None and lease is not None:
-            from trivet.launcher.nodes.lead import lead  # here: as in `start`
+            from trivet.launcher.nodes.lead import lead  # imported here for the reason given in `start`
 
             secret = find_secret(layout, environ=os.environ)
             leader = held.enter_context(
@@ -206,8 +212,8 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
 
 
 def _open_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLease":
-    """Return a guarded lease that this node has not taken yet. With it the node may lead."""
-    from trivet.launcher.nodes.lease import HeadLease  # here: as in `start`
+    """Return the lease with which a node leads the run. The node has not taken it yet; a guard watches it until `held` closes."""
+    from trivet.launcher.nodes.lease import HeadLease  # imported here for the reason given in `start`
     from trivet.launcher.nodes.lease_guard import LeaseGuard
 
     lost_after_s = config.deployment.lost_after_s
@@ -217,10 +223,10 @@ def _open_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLe
 
 
 def lock_wait(config: RLConfig, lease: "HeadLease | None", *, environ: Mapping[str, str]) -> LockWait:
-    """Return how long to wait while another process holds the output directory, and how the wait fails.
+    """Return how long to wait while another process holds the output directory, and the error after that time.
 
-    In a run over nodes the holder may be a first node whose machine died. While the lock stays, the lease says whether that node
-    still leads.
+    In a run over several nodes, the holder may be a first node whose machine died. Then the file system keeps the lock for a while,
+    and the lease shows whether that node still leads.
     """
     if lease is None:
         return wait_of_job(environ)
@@ -235,14 +241,15 @@ def lock_wait(config: RLConfig, lease: "HeadLease | None", *, environ: Mapping[s
     return LockWait(timeout_s=timeout_s, error=make_error, on_wait=lease.look)
 
 
-def _reserve_ports(config: RLConfig, held: ReservedPorts) -> Ports:
+def _reserve_ports(config: RLConfig, reserved: ReservedPorts) -> Ports:
+    """Reserve a port for each process of the run that listens; 0 for a server that the run does not start."""
+
+    def reserve(server: InferenceConfig | None) -> int:
+        return reserved.reserve(server.server.host, preferred=server.server.port) if server is not None else 0
+
     transport = config.trainer.rollout_transport
-    inference = 0
-    if config.inference is not None:
-        inference = held.reserve(config.inference.server.host, preferred=config.inference.server.port)
-    teacher = config.teacher_inference
     return Ports(
-        inference=inference,
-        transport=held.reserve(transport.host, preferred=transport.port),
-        teacher=held.reserve(teacher.server.host, preferred=teacher.server.port) if teacher is not None else 0,
+        inference=reserve(config.inference),
+        transport=reserved.reserve(transport.host, preferred=transport.port),
+        teacher=reserve(config.teacher_inference),
     )

@@ -1,4 +1,4 @@
-"""Gives a run its directories: the output directory, with nothing of another run in the way, and one for temporary files."""
+"""Locks and prepares the directories of a run: the output directory, and a directory for temporary files."""
 
 import os
 import secrets
@@ -30,20 +30,20 @@ from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
 
 RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "batches", "evals")
-"""Entries that are the result of a run; a fresh run never writes over them."""
+"""Names of files and directories that are the result of a run. A new run never writes over them."""
 ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports", ".compute_dtype.json")
-"""Everything that a run writes and leaves, besides its lock."""
+"""Names of everything that a run leaves in its directory, besides its lock."""
 
 _SHORT_WAIT = LockWait(timeout_s=0.3)
-"""Long enough for a process that asks who holds the lock, and takes it for a moment."""
+"""A process that checks who holds the lock takes it for a moment. This wait is longer than that."""
 
 _SCRATCH_PREFIX = "trivet-"
 _MAX_SCRATCH_LENGTH = 70
-"""Characters of the directory's path: a socket's path may have 107, of which vLLM's name takes 37."""
+"""Limit of characters in the directory's path: a socket's path may have 107, and vLLM's name of the socket takes 37."""
 
 
 class RunDirectory:
-    """An output directory that belongs to this process until it ends."""
+    """An output directory that this process locks, from `__enter__` to `close`."""
 
     def __init__(self, layout: RunLayout, *, wait: LockWait = _SHORT_WAIT) -> None:
         self.layout = layout
@@ -51,10 +51,10 @@ class RunDirectory:
         self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", guards=layout.root, wait=wait)
 
     def __enter__(self) -> "RunDirectory":
-        """Take the directory, which is made when it is not there.
+        """Lock the directory. It is made if it does not exist.
 
         Raises:
-            RunDirectoryBusy: a live run holds the directory. `wait` may name another error.
+            RunDirectoryBusy: a live run has locked the directory. `wait` may name another error.
             ConfigError: the directory cannot be written.
         """
         try:
@@ -70,26 +70,27 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Give the directory up; the kernel does the same when the process ends in any way."""
+        """Release the lock. The kernel does the same when the process ends in any way."""
         self._lock.close()
 
     def keep_over_exec(self) -> None:
-        """Keep the directory taken when another program replaces this process."""
+        """Keep the lock when another program replaces this process."""
         self._lock.keep_over_exec()
 
     def choose_start(self, *, resume_step: int | None, does_clean: bool, resume_from: Path | None = None) -> Step | None:
-        """Decide where the run starts, and make sure that nothing of another run is in the way. Changes nothing.
+        """Decide where the run starts, and check that no results of another run would be lost. Nothing is changed.
 
         Args:
-            resume_step: as configured; -1 is the newest committed one.
-            resume_from: output directory of another run, whose checkpoint a new run here starts from.
+            resume_step: the configured step; -1 names the newest committed one.
+            does_clean: remove the results of an earlier run.
+            resume_from: output directory of another run, from whose checkpoint a new run starts here.
 
         Returns:
-            The committed step to go on from, here or in `resume_from`; None for a start from the model.
+            The committed step to continue from, here or in `resume_from`; None for a start from the model.
 
         Raises:
-            ConfigError: there are results and neither resume nor clean was asked for, or both were; there is nothing to
-                resume; the directory holds such names but was not written by a run.
+            ConfigError: there are results, and the user asked neither to resume nor to clean; the user asked for both; there is
+                nothing to resume; or the directory was not written by a run.
         """
         if resume_step is not None and resume_from is None:
             if does_clean:
@@ -101,7 +102,7 @@ class RunDirectory:
             except CheckpointError as exc:
                 raise ConfigError(str(exc)) from exc
         found = self._entries()
-        # What a server or the command `eval` left alone is no obstacle, unless a role that was started by hand runs here.
+        # Files that only a server or the command `eval` left are allowed, unless a role that was started by hand runs here.
         is_in_use = any(holder_of(self.layout.role_lock(role)) is not None for role in ("trainer", "orchestrator"))
         is_of_measurement = ".reports" in found and set(found) <= {".reports", ".compute_dtype.json", "logs", "evals"}
         if found and read_run(self.layout) is None and (is_in_use or not is_of_measurement):
@@ -111,7 +112,7 @@ class RunDirectory:
             )
         submissions = {path.name for path in (self.layout.slurm, self.layout.kubernetes, self.layout.skypilot)}
         names = {path.name for path in self.layout.root.iterdir()} - submissions
-        # Hidden files, such as locks or notes of a file system, do not count.
+        # Hidden files, such as locks or files of a file system, do not count as foreign.
         if not found and (foreign := sorted(name for name in names if not name.startswith("."))):
             raise ConfigError(
                 f"output_dir {str(self.layout.root)!r} holds {foreign[0]} and nothing of a run: it is a directory for something "
@@ -128,15 +129,16 @@ class RunDirectory:
         return None if resume_from is None else choose_fork(self.layout, source=resume_from, resume_step=resume_step)
 
     def identify(self, *, is_resumed: bool) -> RunIdentity:
-        """Return the identity of the same run's next attempt when resumed, else that of a new run."""
+        """Return the identity of the next attempt of the same run if it is resumed; else the identity of a new run."""
         before = read_run(self.layout)
         if is_resumed and before is not None:
             return RunIdentity(id=before.id, attempt=before.attempt + 1)
         return RunIdentity(id=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
 
     def renew_secret(self) -> None:
-        """Forget the secret of the run that this directory held. A role that was started by hand for the new run may have made the
-        new run's already; that one stays.
+        """Remove the secret of the run that this directory held, so that the new run gets its own. Further calls do nothing.
+
+        Without a run.json there was no such run: then the secret may be that of a role that was started by hand, and stays.
         """
         if not self._has_new_secret and read_run(self.layout) is not None:
             self.layout.secret.unlink(missing_ok=True)
@@ -145,11 +147,13 @@ class RunDirectory:
     def begin(
         self, run: RunIdentity, *, resumed_from: Step | None, resume_from: Path | None = None, versions: Iterable[int] = ()
     ) -> None:
-        """Write run.json. A new run first removes what an earlier one left; a resumed run what was never committed.
+        """Prepare the directory for the first attempt of this launcher, and write run.json.
+
+        A new run first removes the files of an earlier run. A resumed run removes files of checkpoints that were never committed.
 
         Args:
-            resume_from: output directory of another run, whose checkpoint `resumed_from` becomes this new run's first.
-            versions: of that run's policies, those that the new one needs besides the checkpoint's own.
+            resume_from: output directory of another run, whose checkpoint `resumed_from` becomes the first of this new run.
+            versions: further policies of that run which the new run needs.
 
         Raises:
             ConfigError: the checkpoint to resume from is damaged; nothing was removed.
@@ -171,7 +175,7 @@ class RunDirectory:
         self.begin_next(run)
 
     def begin_next(self, run: RunIdentity) -> None:
-        """Prepare the directory for an attempt of the run that holds it: no role writes to it now."""
+        """Prepare the directory for the next attempt of its run. No role may write to it meanwhile."""
         discard_staging(self.layout)
         drop_torn_line(self.layout.events)
         write_run(self.layout, run)
@@ -181,11 +185,11 @@ class RunDirectory:
 
 
 def wait_of_job(environ: Mapping[str, str]) -> LockWait:
-    """Return how long a run on one machine waits for the directory.
+    """Return how long a run on one machine waits for the lock of its directory.
 
-    A job that its scheduler has started again waits for its own earlier start, whose machine may have died. If the lock stays,
-    the job ends with an exit code after which it is started once more. Any other run hardly waits: somebody else has started the
-    run that holds the directory.
+    When a scheduler starts a job again, the machine of the earlier start may have died, and the file system may keep its lock for a
+    while. So the job waits. If the lock stays, the job ends with an exit code after which the scheduler starts it once more. Any
+    other run waits only a moment, because another user or command holds the directory.
     """
     if not is_restarted_job(environ):
         return _SHORT_WAIT
@@ -193,16 +197,16 @@ def wait_of_job(environ: Mapping[str, str]) -> LockWait:
 
 
 def write_configs(configs: Mapping[Path, Section]) -> None:
-    """Write what the roles read. Headers and arguments of environments may hold secrets, so only the owner may read it."""
+    """Write the configurations of the roles. They may have secrets in headers and arguments, so only the owner may read them."""
     for path, section in configs.items():
         write_atomically(path, to_toml(section).encode(), is_private=True)
 
 
 class Scratch:
-    """A new directory for the temporary files of servers and ranks, removed at the end of the run with all that it holds.
+    """A new directory for the temporary files of servers and ranks. It is removed with its content at the end of the run.
 
-    A process that is killed leaves its own: vLLM its sockets, ranks their directory. The path is noted in the output directory,
-    whose holder alone makes one. The next run removes what a launcher that was killed left, if no other run is in it.
+    Processes that are killed leave temporary files: vLLM its sockets, ranks their directory. The path is written to a note in the
+    output directory. If a launcher is killed, the next run reads the note and removes the directory, unless it is locked.
     """
 
     def __init__(self, note: Path) -> None:
@@ -215,10 +219,10 @@ class Scratch:
         Raises:
             ConfigError: there is no directory for temporary files.
         """
-        with suppress(OSError):  # mostly there is none
-            left = Path(self._note.read_text().strip())
-            if left.name.startswith(_SCRATCH_PREFIX):
-                remove_if_free(left)
+        with suppress(OSError):  # mostly there is no note
+            leftover = Path(self._note.read_text().strip())
+            if leftover.name.startswith(_SCRATCH_PREFIX):
+                remove_if_free(leftover)
         with ExitStack() as begun:
             try:
                 self.directory = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX))
@@ -236,13 +240,13 @@ class Scratch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._held.close()
         if not self.directory.exists():
-            with suppress(OSError):  # a note of what is gone harms nobody
+            with suppress(OSError):  # a note about a directory that does not exist does no harm
                 self._note.unlink()
 
     def redirect(self, spec: ProcessSpec) -> ProcessSpec:
-        """Return `spec` with its temporary files here; what libraries keep there for the next run stays where that finds it.
+        """Return `spec` with this directory for its temporary files. Caches that later runs use stay in the usual directory.
 
-        The orchestrator keeps the directory that the user has for such files: its environment workers have their own.
+        The orchestrator's spec is not changed: its environment workers have their own directories.
         """
         if spec.name == ORCHESTRATOR:
             return spec

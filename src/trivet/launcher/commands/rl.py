@@ -1,4 +1,8 @@
-"""The command `rl`. What carries a run out is imported when a configuration was read: help and mistakes in it are shown sooner."""
+"""Entry of the command `rl`.
+
+The module that runs it is imported only after the configuration was read, so that help and mistakes in the configuration are shown
+sooner.
+"""
 
 import os
 from functools import partial
@@ -10,20 +14,20 @@ from trivet.schedulers.submit import submit
 
 
 def main() -> int:
-    """Run the command with the arguments of this process; returns its exit code."""
+    """Run the command with the arguments of this process and return its exit code."""
     exit_code = run_command(RLConfig, start, check=check, dry_run=check_for_dry_run, submit=partial(submit, command="rl"))
     return pod_exit_code(exit_code, os.environ)
 
 
 def check(config: RLConfig) -> None:
-    """Refuse what this machine cannot run, as `launcher.run.check` does."""
+    """Check that this machine can run `config`, as `launcher.run.check`."""
     from trivet.launcher import run
 
     run.check(config)
 
 
 def check_for_dry_run(config: RLConfig) -> None:
-    """Check what a run checks while it starts: the checkpoint that it resumes from, and its environments."""
+    """Check the checkpoint that a run resumes from and its environments, as a run itself does while it starts."""
     from trivet.launcher import run
 
     run.check_resume(config)
@@ -31,7 +35,7 @@ def check_for_dry_run(config: RLConfig) -> None:
 
 
 def start(config: RLConfig) -> int:
-    """Run `config`, resolved and checked, to its end; returns the exit code."""
+    """Run `config`, which is resolved and checked, to its end and return the exit code."""
     from trivet.launcher import run
 
     return run.start(config)

@@ -1,4 +1,7 @@
-"""The command `sft`: supervised fine-tuning, `num_ranks` ranks, else one for each GPU that is visible, one on the CPU."""
+"""Entry of the command `sft`, supervised fine-tuning.
+
+It starts `num_ranks` ranks, by default one for each visible GPU, or one on the CPU.
+"""
 
 import os
 import sys
@@ -20,14 +23,14 @@ from trivet.secret import share_secret
 
 
 def main() -> int:
-    """Run the command with the arguments of this process; returns its exit code."""
+    """Run the command with the arguments of this process and return its exit code."""
     return run_command(SftConfig, start, check=check, submit=partial(submit, command="sft"))
 
 
 def check(config: SftConfig) -> None:
-    """Refuse what cannot be resumed or forked, and data that cannot be read, before anything is started or written."""
+    """Check the checkpoint that is resumed or forked, and the data, before anything is started or written."""
     if config.bench is not None:
-        return  # made-up rows, and nothing is written
+        return  # a benchmark reads no data and writes nothing
     layout, ckpt = RunLayout(config.output_dir), config.ckpt
     if ckpt.resume_from is None:
         choose_start(config)
@@ -45,7 +48,7 @@ def check(config: SftConfig) -> None:
 
 
 def start(config: SftConfig) -> int:
-    """Take the output directory, write the configuration and become the ranks."""
+    """Lock the output directory, write the configuration, and replace this process by the one that starts the ranks."""
     if config.bench is not None:
         return become_ranks("trivet.trainer.sft.main", sys.argv[1:], device=config.device, num_ranks=config.num_ranks)
     layout, ckpt = RunLayout(config.output_dir), config.ckpt
@@ -59,7 +62,7 @@ def start(config: SftConfig) -> int:
     if ckpt.resume_from is not None:
         step = choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
         adopt(ckpt.resume_from, step, into=layout)
-        # From here on it is a run that resumes its own first checkpoint, under settings of its own.
+        # The ranks resume the adopted checkpoint as their own, and may change every setting.
         arguments += ["--ckpt.resume-from", "None", "--ckpt.resume-step", str(step), "--ckpt.allow-changes", f'["{EVERY_KEY}"]']
     return become_ranks("trivet.trainer.sft.main", arguments, device=config.device, num_ranks=config.num_ranks)
 

@@ -1,4 +1,7 @@
-"""The command `trainer`: the trainer alone, one rank for each GPU that is visible, one on the CPU. `sft` becomes ranks too."""
+"""Entry of the command `trainer`, which runs the trainer alone: one rank for each visible GPU, or one on the CPU.
+
+The command `sft` starts its ranks through `become_ranks` too.
+"""
 
 import os
 import sys
@@ -16,26 +19,26 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def main() -> int:
-    """Run the command with the arguments of this process; returns its exit code."""
+    """Run the command with the arguments of this process and return its exit code."""
     return run_command(TrainerConfig, start, check=check)
 
 
 def check(config: TrainerConfig) -> None:
-    """Refuse what cannot start, before the ranks do."""
+    """Check the checkpoint that is resumed, before the ranks start."""
     if config.bench is None:
         choose_start(config)
 
 
 def start(config: TrainerConfig) -> int:
-    """Become the ranks of the trainer."""
+    """Replace this process by the one that starts the ranks of the trainer."""
     return become_ranks("trivet.trainer.main", sys.argv[1:], device=config.device, num_ranks=None)
 
 
 def count_ranks(machine: Machine, *, device: Device, num_ranks: int | None) -> int:
-    """Return how many ranks to start: `num_ranks`, else one for each GPU, one on the CPU.
+    """Return how many ranks to start: `num_ranks`; when it is None, one for each GPU, or one on the CPU.
 
     Raises:
-        ConfigError: more ranks than GPUs, or no GPU where one is asked for.
+        ConfigError: there are fewer GPUs than `num_ranks`, or `device` is "cuda" and there is no GPU.
     """
     num_gpus = 0 if device == "cpu" else len(machine.gpus)
     if device == "cuda" and num_gpus == 0:
@@ -46,7 +49,7 @@ def count_ranks(machine: Machine, *, device: Device, num_ranks: int | None) -> i
 
 
 def become_ranks(module: str, arguments: Sequence[str], *, device: Device, num_ranks: int | None) -> NoReturn:
-    """Replace this process by the one that starts the ranks of `module`; they read the same `arguments`."""
+    """Replace this process by the one that starts the ranks of `module`, each with the same `arguments`."""
     machine = inspect_machine()
     count = count_ranks(machine, device=device, num_ranks=num_ranks)
     is_on_cpu = device == "cpu" or not machine.gpus

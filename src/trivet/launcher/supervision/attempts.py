@@ -1,7 +1,6 @@
-"""Makes the attempts of one run: what is started first, and what is started after a failure, from which checkpoint.
+"""Prepares the attempts of one run: chooses the checkpoint of each attempt, plans its processes and writes their configurations.
 
-Owned by `launcher.run`; the supervisor asks it.
-The run directory and the ports are kept from the first attempt to the last.
+`launcher.run` makes it, and the supervisor uses it. The run directory and the ports are kept from the first attempt to the last.
 """
 
 from collections.abc import Callable, Collection
@@ -31,7 +30,7 @@ from trivet.wire.events import Event, Stop
 from trivet.wire.versions import START_VERSION, Step
 
 _TRAINING_FILES = ("orchestrator.toml", "trainer.toml")
-"""Configurations of roles that go back to a checkpoint; servers stay up meanwhile."""
+"""Names of the configuration files of the roles that go back to a checkpoint. Servers keep running meanwhile."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,16 +38,18 @@ class Attempts:
     """The current attempt of a run, from which the next one is made."""
 
     config: RLConfig
-    """Resolved."""
+    """The resolved configuration."""
     directory: RunDirectory
     run: RunIdentity
     """Id of the run, and number of the current attempt."""
     from_step: Step | None
-    """The step that the current attempt resumed from, None for a fresh start."""
+    """The step from which the current attempt resumed; None when it started from the start model."""
     make_plan: Callable[[RLConfig, RunIdentity, Step | None], RunPlan]
     """Plans an attempt that resumes from a step: `launcher.plan.plan` on one machine."""
     scratch: Scratch
+    """The directory for temporary files of the processes on this node."""
     planned: RunPlan = field(init=False)
+    """The plan of the current attempt."""
     notices: list[str] = field(default_factory=list[str])
     """Findings of `begin` that the user should know."""
 
@@ -72,28 +73,28 @@ class Attempts:
 
     @property
     def is_last_step_committed(self) -> bool:
-        """True when the run has nothing left to do."""
+        """True when the last step of the run is committed, so that nothing is left to do."""
         last = self.last_commit
         return last is not None and self.max_steps is not None and last >= self.max_steps
 
     def begin(self) -> None:
-        """Take the directory for the first attempt, and write the roles' configurations.
+        """Prepare the directory for the first attempt, and write the roles' configurations.
 
         Raises:
             ConfigError: the checkpoint to resume from is damaged; nothing was removed.
-            ResumeError: settings that a resumed run must keep did change.
+            ResumeError: a setting that a resumed run must keep has changed.
         """
         trainer, versions = self.config.trainer, set[int]()
         resume_from = trainer.ckpt.resume_from
         if resume_from is None:
             for section in self.planned.configs.values():
                 if isinstance(section, SteppingRoleConfig):
-                    # `begin` reads every file of both parts, before anything is removed.
+                    # `directory.begin` verifies every file of the checkpoint before it removes anything.
                     choose_resume_step(section, is_whole_verified=True)
             if self.from_step is not None:
                 self.notices += self._describe_changed_servers()
         elif self.from_step:
-            # Older policies of the other run that a fork of its checkpoint samples from or compares with.
+            # Older policies of the other run which this fork needs: to sample from them, or as its reference policy.
             versions = needed_to_resume([self.from_step], lag=trainer.max_async_level if self.config.deterministic else 0)
             if trainer.loss.beta:
                 versions.add(reference_version_after(self.from_step, interval=trainer.loss.reference_update_interval))
@@ -103,9 +104,9 @@ class Attempts:
         self.name_servers()
 
     def begin_next(self, log: RunLog) -> None:
-        """Make the next attempt, from the newest checkpoint that is whole, or from where the run began.
+        """Prepare the next attempt, from the newest checkpoint that is whole, or from the start of the run when there is none.
 
-        To be called when orchestrator and trainer have ended.
+        Call this after orchestrator and trainer have ended.
 
         Raises:
             CheckpointError: there are checkpoints, and none is whole; or a later attempt has begun elsewhere.
@@ -114,10 +115,10 @@ class Attempts:
         newest = self._newest_whole(log)
         if newest is not None and newest != self.from_step:
             self.from_step = newest
-            # What `ckpt.skip_*` leaves out of the checkpoint that a run starts from, the run commits itself.
-            nothing = {name: False for name in CkptConfig.model_fields if name.startswith("skip_")}
+            # `ckpt.skip_*` is about the checkpoint from which the user resumed. From its own checkpoints a run restores everything.
+            skip_nothing = {name: False for name in CkptConfig.model_fields if name.startswith("skip_")}
             for name, role in (("trainer", self.config.trainer), ("orchestrator", self.config.orchestrator)):
-                ckpt = role.ckpt.model_copy(update=nothing)
+                ckpt = role.ckpt.model_copy(update=skip_nothing)
                 self.config = self.config.model_copy(update={name: role.model_copy(update={"ckpt": ckpt})})
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
         self.directory.begin_next(self.run)
@@ -125,14 +126,17 @@ class Attempts:
         write_configs({path: config for path, config in self.planned.configs.items() if path.name in _TRAINING_FILES})
 
     def plan_again(self, servers: Collection[RecoveryUnit]) -> None:
-        """Plan the current attempt again, before servers are started: their nodes may have come back at other addresses."""
+        """Plan the current attempt again before `servers` are restarted: their nodes may have returned at other addresses.
+
+        A run on one node keeps its plan.
+        """
         if not self.config.deployment.is_multi_node:
             return
         self.planned = self._plan()
         write_configs({path: config for path, config in self.planned.configs.items() if path.stem in servers})
 
     def has_completed(self, role: str) -> bool:
-        """Return whether `role` recorded in events.jsonl that this attempt reached the last step, or the end of its record."""
+        """Return whether events.jsonl has a record of `role` that this attempt reached the last step, or a replay its end."""
         try:
             events = list(read_events(self.layout.events))
         except (FileNotFoundError, msgspec.DecodeError):
@@ -150,25 +154,28 @@ class Attempts:
             writer.write(event)
 
     def name_servers(self, *, without: Collection[RecoveryUnit] = ()) -> None:
-        """Write where the orchestrator finds the servers of a run over several nodes; all of them when none would remain.
+        """Write the servers' addresses into the file that the orchestrator reads. A run on one node has no such file.
 
         Args:
-            without: units whose servers have failed: a lost node does not answer, and the orchestrator would wait for it.
+            without: units whose servers have failed, which are left out: the orchestrator would wait for a lost node. If no server
+                would remain, all are written.
         """
         if self.planned.servers_file is None:
             return
-        known = self.planned.server_urls
-        remaining = {unit: urls for unit, urls in known.items() if unit not in without} or known
+        all_urls = self.planned.server_urls
+        remaining = {unit: urls for unit, urls in all_urls.items() if unit not in without} or all_urls
         text = "".join(f"{url}\n" for urls in remaining.values() for url in urls)
         write_atomically(self.planned.servers_file, text.encode())
 
     def _plan(self) -> RunPlan:
+        """Plan the current attempt, with temporary files of this node's processes in `scratch`."""
         planned = self.make_plan(self.config, self.run, self.from_step)
-        # Each other node has a directory for temporary files of its own.
+        # Every other node has its own directory for temporary files.
         processes = (self.scratch.redirect(spec) if spec.node == HEAD else spec for spec in planned.processes)
         return replace(planned, processes=tuple(processes))
 
     def _newest_whole(self, log: RunLog) -> Step | None:
+        """Return the step of the newest checkpoint that is whole; None when there are no checkpoints."""
         steps = committed_steps(self.layout)
         for step in reversed(steps):
             try:
@@ -185,7 +192,7 @@ class Attempts:
         return None
 
     def _describe_changed_servers(self) -> list[str]:
-        """Return a notice for each setting by which a server samples otherwise than when this run was last started."""
+        """Return a notice for each changed setting with which a server may sample differently than before the resume."""
         notices: list[str] = []
         for path, config in self.planned.configs.items():
             if isinstance(config, InferenceConfig) and path.exists():

@@ -1,13 +1,16 @@
-"""Decides what happens to a run: goes on, restarts a part of it, or is over, and why. Pure: states and a time in, actions out.
+"""Decides whether a run continues, restarts a part of itself, or ends.
 
-A unit is what is restarted together: a server alone; orchestrator and trainer. Its states:
+`Recovery.decide` gets an observation and returns actions. It has no effect besides the state of the `Recovery`: the supervisor
+carries the actions out.
+
+A unit is a set of roles that are restarted together: orchestrator and trainer, or one server. Its states:
 
     running --a role failed--> stopping --all have ended--> backing off --delay--> running
        |                           (killed at the deadline)
        +--the failure is final--> the run is over
 
-SIGTERM, and SIGHUP of a closed terminal, ask for a commit first: the roles finish their step, commit and end, within
-`preemption_grace_s`. Before the servers have answered for the first time there is no step, and nothing is waited for.
+After SIGTERM, or SIGHUP of a closed terminal, the run is preempted: the roles finish their step, commit and end, within
+`preemption_grace_s`. Before the servers have answered for the first time there is no step to finish, so the run ends at once.
 """
 
 import signal
@@ -24,13 +27,13 @@ from trivet.launcher.supervision.observer import RoleObservation, RunObservation
 from trivet.wire.status import RoleState, RunState
 
 MAX_BACKOFF_S = 60.0
-"""A longer wait would cost more than the restarts that it saves."""
-_FINAL = frozenset({2, 3})
-"""Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
-_RETRIED = NodesMissing.exit_code
-"""Exit code of a role that may succeed later: it waited in vain for a lock that a file system keeps for a machine that died."""
-_REPORTS_LATE_S = 3.0
-"""A finished step is known this much later at most: its process reports once a second, and reports are read once a second."""
+"""Longest pause before a restart. A longer pause would cost more than the restarts that it saves."""
+_FINAL_EXIT_CODES = frozenset({2, 3})
+"""Exit codes of a role after which the run ends: bad configuration, diverged. A restarted role would fail in the same way."""
+_RETRIED_EXIT_CODE = NodesMissing.exit_code
+"""Exit code of a role that may succeed later: it waited too long for a lock that a file system keeps for a machine that died."""
+_MAX_REPORT_DELAY_S = 3.0
+"""Longest time until a finished step is known: its process reports once a second, and reports are read once a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class StopRoles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnounceRestart:
-    """Say that a unit failed and will be restarted after `delay_s`."""
+    """Announce that a unit failed and will be restarted after `delay_s`."""
 
     unit: RecoveryUnit
     roles: tuple[str, ...]
@@ -56,29 +59,30 @@ class AnnounceRestart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartUnit:
-    """Start a unit again; what it left has ended."""
+    """Start a unit again. All of its roles have ended."""
 
     unit: RecoveryUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptRun:
-    """Have the roles finish the step, commit a checkpoint and end."""
+    """Ask the roles to finish the step, commit a checkpoint and end."""
 
     reason: str
     grace_s: float
+    """Longest time that this may take, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRun:
-    """End the run: stop what still runs."""
+    """End the run: stop all roles that still run."""
 
     outcome: RunState
     """Done, failed or interrupted."""
     exit_code: int
     reason: str
     role: str | None = None
-    """The role whose failure ended the run."""
+    """The role whose failure ended the run; None when no role failed."""
 
 
 RecoveryAction = StopRoles | AnnounceRestart | StartUnit | PreemptRun | FinishRun
@@ -88,18 +92,19 @@ RecoveryAction = StopRoles | AnnounceRestart | StartUnit | PreemptRun | FinishRu
 class _UnitState:
     state: RoleState = RoleState.RUNNING
     deadline: float = 0.0
-    """Time at which what is left of a stopping unit is killed."""
+    """Time at which the roles of a stopping unit that still run are killed."""
     due: float = 0.0
     """Time at which it is started again."""
     restarted_at: list[float] = field(default_factory=list[float])
+    """Times of the failures for which it was restarted, within `recovery.restart_window_s`."""
     missing_since: float | None = None
     """Time since which a node that the unit needs is lost; None while all are there."""
     failure_without_progress: str = ""
-    """Signature of its last failure, if that was before any progress."""
+    """Signature of its last failure, if the unit had not progressed before it; else empty."""
 
 
 class Recovery:
-    """The decisions about one run, and what they depend on: when each unit failed, and how often."""
+    """Makes the decisions about one run, and remembers the failures of each unit on which they depend."""
 
     def __init__(self, config: RLConfig) -> None:
         """Begin with every unit running."""
@@ -107,12 +112,13 @@ class Recovery:
         self._deployment = config.deployment
         self._stop_timeout_s = config.shutdown_timeout_s
         self._patience_s = config.trainer.rollout_transport.timeout_s
-        """For so long a role may write nothing after the other has finished."""
+        """Longest time without output of a role that still runs after the other has finished."""
         self._units: defaultdict[RecoveryUnit, _UnitState] = defaultdict(_UnitState)
         self._interruption: FinishRun | None = None
         """The end of a run that was asked to stop."""
         self._interrupted_at = 0.0
         self._commit_deadline: float | None = None
+        """Time by which a preempted run must have committed; None while the run is not preempted."""
 
     def state_of(self, unit: RecoveryUnit) -> RoleState:
         """Return whether `unit` runs, stops, or waits for its restart."""
@@ -128,7 +134,7 @@ class Recovery:
         return self._commit_deadline is not None
 
     def decide(self, run: RunObservation) -> list[RecoveryAction]:
-        """Return what to do now. It is called in every round of the supervisor; an action is returned once."""
+        """Return the actions to carry out now. Called in every round of the supervisor; each action is returned once."""
         finishing = [role for role in run.roles.values() if role.spec.does_finish]
         if all(self._is_done(role, run) for role in finishing):
             return [FinishRun(outcome=RunState.DONE, exit_code=0, reason="every step is done")]
@@ -138,8 +144,8 @@ class Recovery:
             self._interruption = interruption
         if self._interruption is not None:
             return list(self._preempt(run, self._interruption))
-        if silent := self._silent_last(finishing, run):
-            return [silent]
+        if end_by_silence := self._find_silent_role(finishing, run):
+            return [end_by_silence]
         actions: list[RecoveryAction] = []
         for unit, roles in run.by_unit().items():
             state = self._units[unit]
@@ -155,7 +161,7 @@ class Recovery:
     def _watch(
         self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
     ) -> Iterator[RecoveryAction]:
-        """Announce the restart of a unit of which a role failed, and stop the others; or end the run."""
+        """If a role of the unit failed, announce the unit's restart and stop its other roles; or end the run."""
         failed = [role for role in roles if role.exit_code is not None and not self._is_done(role, run)]
         failed = failed or [role for role in roles if self._is_stuck(role) and not self._is_done(role, run)]
         if not failed:
@@ -172,13 +178,14 @@ class Recovery:
         state.state, state.deadline, state.due = RoleState.STOPPING, run.now + self._stop_timeout_s, run.now + delay_s
         names = tuple(sorted(role.name for role in roles))
         yield AnnounceRestart(unit=unit, roles=names, role=first.name, cause=f"{first.name} {first.cause}", delay_s=delay_s)
-        for by_kill in (False, True):  # a role that hangs would not react to SIGTERM
+        for by_kill in (False, True):  # a stuck role is killed: it would not react to SIGTERM
             if names := tuple(role.name for role in roles if role.exit_code is None and bool(role.stuck) is by_kill):
                 yield StopRoles(roles=names, by_kill=by_kill)
 
     def _await_stop(self, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation) -> Iterator[RecoveryAction]:
+        """Let a stopping unit back off once all roles have ended. At the deadline kill them; on a final exit code end the run."""
         for role in roles:
-            if role.exit_code in _FINAL:
+            if role.exit_code in _FINAL_EXIT_CODES:
                 yield _fail(role, describe_exit(role.exit_code))
                 return
         running = tuple(role.name for role in roles if role.exit_code is None)
@@ -191,7 +198,7 @@ class Recovery:
     def _are_gpus_settled(self, roles: Sequence[RoleObservation], run: RunObservation) -> bool:
         """Return whether no other role takes or frees memory on the GPUs of `roles`, which are to be started.
 
-        A starting vLLM counts memory that others take as its own, and it fails when others free some.
+        While vLLM starts, it counts memory that other processes take as its own, and it fails when they free memory.
         """
         names = {role.name for role in roles}
         servers = {server for role in roles for server in role.spec.starts_after}
@@ -207,7 +214,7 @@ class Recovery:
     def _start_on_nodes(
         self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
     ) -> Iterator[RecoveryAction]:
-        """Start a unit again once its nodes are there, or enough of them, or end the run that waits for one in vain."""
+        """Start a unit again once its nodes are there, or enough of them. End the run when a node stays lost for too long."""
         missing = {role.spec.node for role in roles} & run.lost_nodes
         if not missing or (unit == TRAINING and self._can_train_without(missing, run.lost_nodes)):
             state.state, state.missing_since = RoleState.RUNNING, None
@@ -227,15 +234,20 @@ class Recovery:
             yield FinishRun(outcome=RunState.FAILED, exit_code=NodesMissing.exit_code, reason=reason, role=roles[0].name)
 
     def _can_train_without(self, missing: Collection[int], lost: Collection[int]) -> bool:
-        """Return whether the nodes of a unit that are lost hold ranks alone, and enough ranks remain."""
+        """Return whether training can continue without `missing`: these nodes only had trainer ranks, and enough nodes remain.
+
+        Args:
+            missing: lost nodes of the training unit.
+            lost: all lost nodes of the run.
+        """
         needed, num_nodes = self._deployment.min_train_nodes, self._deployment.num_train_nodes
         remaining = num_nodes - sum(node < num_nodes for node in lost)
         return needed is not None and all(node < num_nodes for node in missing) and remaining >= needed
 
     def _why_final(self, state: _UnitState, role: RoleObservation, run: RunObservation) -> str | None:
-        """Return why there is no restart, as the end of a sentence; None when there is one."""
+        """Return why the unit is not restarted, as the end of a sentence that may be empty; None when it is restarted."""
         config = self._config
-        if role.exit_code in _FINAL or config.max_restarts == 0:
+        if role.exit_code in _FINAL_EXIT_CODES or config.max_restarts == 0:
             return ""
         if run.is_last_step_committed and role.spec.does_finish:
             return " after the last step was committed"
@@ -243,14 +255,14 @@ class Recovery:
             return ' (recovery.on_stuck = "stop")'
         if _is_loss_alone(role, run):
             return None
-        if not role.has_progressed and role.exit_code != _RETRIED:
-            what = "before it answered" if role.unit != TRAINING else "before the first step"
+        if not role.has_progressed and role.exit_code != _RETRIED_EXIT_CODE:
+            when = "before it answered" if role.unit != TRAINING else "before the first step"
             is_first = not state.restarted_at and role.exit_code is not None and not role.was_killed
-            # Over several nodes this may be how the loss of one shows on the others.
+            # With ranks on several nodes, a rank may also fail because another node was lost: that is worth a restart.
             if is_first and not (role.unit == TRAINING and self._deployment.num_train_nodes > 1):
-                return f", {what}: a restart would meet the same"
+                return f", {when}: a restart would meet the same"
             if state.failure_without_progress == role.signature and role.exit_code != NODE_LOST:
-                return f", again {what} and in the same way: a further restart would meet the same"
+                return f", again {when} and in the same way: a further restart would meet the same"
         if len(self._recent_restarts(state, run.now)) >= config.max_restarts:
             return (
                 f", after {config.max_restarts} restarts within {config.restart_window_s:g} s "
@@ -262,7 +274,10 @@ class Recovery:
         return [at for at in state.restarted_at if now - at <= self._config.restart_window_s]
 
     def _find_interruption(self, run: RunObservation) -> FinishRun | None:
-        """Return the end that a signal asks for: one that came here, or on a node that trains and that the run needs."""
+        """Return the end that a signal asks for; None without one.
+
+        The signal came to this launcher, or to that of another node with trainer ranks without which the run cannot train.
+        """
         if (number := run.interrupted_by) is not None:
             reason = f"interrupted by {signal.Signals(number).name}"
             return FinishRun(outcome=RunState.INTERRUPTED, exit_code=128 + number, reason=reason)
@@ -273,14 +288,14 @@ class Recovery:
         return FinishRun(outcome=RunState.INTERRUPTED, exit_code=NodesMissing.exit_code, reason=reason)
 
     def _preempt(self, run: RunObservation, end: FinishRun) -> Iterator[RecoveryAction]:
-        """Have the roles commit, wait for it, and end the run."""
+        """Ask the roles to commit, wait until they have, and then end the run with `end`."""
         training, grace_s = run.by_unit().get(TRAINING, []), self._config.preemption_grace_s
         does_commit = end.exit_code != 128 + signal.SIGINT
         is_starting = not any(role.has_progressed for role in training) and not all(
             role.has_progressed for role in run.roles.values() if role.unit != TRAINING
         )
         why: str | None = ""
-        """Why the wait for a commit is over, as the end of a sentence."""
+        """The reason why the run ends now, as the end of a sentence that may be empty; None while it waits for the commit."""
         if self._commit_deadline is not None:
             failed = [role for role in training if role.exit_code not in (None, 0)]
             if failed:
@@ -292,8 +307,8 @@ class Recovery:
                 elif run.now >= self._commit_deadline:
                     why = f", and the step was not over within {grace_s:g} s (recovery.preemption_grace_s)"
         elif is_starting:
-            if does_commit and not run.is_repeated and run.now < self._interrupted_at + _REPORTS_LATE_S:
-                return  # a step may be finished that nobody has reported yet
+            if does_commit and not run.is_repeated and run.now < self._interrupted_at + _MAX_REPORT_DELAY_S:
+                return  # the first step may be finished and not reported yet
             why = " during the start, with no step to commit"
         elif (
             does_commit
@@ -308,7 +323,7 @@ class Recovery:
             yield FinishRun(outcome=end.outcome, exit_code=end.exit_code, reason=f"{end.reason}{why}")
 
     def _is_done(self, role: RoleObservation, run: RunObservation) -> bool:
-        """Return whether the role finished, or all that it was there for is on disk when a signal ended it or it hangs."""
+        """Return whether the role has done its work: it ended after the last step, or it was killed or hangs after its commit."""
         if not role.spec.does_finish:
             return False
         if role.exit_code == 0:
@@ -318,15 +333,15 @@ class Recovery:
     def _is_stuck(self, role: RoleObservation) -> bool:
         return role.exit_code is None and bool(role.stuck) and self._config.on_stuck != "warn"
 
-    def _silent_last(self, finishing: Sequence[RoleObservation], run: RunObservation) -> FinishRun | None:
-        """Return the end of a run in which one role finished and the other writes nothing for `patience_s`; it may be later."""
+    def _find_silent_role(self, finishing: Sequence[RoleObservation], run: RunObservation) -> FinishRun | None:
+        """Return the end of a run in which one role finished and the other has written no output for `_patience_s`; else None."""
         done = [role for role in finishing if self._is_done(role, run)]
-        waited_for = [role for role in finishing if role not in done]
-        if not done or any(role.exit_code is not None for role in waited_for):
+        unfinished = [role for role in finishing if role not in done]
+        if not done or any(role.exit_code is not None for role in unfinished):
             return None
-        since = max(role.ended_at for role in done)
-        for role in waited_for:
-            silent_s = run.now - max(since, role.last_output_at)
+        done_at = max(role.ended_at for role in done)
+        for role in unfinished:
+            silent_s = run.now - max(done_at, role.last_output_at)
             if silent_s > self._patience_s:
                 others = ", ".join(other.name for other in done)
                 return _fail(role, f"still running and silent for {silent_s:.0f} s after {others} finished")
@@ -334,9 +349,9 @@ class Recovery:
 
 
 def _is_loss_alone(role: RoleObservation, run: RunObservation) -> bool:
-    """Return whether the role was lost with its node and that says nothing against the run: it worked, or others do its work.
+    """Return whether the role was lost with its node, and nothing else is wrong: it had progressed, or another unit does its work.
 
-    Among many nodes one is lost often, and it costs a restart, not the run.
+    In a run over many nodes one is lost often. Such a loss costs a restart and must not end the run.
     """
     if role.exit_code != NODE_LOST:
         return False
@@ -347,5 +362,8 @@ def _is_loss_alone(role: RoleObservation, run: RunObservation) -> bool:
 
 
 def _fail(role: RoleObservation, reason: str) -> FinishRun:
-    exit_code = role.exit_code if role.exit_code is not None and role.exit_code in (*_FINAL, _RETRIED) else 1
+    """Return the end of a run that failed because of `role`. A final or retried exit code of the role becomes that of the run."""
+    exit_code = (
+        role.exit_code if role.exit_code is not None and role.exit_code in (*_FINAL_EXIT_CODES, _RETRIED_EXIT_CODE) else 1
+    )
     return FinishRun(outcome=RunState.FAILED, exit_code=exit_code, reason=reason, role=role.name)

@@ -1,6 +1,6 @@
-"""Tells the user how a run stands: failures and restarts in the log as they happen, and status.json, a view of what is observed.
+"""Reports the state of a run to the user: logs failures and restarts as they happen, and writes the observed state to status.json.
 
-The bar of the terminal moves with status.json, which the supervisor has written every two seconds and after each action.
+The supervisor writes status.json every two seconds and after each action, and updates the progress bar of the terminal with it.
 """
 
 import os
@@ -20,14 +20,15 @@ from trivet.wire.status import RestartRecord, RoleState, RoleStatus, RunState, R
 from trivet.wire.versions import Step
 
 _WRITE_INTERVAL_S = 2.0
-"""Whoever reads the file treats one that is much older as the file of a launcher that was killed."""
+"""Seconds between two writes of status.json. Readers treat a file that is much older as that of a launcher that was killed."""
 
 
 class StatusReporter:
-    """Says failures and restarts, keeps their records, and writes status.json. A run does not end because it cannot be written."""
+    """Logs failures and restarts, keeps their records, and writes status.json. If the file cannot be written, the run continues."""
 
     def __init__(self, attempts: Attempts, *, observer: Observer, recovery: Recovery, log: RunLog, clock: Clock) -> None:
         self.last_error = ""
+        """The last failure, with the end of the role's log; empty when there was none."""
         self.restarts: list[RestartRecord] = []
         self._attempts = attempts
         self._observer = observer
@@ -35,10 +36,10 @@ class StatusReporter:
         self._log = log
         self._clock = clock
         self._down: dict[RecoveryUnit, tuple[int, float]] = {}
-        """The index of its record and the time of its failure, for each unit without progress since."""
+        """The units that failed and have not progressed since: the index in `restarts` and the time of the failure."""
         self._started = clock.unix_time()
-        self._due = 0.0
-        self._has_failed = False
+        self._write_due = 0.0
+        self._has_write_failed = False
 
     @property
     def units_down(self) -> tuple[RecoveryUnit, ...]:
@@ -46,20 +47,20 @@ class StatusReporter:
         return tuple(self._down)
 
     def warn_stuck(self, role: RoleProcess) -> None:
-        """Say that the watchdog found `role` stuck, and which settings made it so."""
+        """Log that the watchdog found `role` stuck, and the settings on which this depends."""
         config, self.last_error = self._attempts.config.recovery, f"{role.name} stuck: {role.stuck}"
         hint = f'(recovery.watchdog_timeout_s = {config.watchdog_timeout_s:g}, recovery.on_stuck = "{config.on_stuck}")'
         self._log.say(f"WARNING {self.last_error}; {_quote(role)}\n{hint}")
 
     def announce_restart(self, action: AnnounceRestart, *, role: RoleProcess, last_step: int) -> None:
-        """Say that `role` failed and that its unit will be restarted.
+        """Log that `role` failed and that its unit will be restarted, and add the record of the restart.
 
         Args:
             last_step: the last step that the trainer finished.
         """
         is_training = action.unit == TRAINING
         self.last_error = action.cause
-        if not role.stuck:  # else `warn_stuck` has quoted its log
+        if not role.stuck:  # for a stuck role `warn_stuck` has quoted the log already
             self.last_error += f"; {_quote(role)}"
             self._log.say(f"WARNING {self.last_error}")
         rollback = "; orchestrator and trainer go back to the last checkpoint" if is_training else ""
@@ -75,10 +76,10 @@ class StatusReporter:
         )
 
     def begin_restart(self, unit: RecoveryUnit, *, from_step: Step | None) -> RestartRecord:
-        """Note that `unit` starts again, and return its record.
+        """Complete the record of a restart, now that `unit` starts again, and return it.
 
         Args:
-            from_step: where trainer and orchestrator go on from; None for servers, which have no step.
+            from_step: the step from which trainer and orchestrator continue; None for servers, which have no step.
         """
         index, _ = self._down[unit]
         if from_step is not None:
@@ -87,18 +88,18 @@ class StatusReporter:
         return self.restarts[index]
 
     def end_restart(self, unit: RecoveryUnit) -> None:
-        """Note that `unit` has progressed again."""
+        """Record that `unit` has progressed again, and for how long it had not."""
         index, failed_at = self._down.pop(unit)
         self.restarts[index] = msgspec.structs.replace(self.restarts[index], down_s=self._clock.now() - failed_at)
 
     def announce_failure(self, end: FinishRun, *, role: RoleProcess | None) -> None:
-        """Say why the run failed, with the log of `role`; nothing when it did not fail."""
+        """Log why the run failed, with the end of the log of `role`. Log nothing when it did not fail."""
         if end.outcome is RunState.FAILED:
             self.last_error = f"{end.role or 'run'} failed: {end.reason}" + (f"\n{_quote(role)}" if role is not None else "")
             self._log.say(self.last_error)
 
     def summarize_restarts(self) -> None:
-        """Say the restarts once more, in the order they happened, and what they cost; nothing when there were none."""
+        """Log all restarts once more, in their order, and what they cost. Log nothing when there were none."""
         if self.restarts:
             lost_s = sum(record.down_s or 0.0 for record in self.restarts)
             steps = sum(record.lost_steps for record in self.restarts)
@@ -107,18 +108,22 @@ class StatusReporter:
             self._log.say(f"  {time.strftime('%H:%M:%S', time.localtime(record.time))} {describe_restart(record)}")
 
     def write_at_once(self) -> None:
-        """Have the next `write_when_due` write: something was done."""
-        self._due = 0.0
+        """Make the next `write_when_due` write, because an action was carried out."""
+        self._write_due = 0.0
 
     def write_when_due(self) -> None:
-        """Write the status of a run that goes on, and move the bar of the terminal."""
-        if self._clock.now() >= self._due:
-            self._due = self._clock.now() + _WRITE_INTERVAL_S
+        """Write the status of a running run when it is due, and update the progress bar of the terminal."""
+        if self._clock.now() >= self._write_due:
+            self._write_due = self._clock.now() + _WRITE_INTERVAL_S
             status = self.write()
             self._log.show_progress(step=finished_step(status), max_steps=status.max_steps, activity=describe_activity(status))
 
     def write(self, end: FinishRun | None = None) -> RunStatus:
-        """Write the status and return it; with an end it is the last one of the run. A failure is said once until it works."""
+        """Write the status and return it. A failed write is logged once, until a write succeeds.
+
+        Args:
+            end: the end of the run, for its last status; None while it runs.
+        """
         running = RunState.PREEMPTED if self._recovery.is_preempted else RunState.RUNNING
         status = RunStatus(
             run_id=self._attempts.run.id,
@@ -140,17 +145,17 @@ class StatusReporter:
         file = self._attempts.layout.status
         try:
             replace_file(file, msgspec.json.format(msgspec.json.encode(status), indent=1) + b"\n")
-            self._has_failed = False
+            self._has_write_failed = False
         except OSError as exc:
-            if not self._has_failed:
+            if not self._has_write_failed:
                 self._log.say(f"{file} cannot be written ({exc.strerror}); the run goes on")
-            self._has_failed = True
+            self._has_write_failed = True
         return status
 
     def _role_status(self, role: RoleProcess) -> RoleStatus:
         spec, code, reports = role.child.spec, role.child.exit_code, list(role.reports.readable)
         state = self._recovery.state_of(spec.unit)
-        if code is not None:  # environment workers end with the process that reported them as alive
+        if code is not None:  # its environment workers ended with it, although its last report has them as alive
             reports = [msgspec.structs.replace(report, workers=[]) for report in reports]
             state = RoleState.ENDED if state is RoleState.RUNNING else state
         return RoleStatus(
@@ -165,4 +170,5 @@ class StatusReporter:
 
 
 def _quote(role: RoleProcess) -> str:
+    """Return the end of the role's log, as text for a message."""
     return quote_log(role.child.spec.log, offset=role.child.log_offset)

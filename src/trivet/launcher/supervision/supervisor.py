@@ -1,4 +1,4 @@
-"""Runs the roles of a run to its end: starts them, observes them, does what `recovery` decides, and leaves nothing behind.
+"""Runs the roles of a run to its end: starts them, observes them, carries out the decisions of `recovery`, and ends all processes.
 
 One round of the loop, every `_POLL_INTERVAL_S`:
 
@@ -8,9 +8,12 @@ One round of the loop, every `_POLL_INTERVAL_S`:
     role processes <--start, signal-- ProcessHost <----------------------------- Supervisor._carry_out
     rl.log, events.jsonl, status.json, terminal <----- StatusReporter <---------------+
 
-Consumes the roles' exits, logs and reports. Produces the exit code of the run, status.json and Restart events.
-Waits for the clock alone: every input is polled, and a server that is asked has a second to answer.
-Unblocked by the clock. The loop ends with the verdict of `Recovery`, and decides nothing itself.
+consumes: the roles' exits, logs and reports
+produces: the exit code of the run, status.json and Restart events
+waits for: the clock alone: every input is polled, and a server has a second to answer
+unblocked by: the clock
+
+The loop ends when `Recovery` returns `FinishRun`, and decides nothing itself.
 """
 
 import signal
@@ -39,11 +42,11 @@ from trivet.wire.versions import Step
 
 _POLL_INTERVAL_S = 0.2
 _REPEATED_SIGNAL_S = 1.0
-"""While roles stop, a signal within this time is still the one that stopped the run; a later one says: kill now."""
+"""One Ctrl-C may arrive twice. A signal that comes this long after the roles began to stop is a new one: kill them now."""
 
 
 class Supervisor:
-    """Runs one run."""
+    """Supervises one run."""
 
     def __init__(self, attempts: Attempts, *, host: ProcessHost, log: RunLog, clock: Clock = SYSTEM_CLOCK) -> None:
         """Prepare the parts; nothing is started."""
@@ -59,7 +62,7 @@ class Supervisor:
         self._status = StatusReporter(attempts, observer=self._observer, recovery=self._recovery, log=log, clock=clock)
 
     def run(self) -> int:
-        """Start the roles and watch them to the end; returns the exit code of the run."""
+        """Start the roles, supervise them to the end of the run, and return its exit code."""
         with Interrupts(clock=self._clock.now) as interrupts:
             try:
                 end = self._supervise(interrupts)
@@ -77,23 +80,24 @@ class Supervisor:
                 self._host.end_orphans()
                 for child in killed:
                     self._log.say(f"{child.spec.name} did not end within {timeout_s:g} s of SIGTERM and was killed")
-            if self._must_not_lead:  # written only now: the log may be in a directory that does not answer
+            if self._must_not_lead:  # only after the processes have ended: the log's directory may not answer for a while
                 self._log.close()
                 self._announce(end)
             self._status.summarize_restarts()
             last = self._attempts.last_commit
             if end.outcome is not RunState.DONE and last is not None and not self._attempts.is_last_step_committed:
                 self._log.say(f"committed up to step {last}; go on from there with {key_name('--ckpt.resume-step -1')}")
-            if not isinstance(self._error, RunDirectoryBusy):  # else the status is that of the node that leads
+            if not isinstance(self._error, RunDirectoryBusy):  # in that case status.json belongs to the node that leads now
                 self._status.write(end)
         return end.exit_code
 
     @property
     def _must_not_lead(self) -> bool:
-        """True when another node leads the run, or may soon: the processes end before anything else is done."""
+        """True when another node leads the run or may lead it soon. Then the processes must end before anything is written."""
         return isinstance(self._error, RunDirectoryBusy | NodesMissing)
 
     def _supervise(self, interrupts: Interrupts) -> FinishRun:
+        """Start and watch the roles, and return the end of the run. An error that prevents a restart is an end too."""
         try:
             self._start_all(interrupts)
             return self._watch(interrupts)
@@ -103,17 +107,18 @@ class Supervisor:
             return FinishRun(outcome=RunState.FAILED, exit_code=exc.exit_code, reason=reason)
 
     def _start_all(self, interrupts: Interrupts) -> None:
-        """Start the roles at once, except those whose memory a server must take first. When a role ends or a signal comes, start
-        these too: what follows is for `_watch`, which handles whole runs alone.
+        """Start all roles. A role that shares a GPU with a server starts only after the server has answered.
+
+        When a role ends or a signal comes, the remaining roles are started at once: `_watch` deals with it, and needs all roles.
         """
         waiting = list(self._attempts.planned.processes)
         while True:
             self._host.lost_nodes()  # raises when another node leads the run
-            self._look()
+            self._update()
             has_ended = not all(role.is_running for role in self._observer.roles.values())
             has_trouble = interrupts.first is not None or has_ended
             roles = self._observer.roles.items()
-            answering = {name for name, role in roles if self._observer.is_answering(role.seen.unit)}
+            answering = {name for name, role in roles if self._observer.is_answering(role.observation.unit)}
             for spec in [spec for spec in waiting if has_trouble or answering.issuperset(spec.starts_after)]:
                 waiting.remove(spec)
                 self._start(spec)
@@ -129,8 +134,9 @@ class Supervisor:
         self._log.say(f"started {spec.name} {where} log={spec.log}")
 
     def _watch(self, interrupts: Interrupts) -> FinishRun:
+        """Observe the roles and carry out the decisions of `Recovery`, until one is to end the run."""
         while True:
-            self._look()
+            self._update()
             for unit in self._status.units_down:
                 if self._recovery.is_running(unit) and self._observer.has_progressed(unit):
                     self._status.end_restart(unit)
@@ -146,8 +152,9 @@ class Supervisor:
             self._status.write_when_due()
             self._clock.sleep(_POLL_INTERVAL_S)
 
-    def _look(self) -> None:
-        for role in self._observer.look():
+    def _update(self) -> None:
+        """Update the observer. Log each role that was found stuck, and give its processes time to write their stacks."""
+        for role in self._observer.update():
             self._status.warn_stuck(role)
             self._host.show_stacks(role.child, (report.pid for report in role.reports.readable))
             self._clock.sleep(STACKS_WITHIN_S)
@@ -172,7 +179,7 @@ class Supervisor:
                 pass
 
     def _restart(self, unit: RecoveryUnit) -> None:
-        """Start a unit again whose processes have ended."""
+        """Start a unit again, whose processes have ended."""
         running = [role.child for role in self._observer.roles.values() if role.child.exit_code is None]
         self._host.end_orphans(spared=running)
         step: Step | None = None
@@ -189,7 +196,7 @@ class Supervisor:
             self._start(spec)
 
     def _name_servers(self) -> None:
-        """Tell the orchestrator of the servers that have not failed, or are being started again."""
+        """Write the addresses of all servers for the orchestrator, without those that failed and are not restarted yet."""
         self._attempts.name_servers(without={unit for unit in self._status.units_down if not self._recovery.is_running(unit)})
 
     def _announce(self, end: FinishRun) -> None:
