@@ -1,6 +1,6 @@
-"""Ends a command without a traceback when whoever reads its output has gone, as `head -3` has after three lines.
+"""Ends a command without a traceback when the reader of its output has closed the pipe, as `head -3` does after three lines.
 
-Every command runs through `run_until_output_closes`; `telemetry.logs` uses `discard_output` for roles, which outlive their reader.
+Every command runs through `run_until_output_closes`. `telemetry.logs` uses `discard_output` for roles, which outlive their reader.
 """
 
 import errno
@@ -16,20 +16,20 @@ from typing import TextIO
 from trivet.shown_text import print_error
 
 EXIT_CODE = 128 + signal.SIGPIPE
-"""The code of a program that a closed pipe ended: 141."""
+"""Exit code of a command that was ended by a closed pipe: 141."""
 UNWRITABLE_EXIT_CODE = os.EX_IOERR
-"""74, of a command whose output cannot be written."""
+"""Exit code of a command whose output cannot be written: 74."""
 
 
 def run_until_output_closes(command: Callable[[], int]) -> int:
-    """Run `command` and flush what it printed. What the output's encoding cannot hold is written as backslash escapes.
+    """Run `command` and flush its output. Characters that the output's encoding does not have are written as backslash escapes.
 
     Returns:
         The command's exit code; 141 if it ended because the reader of its output had closed the pipe; 74 if the output could not
         be written, as on a full disk; 130 if Ctrl-C ended it.
 
     Raises:
-        BrokenPipeError: another pipe than that of the output was closed.
+        BrokenPipeError: a pipe was closed that is not the output's.
     """
     outputs = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and not stream.closed]
     for stream in outputs:
@@ -45,7 +45,7 @@ def run_until_output_closes(command: Callable[[], int]) -> int:
             raise
         return code
     finally:
-        # Python flushes once more when it ends, and would print a traceback of its own.
+        # Python flushes once more when it ends, and would print a traceback when that fails.
         for stream in outputs:
             with suppress(OSError, ValueError):
                 stream.flush()
@@ -56,7 +56,7 @@ def run_until_output_closes(command: Callable[[], int]) -> int:
 def _exit_code_for(error: OSError | SystemExit | BaseExceptionGroup[BaseException], outputs: list[TextIO]) -> int | None:
     """Return the exit code of a command that `error` ended because of its output; None when the error has another cause."""
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-        return EXIT_CODE  # rich ends the program so, with code 1
+        return EXIT_CODE  # rich raises SystemExit with code 1 when the pipe is closed
     if isinstance(error, BaseExceptionGroup | BrokenPipeError):
         others = error.split(BrokenPipeError)[1] if isinstance(error, BaseExceptionGroup) else None
         return EXIT_CODE if others is None and any(map(is_closed, outputs)) else None
@@ -69,12 +69,14 @@ def _exit_code_for(error: OSError | SystemExit | BaseExceptionGroup[BaseExceptio
 
 
 def _flush_all(outputs: list[TextIO]) -> bool:
-    """Write what is buffered; returns whether that worked. A failure is said once on standard error, and the output is given up."""
+    """Write the buffered output and return whether that worked. A failure is printed to standard error, and further output
+    dropped.
+    """
     for stream in outputs:
         try:
             stream.flush()
         except BrokenPipeError:
-            continue  # its reader has gone, which is no fault
+            continue  # the reader has closed the pipe, which is not an error
         except (OSError, ValueError) as exc:
             discard_output(stream)
             if stream is not sys.stderr:
@@ -94,6 +96,6 @@ def is_closed(stream: TextIO) -> bool:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Send what is still written to `stream`, by whatever part of this process, to /dev/null."""
+    """Send all further output to `stream`, from any part of this process, to /dev/null."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())

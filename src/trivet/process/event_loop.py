@@ -1,6 +1,6 @@
-"""Ends an asyncio program in order when a signal asks for it, shows what its tasks wait for, and measures how late its loop is.
+"""Ends an asyncio program in order after a signal, shows where its tasks wait, and measures the delays of its event loop.
 
-Apart from `process.signals`, because the launcher and the ranks are no asyncio programs.
+The launcher and the ranks are not asyncio programs: they use `process.signals` alone.
 """
 
 import asyncio
@@ -18,9 +18,10 @@ from trivet.errors import first_error
 from trivet.process.signals import STACKS_SIGNAL, ending_signals, show_stacks_on_signal
 
 _MAX_DEPTH = 100
+"""Limit of nested awaits that are shown for a task."""
 _LAG_INTERVAL_S = 0.1
 _MAX_LAGS = 36_000
-"""Measurements: an hour of them."""
+"""Limit of measurements that are kept: those of an hour."""
 
 
 async def run_until_signalled(
@@ -32,14 +33,14 @@ async def run_until_signalled(
     """Await `work` in this task and cancel it when one of the `ending_signals` comes.
 
     Args:
-        handlers: further signals, each with a function that returns whether it dealt with the signal; if not, `work` is cancelled.
-        is_cleanup_protected: a second signal does not cancel what `work` does after the first.
+        handlers: further signals. The function of each returns whether it has handled the signal; if not, `work` is cancelled.
+        is_cleanup_protected: a second signal does not cancel the clean-up that `work` does after the first.
 
     Returns:
-        What `work` returns; 128 + N when signal N cancelled it.
+        The result of `work`; 128 + N when signal N cancelled it.
 
     Raises:
-        BaseException: `first_error` of an exception group that leaves `work`.
+        BaseException: the `first_error` of an exception group that `work` raises.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -69,28 +70,28 @@ async def run_until_signalled(
 
 
 def show_tasks_on_signal() -> None:
-    """Have STACKS_SIGNAL also write what the tasks of the running event loop wait for. Main thread only."""
+    """Make STACKS_SIGNAL also write where the tasks of the running event loop wait. Call it in the main thread."""
     loop = asyncio.get_running_loop()
 
     def show(number: int, frame: FrameType | None) -> None:
         if not loop.is_closed():
             sys.stderr.write(f"{_describe_tasks(loop)}\n")
 
-    # Not a handler of the loop's: with the loop would go what makes this process listen at all.
+    # Not through `loop.add_signal_handler`: when the loop closes, that would also remove the handler that shows the stacks.
     faulthandler.unregister(STACKS_SIGNAL)
     signal.signal(STACKS_SIGNAL, show)
     show_stacks_on_signal(does_call_on=True)
 
 
 def _describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """Return each task's name and the lines where it and what it awaits are suspended, the innermost last."""
+    """Return each task's name, and the lines where its coroutine and the awaited ones are suspended, innermost last."""
     lines = ["Tasks (innermost await last):"]
     for task in sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()):
         lines.append(f"  {task.get_name()}")
         awaited: Any = task.get_coro()
         for _ in range(_MAX_DEPTH):
             if (kind := _kind_of(awaited)) is None:
-                # A step of an asynchronous generator, or a wrapper, keeps what it drives to itself.
+                # A step of an asynchronous generator, or a wrapper, has no attribute for the coroutine that it runs.
                 awaited = next((value for value in gc.get_referents(awaited) if _kind_of(value) is not None), None)
                 kind = _kind_of(awaited)
             if kind is None:
@@ -107,7 +108,7 @@ def _kind_of(awaited: Any) -> str | None:
 
 
 class LoopLag:
-    """A task that sleeps again and again and measures the time beyond its due until the event loop calls it again."""
+    """Measures the delays of an event loop: a task sleeps again and again, and measures how late it is resumed."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class LoopLag:
         self._sleep = sleep
         self._lags: deque[float] = deque(maxlen=_MAX_LAGS)
         self.last_turn = clock()
-        """When the loop last called the task; another thread may read it."""
+        """Time at which the loop last resumed the task. Another thread may read it."""
 
     async def run(self) -> None:
         """Measure until cancelled."""
@@ -132,15 +133,15 @@ class LoopLag:
             self._lags.append(max(self.last_turn - due, 0.0))
 
     def take(self) -> list[float]:
-        """Return the seconds of each measurement since the last call; another thread may ask."""
+        """Return the delays in seconds that were measured since the last call. May be called on another thread."""
         return [self._lags.popleft() for _ in range(len(self._lags))]
 
 
-def lag_metrics(name: str, lags: Sequence[float], numbers: Sequence[str]) -> dict[str, float]:
-    """Return `numbers` (min, mean, med, p90, max) of `lags`, in seconds; nothing when there are none."""
+def lag_metrics(name: str, lags: Sequence[float], statistics: Sequence[str]) -> dict[str, float]:
+    """Return the `statistics` (of min, mean, med, p90 and max) of `lags`, in seconds, as metrics; empty without lags."""
     if not lags:
         return {}
     ordered = sorted(lags)
-    known = {"min": ordered[0], "mean": sum(ordered) / len(ordered), "max": ordered[-1]}
-    known |= {"med": ordered[len(ordered) // 2], "p90": ordered[int(len(ordered) * 0.9)]}
-    return {f"{name}/{number}": known[number] for number in numbers}
+    values = {"min": ordered[0], "mean": sum(ordered) / len(ordered), "max": ordered[-1]}
+    values |= {"med": ordered[len(ordered) // 2], "p90": ordered[int(len(ordered) * 0.9)]}
+    return {f"{name}/{statistic}": values[statistic] for statistic in statistics}

@@ -1,4 +1,4 @@
-"""Imports what a user names by its path, makes the import of large libraries faster, and keeps libraries out of the logs."""
+"""Imports a user's function or class by its path, makes the import of large libraries faster, and quiets the logs of libraries."""
 
 import gc
 import hashlib
@@ -15,27 +15,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_IN_A_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
+_FILE_PATH = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
 NOISY_LOGGERS = (
     *("httpx", "httpx2", "httpcore", "openai", "urllib3", "filelock", "datasets", "huggingface_hub", "asyncio", "fsspec"),
     *("wandb", "aiohttp.access", "mcp", "verifiers.v1"),
 )
-"""Libraries that log every request or file at INFO."""
+"""Loggers of libraries that log every request or file at INFO."""
 
 
 def quiet_noisy_loggers() -> None:
-    """Let them log warnings and errors alone, or less where the root logger is set to less."""
+    """Make `NOISY_LOGGERS` log only warnings and errors, or only what the root logger logs if its level is higher."""
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import large libraries in the block: without garbage collection, and with Ctrl-C ending the process without a traceback.
+    """Import large libraries in the block, without garbage collection. Ctrl-C within it ends the process without a traceback.
 
-    For imports alone: what runs within the block, and what is forked from it, is without collections. An import makes hundreds of
-    thousands of objects, and nearly all of them stay. The collector looks through them again and again: vLLM's API server took
-    11.2 s of CPU to import with it and 8.4 s without, an environment's worker 3.8 s and 3.1 s.
+    Use the block for imports only: code that runs in it, and processes that are forked in it, have no garbage collection. An import
+    makes hundreds of thousands of objects that stay, and the collector would visit them again and again. Measured CPU time with and
+    without the collector: vLLM's API server 11.2 s and 8.4 s, an environment worker 3.8 s and 3.1 s.
     """
     was_enabled = gc.isenabled()
     handler = signal.getsignal(signal.SIGINT)
@@ -54,7 +54,7 @@ def importing() -> Iterator[None]:
 
 def file_of(path: str) -> Path | None:
     """Return the file of `path/to/file.py:name`, or None for a path of another form."""
-    found = _IN_A_FILE.fullmatch(path)
+    found = _FILE_PATH.fullmatch(path)
     return Path(found["file"]) if found is not None else None
 
 
@@ -63,7 +63,7 @@ def import_by_path(path: str) -> Any:
 
     Raises:
         ValueError: `path` names no module.
-        ImportError: the module cannot be imported; its own code may raise anything else.
+        ImportError: the module cannot be imported. The module's own code may raise any other exception.
         AttributeError: the module has no such attribute.
     """
     if (file := file_of(path)) is not None:
@@ -73,13 +73,14 @@ def import_by_path(path: str) -> Any:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Import a Python file, once for each process: as a module of its package, or alone under a name that no other module has.
+    """Import a Python file, once in each process: as a module of its package, or without a package under a unique name.
 
-    The folder of the file, or the one that holds its package, becomes the last in which modules are searched: nothing in it can
-    stand in for an installed package.
+    The folder of the file, or the one that holds its package, is appended to `sys.path`. As the last entry it cannot hide an
+    installed package.
 
     Raises:
-        ImportError: there is no such file, or its package has the name of another one; its own code may raise anything else.
+        ImportError: there is no such file, or its package has the name of another one. The file's own code may raise any other
+            exception.
     """
     file = file.resolve()
     if not file.is_file():
@@ -90,7 +91,7 @@ def import_file(file: Path) -> ModuleType:
         folder = folder.parent
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    if package:  # by its name there its relative imports work
+    if package:  # imported by its full name, so that its relative imports work
         module = importlib.import_module(".".join(package if file.stem == "__init__" else [*package, file.stem]))
         if module.__file__ is None or Path(module.__file__).resolve() != file:
             raise ImportError(

@@ -1,9 +1,10 @@
-"""Ties a process to its parent, so that no violent end leaves one behind (invariant 7), and tells which processes exist.
+"""Ties a process to its parent, so that it ends even when the parent is killed (invariant 7), and lists the processes that exist.
 
-Done to every process that another of ours starts: roles, trainer ranks, engine workers, environment workers. A command that a user
-starts is tied to nothing: with nohup it outlives its shell.
-As a program, `python -m trivet.process.lifetime --parent PID COMMAND…` ties itself and becomes COMMAND: what takes seconds to
-import is then tied from its first moment. Linux only; elsewhere nothing is tied.
+Every process that trivet starts is tied: roles, trainer ranks, engine workers, environment workers. A command that a user starts is
+not: with nohup it outlives its shell.
+
+The program `python -m trivet.process.lifetime --parent PID COMMAND…` ties itself and then becomes COMMAND. So COMMAND is tied from
+its start, and not only after imports that take seconds. Linux only; on other systems nothing is tied.
 """
 
 import ctypes
@@ -24,25 +25,25 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """Return the command that runs `module` as a program, with the packages of `python` alone.
+    """Return the command that runs `module` as a program, without modules of the working directory.
 
-    -P keeps the working directory out of the search: a file `msgspec.py` there would be imported in the place of the package.
-    A user's own modules are installed, or in a directory that PYTHONPATH names.
+    -P keeps the working directory out of `sys.path`: a file `msgspec.py` there would be imported instead of the package. A user's
+    own modules must be installed, or in a directory that PYTHONPATH names.
     """
     return [python, "-P", "-m", module, *arguments]
 
 
 def tied_command(command: Sequence[str], *, python: str = sys.executable) -> list[str]:
-    """Return the command that runs `command` as a process which ends with this one."""
+    """Return a command that runs `command` as a process which ends when this process ends."""
     return [*module_command("trivet.process.lifetime", "--parent", str(os.getpid()), python=python), *command]
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
-    """Ask the kernel to send this process `signal_number` when its parent ends; end at once when that has happened already.
+    """Make the kernel send `signal_number` to this process when its parent ends. If the parent has ended already, send it now.
 
     Args:
-        parent: pid of the process that started this one. Processes of multiprocessing know it themselves; any other that
-            does not say it cannot notice a parent that ended before this call.
+        parent: pid of the process that started this one. Without it a parent that ended before this call is not noticed, except in
+            processes of multiprocessing, which know their parent.
     """
     expected = os.getppid() if parent is None else parent
     _prctl(_PR_SET_PDEATHSIG, signal_number)
@@ -54,10 +55,10 @@ def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None =
 
 
 def tie_forks() -> None:
-    """Tie what this process forks from now on to it, as far as the fork comes from the main thread.
+    """Tie all processes to this one that its main thread forks from now on.
 
-    The kernel watches the thread that forked, not the process: tied to one that ends early, a child would be killed with it.
-    Programs that are started by fork and exec are not reached; they must look after themselves.
+    The kernel watches the thread that forked, not the process. So a child that another thread forks is not tied: it would be killed
+    when that thread ends. Programs that are started by fork and exec are not tied here either.
     """
     is_from_main_thread = False
 
@@ -91,7 +92,7 @@ class ProcessEntry:
     """One process as /proc shows it."""
 
     state: str
-    """`T` after SIGSTOP or its like, `Z` for a process that ended and was not waited for."""
+    """State letter of the kernel: `T` after SIGSTOP or a similar signal, `Z` for a process that ended and was not waited for."""
     parent: int
     session: int
     """Process id of the session's leader, which may have ended."""
@@ -102,14 +103,14 @@ ProcessTable = Mapping[int, ProcessEntry]
 
 
 def read_processes() -> ProcessTable:
-    """Read what /proc shows now. It costs a file per process of the machine."""
+    """Read the process table from /proc. It reads one file for each process of the machine."""
     table: dict[int, ProcessEntry] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             stat = (entry / "stat").read_text(errors="replace")
-        except OSError:  # it ended while we looked
+        except OSError:  # the process ended meanwhile
             continue
         state, parent, _, session = stat.rpartition(")")[2].split()[:4]
         table[int(entry.name)] = ProcessEntry(state, int(parent), int(session))
@@ -117,10 +118,10 @@ def read_processes() -> ProcessTable:
 
 
 def descendants(pid: int, *, spared: Collection[int] = (), table: ProcessTable | None = None) -> list[int]:
-    """Return the children of `pid`, their children and so on; without those in `spared` and their children.
+    """Return the children of `pid`, their children and so on, without those in `spared` and their descendants.
 
     Args:
-        table: what /proc showed at one moment; None reads it now.
+        table: a process table that was read before; None reads it now.
     """
     children_of: dict[int, list[int]] = {}
     for child, entry in (table or read_processes()).items():
@@ -135,10 +136,10 @@ def descendants(pid: int, *, spared: Collection[int] = (), table: ProcessTable |
 
 
 def end_session(leader: int) -> int:
-    """Kill every process of the session that `leader` leads or led: what it forked and left is found too.
+    """Kill every process of the session that `leader` leads or led, also those whose parent has ended.
 
     Returns:
-        How many there were.
+        The number of these processes.
     """
     pids = [pid for pid, entry in read_processes().items() if entry.session == leader]
     for pid in pids:
@@ -148,7 +149,7 @@ def end_session(leader: int) -> int:
 
 
 def process_exists(pid: int) -> bool:
-    """Return whether a process of this machine has this id, one that ended but was not waited for included."""
+    """Return whether a process of this machine has this id. A process that ended and was not waited for counts."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # no process id is that large

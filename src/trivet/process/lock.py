@@ -1,8 +1,8 @@
 """Locks a file, or a directory of temporary files, for one process at a time.
 
-The launcher holds the lock of a run's directory, trainer and orchestrator each that of their role in it. A directory of temporary
-files is locked by its owner, so that whoever finds it later knows whether it may go. The kernel releases a lock when its holder
-ends in any way; the file stays and blocks nobody.
+The launcher holds the lock of a run's directory. Trainer and orchestrator each hold a lock of their role in that directory. The
+owner of a directory of temporary files locks it, so that a later process knows whether it may remove the directory. The kernel
+releases a lock when its holder ends in any way. The locked file stays, and can be locked again.
 """
 
 import errno
@@ -28,20 +28,20 @@ logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.1
 _REPORT_AFTER_S = 1.0
-"""How long a wait stays silent: most holders are just ending."""
+"""A wait that lasts longer is logged. Most waits are shorter, because the holder is about to end."""
 _ROLE_WAIT_S = 10.0
-"""Seconds: a role that was killed a moment ago may still be ending."""
+"""Longest wait for the lock of a role, whose last process may have been killed a moment ago and still be ending."""
 DEAD_MACHINE_S = 120.0
-"""Seconds to wait where the holder may have been a machine that died: an NFSv4 server keeps the locks of such a client for 90 s."""
+"""Longest wait when the machine of the holder may have died: an NFSv4 server keeps the locks of such a client for 90 s."""
 
 
 class _Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a locked file. The limits tell it from what a damaged file holds."""
+    """The content of a locked file. Values outside the limits show that the file is damaged."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     node: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,253}$")]
     command: str
-    """The program's name alone: arguments may hold secrets."""
+    """The program's name without arguments, which may have secrets."""
     started: Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
     """Unix seconds."""
 
@@ -54,13 +54,13 @@ def _read_holder(path: Path) -> _Holder | None:
 
 
 def holder_of(path: Path) -> int | None:
-    """Return the process id of the holder of the FileLock of `path`, 0 if unknown, None for nobody; keeps nothing."""
+    """Return the process id of the holder of the FileLock of `path`: 0 if it is unknown, None if the lock is free."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        # Shared, which filelock has not: NFS refuses an exclusive lock to a reader.
+        # A shared lock, because NFS gives no exclusive lock on a file that is open for reading. filelock has no shared locks.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = _read_holder(path)
@@ -72,17 +72,17 @@ def holder_of(path: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockWait:
-    """How long to wait for a lock that another process holds, and how the wait fails."""
+    """The longest wait for a lock that another process holds, and the error after it."""
 
     timeout_s: float = 0.0
     error: Callable[[str], TrivetError] = RunDirectoryBusy
-    """Makes the error that is raised when the time is up, from a text that names the holder."""
+    """Makes the error that is raised after that time, from a text that names the holder."""
     on_wait: Callable[[], None] = lambda: None
-    """Called about ten times a second meanwhile. It may raise, which ends the wait."""
+    """Called about ten times a second during the wait. If it raises, the wait ends with its error."""
 
 
 class FileLock:
-    """The lock of a file, which says who holds it."""
+    """A lock of a file. The content of the file describes the holder."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ class FileLock:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Take nothing yet.
+        """Lock nothing yet.
 
         Args:
-            what: what is held, as the error names it.
-            guards: a directory that is locked too, so that nobody gets in by removing the file. Where the file system locks no
-                directories, as NFS does not, the file alone counts.
+            what: the name of the locked thing in the error message.
+            guards: a directory that is locked too, so that removing the file does not free the lock. On file systems that cannot
+                lock directories, such as NFS, only the file is locked.
         """
         self._path = path
         self._what = what
@@ -121,9 +121,9 @@ class FileLock:
         try:
             if self._guards is not None:
                 self._files.append(_open_directory(self._guards))
-            begun, is_reported = self._clock(), False
-            while not self._is_taken():
-                waited_s = self._clock() - begun
+            started, is_reported = self._clock(), False
+            while not self._try_lock():
+                waited_s = self._clock() - started
                 if waited_s >= self._wait.timeout_s:
                     raise self._wait.error(self._describe_holder())
                 if waited_s >= _REPORT_AFTER_S and not is_reported:
@@ -153,7 +153,8 @@ class FileLock:
         for descriptor in self._files:
             os.set_inheritable(descriptor, True)
 
-    def _is_taken(self) -> bool:
+    def _try_lock(self) -> bool:
+        """Try to lock the file and the directory. Return whether this process holds the lock now."""
         for descriptor in self._files:
             try:
                 if not lock_descriptor(descriptor, blocking=False):
@@ -180,10 +181,10 @@ def _open_directory(path: Path, flags: int = 0) -> int:
 
 
 def lock_directory(directory: Path) -> int:
-    """Lock `directory` until the file descriptor that is returned is closed, or the process ends in any way.
+    """Lock `directory` and return a file descriptor. The lock lasts until it is closed, or the process ends in any way.
 
     Raises:
-        OSError: another process has locked it, or it is no directory.
+        OSError: another process has locked it, or it is not a directory.
     """
     file = _open_directory(directory, os.O_NOFOLLOW)
     if not lock_descriptor(file, blocking=False):
@@ -193,10 +194,14 @@ def lock_directory(directory: Path) -> int:
 
 
 def remove_if_free(directory: Path, *, before: Callable[[Path], object] = lambda _: None) -> None:
-    """Remove a directory of this user that nobody has locked, with all that it holds; `before` is called with it first."""
+    """Remove a directory with its content, if it belongs to this user and no process has locked it.
+
+    Args:
+        before: called with the directory before it is removed.
+    """
     try:
         file = lock_directory(directory)
-    except OSError:  # gone, or whoever uses it still lives
+    except OSError:  # it does not exist, or the process that uses it still runs
         return
     try:
         if os.fstat(file).st_uid == os.getuid():
@@ -207,13 +212,13 @@ def remove_if_free(directory: Path, *, before: Callable[[Path], object] = lambda
 
 
 def hold_role(path: Path, *, is_over_nodes: bool) -> FileLock:
-    """Return the lock of a role, of which a directory has one; it tells two trainers that were started by hand apart.
+    """Return the lock of a role. It prevents that two trainers, started by hand, work in one output directory.
 
-    Over nodes the machine of the role's previous process may have died, and the file system keeps the lock for a while. So the role
-    waits for it. If the lock stays, the role ends with an exit code after which the launcher starts it again.
+    In a run over nodes, the machine of the role's last process may have died, and the file system may keep its lock for a while. So
+    the role waits. If the lock stays, the role ends with an exit code after which the launcher starts it again.
 
     Args:
-        path: `RunLayout.role_lock`.
+        path: the file that is locked, `RunLayout.role_lock`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     role = path.suffix.removeprefix(".")

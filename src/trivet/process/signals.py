@@ -1,7 +1,7 @@
-"""Tells a process of the signals that ask it to end, and shows the stacks of its threads on a signal.
+"""Collects the signals that ask a process to end, and makes a process write the stacks of its threads on a signal.
 
-Roles and environment workers write their stacks into their log on STACKS_SIGNAL from when they report, and ignore it before. The
-launcher sends it when nothing moves or before it ends a role that hangs, a pool before it ends a worker that is blocked.
+Roles and environment workers write their stacks into their log on STACKS_SIGNAL once they report, and ignore the signal before. The
+launcher sends it when a run stalls and before it ends a stuck role. A pool sends it before it ends a blocked worker.
 """
 
 import faulthandler
@@ -14,45 +14,45 @@ from typing import Any
 
 STACKS_SIGNAL = signal.SIGUSR2
 STACKS_WITHIN_S = 0.5
-"""Seconds that a process which is about to be ended has to write them."""
+"""Seconds that a process gets to write its stacks before it is ended."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _REPEATED_S = 1.0
 """One Ctrl-C may arrive twice, from the terminal and from `uv run`; a signal after this long is a second one."""
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal.
+    """Return the signals that ask this process to end: SIGINT of Ctrl-C, SIGTERM, and SIGHUP of a closed terminal.
 
-    One that its starter has it ignore, as nohup does with SIGHUP, is not among them.
+    A signal that this process was started to ignore is left out. For example, nohup ignores SIGHUP.
     """
     return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def show_stacks_on_signal(*, does_call_on: bool = False) -> None:
-    """Write the stack of every thread to stderr on STACKS_SIGNAL, whatever they are doing; holds for what is forked, too.
+    """Write the stack of every thread to stderr on each STACKS_SIGNAL, also when a thread is blocked. Forked processes do the same.
 
     Args:
         does_call_on: also call the handler that was set before.
     """
-    if sys.__stderr__ is not None:  # it was not closed before the start
+    if sys.__stderr__ is not None:  # None when stderr was closed before the start
         faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__, all_threads=True, chain=does_call_on)
 
 
 def ignore_stacks_signal() -> None:
-    """Ignore STACKS_SIGNAL in the program that this process is about to become, until that one listens itself."""
+    """Ignore STACKS_SIGNAL, also in the program that replaces this process, until that program sets a handler."""
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 class Interrupts:
-    """Keeps the signals that come during the block, so that a program can poll them."""
+    """Records the signals that come during the block, so that a program can poll them."""
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, without: Collection[signal.Signals] = frozenset()
     ) -> None:
-        """Keep nothing yet.
+        """Record no signal before the block.
 
         Args:
-            without: signals that keep their effect. So does one that was ignored before (nohup).
+            without: signals whose handling does not change in the block. A signal that was ignored before (nohup) stays ignored.
         """
         self._clock = clock
         self._without = without
@@ -66,7 +66,7 @@ class Interrupts:
 
     @property
     def is_repeated(self) -> bool:
-        """True when a second signal came: its sender does not want to wait for what the first began."""
+        """True when a second signal came: the user does not want to wait for an orderly end."""
         return bool(self._received) and self.has_any_since(self._received[0][1] + _REPEATED_S)
 
     def has_any_since(self, moment: float) -> bool:
@@ -74,15 +74,15 @@ class Interrupts:
         return any(time > moment for _, time in self._received)
 
     def forward(self, send: Callable[[int], None], num_sent: int) -> int:
-        """Pass the first signal on, and once more when a second one came; returns how many were passed on until now.
+        """Send the first signal on, and send it again when a second one came. Return how often it was sent until now.
 
         Args:
-            num_sent: what the last call returned, 0 at first.
+            num_sent: the result of the last call; 0 in the first call.
         """
-        wanted = (self.first is not None) + self.is_repeated
-        if wanted > num_sent and self.first is not None:
+        num_due = (self.first is not None) + self.is_repeated
+        if num_due > num_sent and self.first is not None:
             send(self.first)
-        return max(wanted, num_sent)
+        return max(num_due, num_sent)
 
     def __enter__(self) -> "Interrupts":
         numbers = [number for number in ending_signals() if number not in self._without]

@@ -1,10 +1,10 @@
-"""Reserves ports for the processes of a run, has them listen there, and encrypts ZeroMQ connections between them.
+"""Reserves ports for the processes of a run, makes sockets that listen on them, and encrypts ZeroMQ connections.
 
-It also tells processes of several nodes where they meet: ranks of a trainer, and shards of an inference server. The launcher sets a
-variable for each process, which reads it.
+`RankPlace` and `ServerShard` are the addresses at which processes of several nodes connect: ranks of a trainer, and shards of an
+inference server. The launcher sets them in an environment variable of each process.
 
-The launcher binds a port and does not listen on it. It then allows sharing (SO_REUSEPORT), which the kernel grants to sockets of
-the same user alone: nobody else gets the port before the role that listens on it.
+To reserve a port, the launcher binds it without listening, and then allows to share it (SO_REUSEPORT). The kernel lets only sockets
+of the same user share a port. So no other user can take the port before the role listens on it.
 """
 
 import errno
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import zmq
 
 MAX_FRAME_BYTES = 1 << 20
-"""Limit of one frame. ZeroMQ reads a whole frame before it knows whether the sender has the key, so a stranger's connection
-costs no more."""
+"""Limit of one frame. ZeroMQ reads a whole frame before it checks whether the sender has the key, so a stranger's connection takes
+at most this much memory."""
 MAX_CURVE_BYTES = 64
-"""The bytes that encryption adds to a frame: its command's name, a nonce and a code that shows damage."""
+"""Bytes that the encryption adds to a frame: the name of the command, a nonce and an authentication code."""
 _CONNECT_TIMEOUT_S = 1.0
-_RANKS, _SHARD = "TRAINER_RANK_PLACE", "INFERENCE_SERVER_SHARD"
+_RANKS_VARIABLE, _SHARD_VARIABLE = "TRAINER_RANK_PLACE", "INFERENCE_SERVER_SHARD"
 
 
 class ReservedPorts:
@@ -46,7 +46,9 @@ class ReservedPorts:
         self._sockets.append(reserved)
         try:
             try:
-                reserved.bind((host, preferred))  # without SO_REUSEPORT: of two runs that start at one moment, one gets it
+                reserved.bind(
+                    (host, preferred)
+                )  # without SO_REUSEPORT: of two runs that start together, only one gets the port
             except OSError as exc:
                 if exc.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
@@ -62,7 +64,7 @@ class ReservedPorts:
         return int(reserved.getsockname()[1])
 
     def close(self) -> None:
-        """Give the ports up. May be called again."""
+        """Release the ports. May be called again."""
         while self._sockets:
             self._sockets.pop().close()
 
@@ -74,10 +76,10 @@ class ReservedPorts:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
+    """Return a socket that listens on `port`, which may be a reserved port.
 
     Raises:
-        OSError: the port is another's, or `host` is no address of this machine.
+        OSError: another program uses the port, or `host` is not an address of this machine.
     """
     listener = _socket(host)
     try:
@@ -93,11 +95,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_reserved(host: str, port: int) -> bool:
-    """Return whether a socket must share `port` to get it: someone has it and does not listen on it."""
-    with _socket(host) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Return whether `port` is reserved: another socket has bound it and does not listen. Then it can only be shared."""
+    with _socket(host) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            trial.bind((host, port))
         except OSError as exc:
             if exc.errno != errno.EADDRINUSE:
                 return False
@@ -109,20 +111,20 @@ def is_reserved(host: str, port: int) -> bool:
 
 
 def listen_encrypted(endpoint: "zmq.Socket[Any]", *, host: str, port: int, key: bytes) -> None:
-    """Have `endpoint` listen, encrypted (CURVE), on a port that this process or its launcher has reserved.
+    """Make `endpoint` listen with encryption (CURVE), on a port that may be reserved.
 
-    The listening end's pair of keys is made of `key`. Its public half never crosses the network, and a handshake needs it, so
-    nobody without `key` gets past the handshake in either direction; there is no further list of clients to keep (ZAP).
+    The key pair of the listening end is derived from `key`. A client needs its public key for the handshake, and this public key
+    never crosses the network. So only a process with `key` can connect or be connected to, and no list of clients (ZAP) is needed.
 
     Args:
-        key: 32 bytes.
+        key: 32 secret bytes that both ends have.
 
     Raises:
         OSError: the port is in use.
     """
-    import zmq  # here and below: most processes that reserve ports or listen need no ZeroMQ
+    import zmq  # imported in the functions because most processes that reserve ports or listen need no ZeroMQ
 
-    endpoint.setsockopt(zmq.IPV6, 1)  # besides IPv4
+    endpoint.setsockopt(zmq.IPV6, 1)  # in addition to IPv4
     endpoint.curve_server = True
     endpoint.curve_publickey, endpoint.curve_secretkey = key_pair(key)
     endpoint.setsockopt(zmq.USE_FD, listen(host, port).detach())
@@ -130,17 +132,17 @@ def listen_encrypted(endpoint: "zmq.Socket[Any]", *, host: str, port: int, key: 
 
 
 def connect_encrypted(endpoint: "zmq.Socket[Any]", *, host: str, port: int, key: bytes) -> None:
-    """Have `endpoint` connect, now or when someone listens there who has `key`."""
+    """Make `endpoint` connect to the process that listens there with the same `key`, now or as soon as there is one."""
     import zmq
 
-    endpoint.setsockopt(zmq.IPV6, 1)  # besides IPv4
+    endpoint.setsockopt(zmq.IPV6, 1)  # in addition to IPv4
     endpoint.curve_serverkey, _ = key_pair(key)
     endpoint.curve_publickey, endpoint.curve_secretkey = zmq.curve_keypair()
     endpoint.connect(_address(host, port))
 
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the private key of the end that listens."""
+    """Return the public and the private key of the listening end."""
     import zmq
     from zmq.utils import z85
 
@@ -163,25 +165,25 @@ def _socket(host: str) -> socket.socket:
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of one node among those of all nodes of a trainer."""
+    """The trainer ranks of one node, and the address at which the ranks of all nodes meet."""
 
     first_rank: int
     num_ranks: int
-    """Ranks on all nodes."""
+    """Number of ranks on all nodes."""
     host: str
-    """The address at which rank 0 listens for the others; an IP address or a name."""
+    """The address at which rank 0 listens for the others: an IP address or a name."""
     port: int
     attempt: int
-    """Ranks of different attempts never meet, though they use one port."""
+    """The attempt of the run. Ranks of different attempts use the same port and must not connect to each other."""
 
     def environment(self) -> dict[str, str]:
-        """Return the variable that carries this to the ranks."""
-        return {_RANKS: msgspec.json.encode(self).decode()}
+        """Return the environment variable that passes this to the ranks."""
+        return {_RANKS_VARIABLE: msgspec.json.encode(self).decode()}
 
 
 def read_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """Return the place that the launcher set; None for ranks of one machine."""
-    return msgspec.json.decode(environ[_RANKS], type=RankPlace) if _RANKS in environ else None
+    """Return the place that the launcher set; None when all ranks are on one machine."""
+    return msgspec.json.decode(environ[_RANKS_VARIABLE], type=RankPlace) if _RANKS_VARIABLE in environ else None
 
 
 class ServerShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +192,7 @@ class ServerShard(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     num_shards: int
     host: str
-    """The address at which the first shard listens for the ranks of all shards; an IP address or a name."""
+    """The address at which the first shard listens for the ranks of all shards: an IP address or a name."""
     port: int
 
     @property
@@ -199,13 +201,13 @@ class ServerShard(msgspec.Struct, frozen=True, kw_only=True):
         return self.index == 0
 
     def environment(self) -> dict[str, str]:
-        """Return the variable that carries this to the shard."""
-        return {_SHARD: msgspec.json.encode(self).decode()}
+        """Return the environment variable that passes this to the shard."""
+        return {_SHARD_VARIABLE: msgspec.json.encode(self).decode()}
 
 
 def read_shard(environ: Mapping[str, str] = os.environ) -> ServerShard | None:
-    """Return the shard that the launcher set; None for a server of one node."""
-    return msgspec.json.decode(environ[_SHARD], type=ServerShard) if _SHARD in environ else None
+    """Return the shard that the launcher set; None for a server on one node."""
+    return msgspec.json.decode(environ[_SHARD_VARIABLE], type=ServerShard) if _SHARD_VARIABLE in environ else None
 
 
 def shard_name(server: str, index: int) -> str:
