@@ -1,6 +1,6 @@
-"""Formats what the console shows of a step: one line per role, and rollouts. Pure.
+"""Formats the lines about a step for the console: one line per role, and sample rollouts. Nothing is printed here.
 
-The lines have the form that users of prime-rl search their logs for.
+The lines have the format of prime-rl, so that its users can search their logs as before.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from trivet.wire.rollouts import Rollout
 
-_TRAINER = (
+_TRAINER_PARTS = (
     ("Time", "time/step", "{:.2f}s"),
     ("Loss", "loss/mean", "{:.4f}"),
     ("Entropy", "entropy/mean", "{:.4f}"),
@@ -21,8 +21,8 @@ _TRAINER = (
     ("Peak Mem.", "perf/peak_memory", "{:.1f} GiB"),
 )
 _PARTS = {
-    "trainer": _TRAINER,
-    "sft": (*_TRAINER[:2], ("Val. Loss", "val/loss", "{:.4f}"), *_TRAINER[2:]),
+    "trainer": _TRAINER_PARTS,
+    "sft": (*_TRAINER_PARTS[:2], ("Val. Loss", "val/loss", "{:.4f}"), *_TRAINER_PARTS[2:]),
     "orchestrator": (
         ("Time", "time/step", "{:.2f}s"),
         ("Reward", "reward/mean", "{:.4f}"),
@@ -33,18 +33,18 @@ _PARTS = {
         ("Max. Off-Policy Level", "batch/off_policy_level/max", "{:.0f}"),
     ),
 }
-"""Label, metric and form of each part of a role's step line."""
+"""Label, metric and format of each part of a role's step line."""
 
 
 def step_line(role: str, step: int, values: Mapping[str, float]) -> str:
-    """Return `Step 7 | Time: 1.99s | Loss: 0.0123 | …`; the level SUCCESS stands before it in the log.
+    """Return `Step 7 | Time: 1.99s | Loss: 0.0123 | …`. It is logged with the level SUCCESS.
 
     Args:
         values: metrics by name; `perf/mfu` in percent, `perf/peak_memory` in GiB. A part without its metric is left out.
     """
     shown = [
-        f"{label}: {form.format(values[metric])}"
-        for label, metric, form in _PARTS[role]
+        f"{label}: {template.format(values[metric])}"
+        for label, metric, template in _PARTS[role]
         if math.isfinite(values.get(metric, math.nan))
     ]
     return " | ".join([f"Step {step}", *shown])
@@ -69,7 +69,7 @@ def sample_lines(step: int, rollout: Rollout, *, max_chars: int) -> list[str]:
     """Return `=== Step 5 Sample ===`, `Prompt: …`, `Completion: …`, `Reward: 1.0`, as verifiers' trainer shows them.
 
     Args:
-        max_chars: prompt and completion are each cut to this; a line break inside them is written as a backslash and an n.
+        max_chars: limit of characters of the prompt and of the completion. A line break in them is written as a backslash and an n.
     """
     return [
         f"=== Step {step} Sample ===",
@@ -80,7 +80,7 @@ def sample_lines(step: int, rollout: Rollout, *, max_chars: int) -> list[str]:
 
 
 def conversation_text(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> str:
-    """Return the messages as one line; the role stands before each where there are several."""
+    """Return the messages as one line. If there are several, the role precedes each."""
     parts = [message_text(message) for message in messages]
     if len(parts) > 1:
         parts = [f"[{message.get('role')}] {text}" for message, text in zip(messages, parts, strict=True)]
@@ -89,12 +89,12 @@ def conversation_text(messages: Sequence[Mapping[str, Any]], *, max_chars: int) 
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """Return what a message says: its text, then its tool calls as `name(arguments)`."""
+    """Return the text of a message, and then its tool calls as `name(arguments)`."""
     content: Any = message.get("content")
     if isinstance(content, list):
         parts = cast("list[dict[str, Any]]", content)
         content = " ".join(str(part.get("text", part.get("type"))) for part in parts)
-    tools = cast("list[dict[str, Any]]", message.get("tool_calls") or [])
-    called = [tool.get("function") or tool for tool in tools]  # tool calls come in OpenAI's nested form and in a flat one
-    calls = [f"{call['name']}({call['arguments']})" for call in called]
+    tool_calls = cast("list[dict[str, Any]]", message.get("tool_calls") or [])
+    functions = [call.get("function") or call for call in tool_calls]  # OpenAI's format nests the function, a flat one does not
+    calls = [f"{function['name']}({function['arguments']})" for function in functions]
     return " ".join([*([str(content)] if content else []), *calls])

@@ -1,9 +1,9 @@
-"""Writes and reads events.jsonl. Every role appends to the same file; a line is one write, so lines never interleave.
+"""Writes and reads events.jsonl. All roles append to the same file. Each line is one write, so lines never interleave.
 
-Each line ends in two values that let a reader find whatever happened to the file afterwards (`history.record`):
+Each line ends in two values, by which a reader finds later changes of the file (`history.record`):
 
-- `offset`: how long the file was when the line was written. The line starts there or later, whatever other processes append.
-- `chain`: XXH3 over the chain value of the same role's line before, and everything of this line up to here.
+- `offset`: length of the file when the line was written. Other processes may append first, so the line starts there or later.
+- `chain`: XXH3 hash of the chain value in the same role's last line, and of this line up to here.
 """
 
 import errno
@@ -24,25 +24,27 @@ from trivet.wire.events import AnyEvent, Event
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _FIRST_KEY = b'{"event":'
-"""Start of every line; within a string its quotes would be escaped."""
+"""Start of every line. It occurs nowhere else, because quotes within a string are escaped."""
 _OFFSET, _CHAIN = b',"offset":', b',"chain":"'
 _END = b'"}\n'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedLine:
-    """One line of events.jsonl, taken apart."""
+    """The parts of one line of events.jsonl."""
 
     content: bytes
-    """Everything that `chain` covers."""
+    """The part of the line over which `chain` is computed."""
     start: int
-    """Bytes of the line before the event: what a full disk left of an earlier one."""
+    """Number of bytes before the event: a torn event that was left there when the disk was full."""
     offset: int
+    """Length of the file when the line was written."""
     chain: bytes
+    """The chain value, as hexadecimal digits."""
 
 
 class EventWriter:
-    """Appends events of one role. Several threads may write."""
+    """Appends events of one role. Several threads may call `write`."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class EventWriter:
         check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = lambda: time.time(),
     ) -> None:
-        """Open the file for appending, and find where the role's chain ended.
+        """Open the file for appending, and read the last chain value of the role.
 
         Args:
             check: called before each event; raises when this role must not write any more.
@@ -65,23 +67,23 @@ class EventWriter:
         self._attempt = attempt
         self._check = check
         self._clock = clock
-        self._last = _last_chain(path, role)
+        self._last_chain = _read_last_chain(path, role)
         self._lock = threading.Lock()
 
     def write(self, event: Event) -> None:
-        """Append the event as one line; raises OSError when the disk took only a part of it."""
+        """Append the event as one line. Raises OSError when only a part of it could be written."""
         with self._lock:
             self._check()
             event.time, event.role, event.attempt = self._clock(), self._role, self._attempt
             offset = os.fstat(self._fd).st_size
-            line, chain = seal(_encoder.encode(event), offset=offset, last=self._last)
+            line, chain = seal(_encoder.encode(event), offset=offset, last=self._last_chain)
             written = os.write(self._fd, line)
             if written != len(line):
                 raise OSError(errno.ENOSPC, f"wrote {written} of {len(line)} bytes of an event", str(self._path))
-            self._last = chain
+            self._last_chain = chain
 
     def sync(self) -> None:
-        """Return once everything written is on disk."""
+        """Return once all written events are on disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:
@@ -95,8 +97,8 @@ def seal(event: bytes, *, offset: int, last: bytes = b"") -> tuple[bytes, bytes]
     """Return the line for an encoded event, and its chain value.
 
     Args:
-        offset: length of the file now.
-        last: chain value of the line before of the same role.
+        offset: present length of the file.
+        last: chain value in the last line of the same role; empty for its first line.
     """
     content = b"%s%s%d" % (event[:-1], _OFFSET, offset)
     chain = chain_value(content, last)
@@ -104,12 +106,12 @@ def seal(event: bytes, *, offset: int, last: bytes = b"") -> tuple[bytes, bytes]
 
 
 def chain_value(content: bytes, last: bytes) -> bytes:
-    """Return the hexadecimal XXH3 over the last line's chain value and this line's content."""
+    """Return the hexadecimal XXH3 hash of the last line's chain value and this line's content."""
     return xxhash.xxh3_64_hexdigest(last + content).encode()
 
 
 def take_apart(line: bytes) -> SealedLine | None:
-    """Return the parts of a line. None: an older version sealed none, or the seal was altered beyond recognition."""
+    """Return the parts of a line; None when it has no `offset` and `chain`, as in older versions, or these are damaged."""
     content, found, rest = line.rpartition(_CHAIN)
     _, has_offset, offset = content.rpartition(_OFFSET)
     if not found or not has_offset or not rest.endswith(_END) or not offset.isdigit():
@@ -118,22 +120,22 @@ def take_apart(line: bytes) -> SealedLine | None:
     return SealedLine(content=content[start:], start=start, offset=int(offset), chain=rest[: -len(_END)])
 
 
-def _last_chain(path: Path, role: str) -> bytes:
-    """Return the chain value of the last line of `role` in the file."""
+def _read_last_chain(path: Path, role: str) -> bytes:
+    """Return the chain value in the last line of `role`; empty when there is none."""
     if not path.stat().st_size:
         return b""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         end = content.rfind(b"\n") + 1
-        place = content.rfind(b',"role":"%s","attempt":' % role.encode(), 0, end)
-        if place < 0:
+        position = content.rfind(b',"role":"%s","attempt":' % role.encode(), 0, end)
+        if position < 0:
             return b""
-        line = content[content.rfind(b"\n", 0, place) + 1 : content.find(b"\n", place) + 1]
+        line = content[content.rfind(b"\n", 0, position) + 1 : content.find(b"\n", position) + 1]
     parts = take_apart(line)
     return parts.chain if parts is not None else b""
 
 
 def drop_torn_line(path: Path) -> None:
-    """Remove a last line that a crash cut short. Only while nobody writes: before the roles of a resumed run start."""
+    """Remove an incomplete last line that a crash left. Call it only before the roles start, while no process writes."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -150,7 +152,7 @@ def num_complete_bytes(path: Path) -> int:
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """Yield events in the order they were written; a last line cut short by a crash is left out."""
+    """Yield the events in the order in which they were written. An incomplete last line is left out."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -158,7 +160,7 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
 
 
 def decode_event(line: bytes) -> AnyEvent:
-    """Return the event of one line, without what a full disk left of an earlier event in front of it: its writer failed.
+    """Return the event in one line. A torn event before it, which was left there when the disk was full, is skipped.
 
     Raises:
         msgspec.DecodeError: there is no whole event in the line.

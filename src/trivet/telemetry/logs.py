@@ -1,4 +1,4 @@
-"""Sets up the standard library's logging for one process. Called once by every entry point; modules only `getLogger`."""
+"""Sets up the standard library's logging for one process. Every entry point calls it once; other modules only use `getLogger`."""
 
 import json
 import logging
@@ -11,17 +11,17 @@ from trivet.process.closed_output import discard_output
 from trivet.process.imports import quiet_noisy_loggers
 
 SUCCESS = 25
-"""Level of the line that a role writes when a step is done; above INFO, below WARNING."""
+"""Level of the line that a role logs when a step is done: above INFO, below WARNING."""
 
 
 def setup_logging(role: str, *, level: str, file: Path | None = None, as_json: bool = False) -> None:
-    """Log to stdout, and to `file` too when given; what an earlier call set up is replaced.
+    """Log to stdout, and also to `file` if it is given. Handlers of an earlier call are replaced.
 
     A line reads `12:00:01 trainer INFO policy published version=3 digest=…`: an event, then `key=value`.
 
     Args:
         level: lowest severity written: debug, info, warning or error.
-        as_json: write each line as one JSON object, `JsonFormatter`'s, instead.
+        as_json: write each line as a JSON object (`JsonFormatter`) instead.
     """
     logging.addLevelName(SUCCESS, "SUCCESS")
     text = logging.Formatter(f"%(asctime)s {role.replace('%', '%%')} %(levelname)s %(message)s", datefmt="%H:%M:%S")
@@ -31,16 +31,16 @@ def setup_logging(role: str, *, level: str, file: Path | None = None, as_json: b
         file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(file))
     root = logging.getLogger()
-    for old in list(root.handlers):
-        root.removeHandler(old)
-        old.close()
+    for old_handler in list(root.handlers):
+        root.removeHandler(old_handler)
+        old_handler.close()
     for handler in handlers:
         handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(level.upper())
     quiet_noisy_loggers()
     logging.captureWarnings(True)
-    # For every handler of the process: vLLM and uvicorn write to standard output through handlers of their own.
+    # For every handler of the process, because vLLM and uvicorn log to standard output through their own handlers.
     logging.Handler.handleError = _discard_after_reader
 
 
@@ -48,7 +48,7 @@ class JsonFormatter(logging.Formatter):
     """Formats each record as one line with one JSON object, for programs that collect logs.
 
     `{"level": "INFO", "time": "2026-01-02T03:04:05.678+00:00", "role": "trainer", "logger": "trivet.x", "message": "…"}`, and
-    `error` with the traceback, if there is one. The level comes first: the launcher finds lines for the terminal by it.
+    `error` with the traceback, if there is one. The level must come first: by it the launcher finds the lines for the terminal.
     """
 
     def __init__(self, role: str) -> None:
@@ -72,23 +72,23 @@ def json_line(*, level: str, time: float, **fields: str) -> str:
     """Return one log line as a JSON object.
 
     Args:
-        time: unix seconds.
-        fields: text by name; `role` and `message` at least.
+        time: Unix seconds.
+        fields: further texts by name, at least `role` and `message`.
     """
     stamp = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds")
     return json.dumps({"level": level, "time": stamp, **fields}, ensure_ascii=False)
 
 
 def stdout_handler() -> logging.StreamHandler[TextIO]:
-    """Return a handler that writes to standard output by a stream of its own.
+    """Return a handler that writes to standard output, and not through `sys.stdout`.
 
-    vLLM puts `(EngineCore pid=…)` before every line that its engine writes to `sys.stdout`, which would break the JSON.
+    vLLM writes `(EngineCore pid=…)` before every line that its engine writes to `sys.stdout`, which would break the JSON.
     """
     return logging.StreamHandler(open(1, "w", buffering=1, encoding="utf-8", closefd=False))
 
 
 def text_line(line: str) -> str:
-    """Return a line of `JsonFormatter` in the form of a text line; any other line as it is."""
+    """Return a line of `JsonFormatter` in the format of a text line, and any other line unchanged."""
     if not line.startswith('{"level": '):
         return line
     try:
@@ -101,18 +101,18 @@ def text_line(line: str) -> str:
 
 
 LAUNCHER = "rl"
-"""Role of the launcher's own lines, which name no level as text."""
+"""Role in the launcher's own lines, which have no level in the text format."""
 
 
-_handle_error = logging.Handler.handleError
+_original_handle_error = logging.Handler.handleError
 
 
 def _discard_after_reader(self: logging.Handler, record: logging.LogRecord) -> None:
-    """Take the place of `Handler.handleError`: a closed pipe silences its stream, any other error is shown as before.
+    """Replace `Handler.handleError`: when the pipe is closed, drop further output; show any other error as before.
 
-    The role goes on without a reader: its results are in files.
+    A role continues without a reader of its output, because its results are in files.
     """
     if isinstance(sys.exc_info()[1], BrokenPipeError) and isinstance(self, logging.StreamHandler):
         discard_output(cast("TextIO", self.stream))  # pyright: ignore[reportUnknownMemberType]
     else:
-        _handle_error(self, record)
+        _original_handle_error(self, record)

@@ -1,4 +1,6 @@
-"""Writes and reads metrics/<role>.jsonl, one object per step; computes statistics of an array and durations as metrics."""
+"""Writes and reads metrics/<role>.jsonl, with one JSON object per step. Also computes metrics: statistics of an array, and
+durations.
+"""
 
 import logging
 import math
@@ -18,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one line per step; each is in the file when `write` returns."""
+    """Appends one line per step. The line is in the file when `write` returns."""
 
     def __init__(
         self,
@@ -28,21 +30,21 @@ class MetricsWriter:
         clock: Callable[[], float] = lambda: time.time(),
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the file for appending, without the lines of steps that happen again.
+        """Open the file for appending.
 
         Args:
-            resume_step: lines of later steps, left by an earlier attempt, are removed: those steps happen again.
+            resume_step: the step from which the run resumes. Lines of later steps are removed, because those steps are done again.
             check: called before each line; raises when this role must not write any more.
         """
         check()
         path.parent.mkdir(parents=True, exist_ok=True)
-        _keep_until(path, resume_step)
+        _remove_lines_after(path, resume_step)
         self._file = path.open("ab", buffering=0)
         self._clock = clock
         self._check = check
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the metrics of a step. A value that is NaN or infinite is left out: it does not exist in this step."""
+        """Append the metrics of a step. A value that is NaN or infinite is left out: the step has no such metric."""
         self._check()
         numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         self._file.write(msgspec.json.encode({"step": step, "time": self._clock(), **numbers}) + b"\n")
@@ -57,43 +59,45 @@ class MetricRows:
     """The lines of a metrics file."""
 
     rows: list[dict[str, Any]]
-    """The lines in their order, each with an integer `step`."""
+    """The objects of the lines in their order, each with an integer `step`."""
     num_damaged: int
-    """Lines that are none; a last line without its end, which may still be written, does not count."""
+    """Number of lines that have no such object. A last line without a line break does not count: it may still be written."""
 
 
 def read_metrics(path: Path) -> MetricRows:
-    """Return the rows of a file that may be damaged, be written to, or not exist."""
+    """Return the lines of a file that may be damaged, still be written, or not exist."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    rows = [_row_of(line) for line in lines if line]
-    whole = [row for row in rows if row is not None]
-    return MetricRows(rows=whole, num_damaged=len(rows) - len(whole))
+    decoded = [_decode_line(line) for line in lines if line]
+    rows = [values for values in decoded if values is not None]
+    return MetricRows(rows=rows, num_damaged=len(decoded) - len(rows))
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _remove_lines_after(path: Path, step: int) -> None:
+    """Remove the lines of steps after `step`, and damaged lines."""
     if not path.exists():
         return
-    lines = path.read_bytes().split(b"\n")
-    rows = [(line, _row_of(line)) for line in lines[:-1]]  # the last was cut short, or is empty
-    kept = [line + b"\n" for line, row in rows if row is not None and row["step"] <= step]
-    if num_damaged := sum(row is None for _, row in rows):
+    *lines, incomplete = path.read_bytes().split(b"\n")
+    decoded = [(line, _decode_line(line)) for line in lines]
+    kept = [line + b"\n" for line, values in decoded if values is not None and values["step"] <= step]
+    if num_damaged := sum(values is None for _, values in decoded):
         logger.warning("removed damaged lines from %s: lines=%s", path, num_damaged)
-    if len(kept) < len(rows) or lines[-1]:
+    if len(kept) < len(lines) or incomplete:
         write_atomically(path, b"".join(kept))
 
 
-def _row_of(line: bytes) -> dict[str, Any] | None:
+def _decode_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line; None when it is damaged or has no integer `step`."""
     try:
-        row = msgspec.json.decode(line, type=dict[str, Any])
+        values = msgspec.json.decode(line, type=dict[str, Any])
     except DECODE_ERRORS:
         return None
-    return row if type(row.get("step")) is int else None
+    return values if type(values.get("step")) is int else None
 
 
 def summarize(name: str, values: np.ndarray) -> dict[str, float]:
-    """Return `name`/mean, /median, /std, /min and /max of `values`; nothing when it is empty.
+    """Return `name`/mean, /median, /std, /min and /max of `values`; no metric when it is empty.
 
-    A NaN in `values` makes all five NaN, which a metrics file leaves out: it is never averaged away.
+    A NaN in `values` makes all five NaN, so the metrics file leaves them out. It is never hidden in an average.
 
     Args:
         values: any shape and numeric dtype; computed in float64.
@@ -112,7 +116,7 @@ def summarize(name: str, values: np.ndarray) -> dict[str, float]:
 
 @contextmanager
 def timed(times: dict[str, float], name: str) -> Generator[None, None, None]:
-    """Add the seconds of the block to `times["time/<name>"]`; those of a block that raises are not counted."""
+    """Add the duration of the block, in seconds, to `times["time/<name>"]`. A block that raises is not counted."""
     started = time.monotonic()
     yield
     key = f"time/{name}"

@@ -1,6 +1,6 @@
-"""Serves the numbers of the last step over HTTP, in the text form of Prometheus. Opened by the trainer's telemetry on rank 0.
+"""Serves the metrics of the last step over HTTP, in the text format of Prometheus. The trainer's telemetry on rank 0 opens it.
 
-Must never hold up a step: a step leaves its numbers here, and threads of the server's own answer whoever asks.
+It must never delay a step: a step only stores its metrics here, and threads of the HTTP server answer the requests.
 """
 
 import logging
@@ -27,20 +27,21 @@ GAUGES: dict[str, tuple[str, str]] = {
     "perf/mfu": ("trainer_mfu_percent", "Share of the devices' peak, percent"),
     "perf/peak_memory": ("trainer_peak_memory_gib", "Peak memory of the main rank, GiB"),
 }
-"""Gauge and its help, by the metric it shows. Names: prime-rl's trainer of early 2026."""
+"""Name and help text of each gauge, by the metric that it shows. The names are those of prime-rl's trainer in early 2026."""
 
 
 class MetricsServer(Collector):
-    """Answers with the gauges of the last step, and with none before the first.
+    """Answers with the gauges of the last step; before the first step there are none.
 
-    A `Gauge` would keep its own number, in files where PROMETHEUS_MULTIPROC_DIR is set for vLLM.
+    It is a collector, because a `Gauge` of prometheus_client would store its number in files when PROMETHEUS_MULTIPROC_DIR is set
+    for vLLM.
     """
 
     def __init__(self, config: MetricsServerConfig, *, clock: Callable[[], float] = lambda: time.time()) -> None:
-        """Listen, and answer in threads from now on.
+        """Listen, and start to answer in threads.
 
         Raises:
-            ConfigError: the port is taken, or the host is none of this machine's.
+            ConfigError: the port is in use, or the host is not an address of this machine.
         """
         self._clock = clock
         self._gauges: list[GaugeMetricFamily] = []
@@ -57,7 +58,7 @@ class MetricsServer(Collector):
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """The port on which it listens."""
         return int(self._http.server_port)
 
     def collect(self) -> Iterable[Metric]:
@@ -65,7 +66,7 @@ class MetricsServer(Collector):
         return self._gauges
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Answer with the metrics of `step` until the next call. One that does not exist in it is absent, as in metrics/."""
+        """Answer with the metrics of `step` until the next call. A metric without a finite value in this step is left out."""
         shown = {
             "trainer_step": ("Last finished step", float(step)),
             "trainer_last_step_timestamp_seconds": ("When the last step was finished, Unix seconds", self._clock()),

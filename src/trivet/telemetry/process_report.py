@@ -1,8 +1,9 @@
-"""Writes the report in which a process says what it is doing, once a second, for the watchdog and `trivet status`.
+"""Writes the report of a process's activity once a second, for the watchdog and `trivet status`.
 
-It works like logging: an entry point calls `start_reports` once, and any module says what it begins. Without `start_reports`
-nothing is written. A thread writes the report each second, and at once when a step is finished. A long step, a loading model or
-a blocked event loop does not stop it. A process that is stopped, or hangs as a whole, stops reporting.
+It works like logging: an entry point calls `start_reports` once, and any module calls `begin` for a new activity. Without
+`start_reports` no report is written. A thread writes the report every second, and at once when a step is finished or a wait begins.
+So the process reports also during a long step, while a model loads, or while its event loop is blocked. A process that is stopped
+by a signal, or hangs as a whole, does not report.
 """
 
 import logging
@@ -24,61 +25,70 @@ from trivet.wire.status import ProcessReport, WorkerStatus
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
-"""The longest time between two reports. `trivet status` calls a report old after fifteen of them."""
+"""The longest time between two reports, in seconds. `trivet status` calls a report old after fifteen of these intervals."""
 
 
 class ProcessReporter:
-    """Holds what this process reports. There is one per process, whose methods are the module's functions."""
+    """Holds the content of this process's report. There is one per process, and its methods are the functions of this module."""
 
     def __init__(self, *, clock: Callable[[], float] = lambda: time.time()) -> None:
         self.has_news = threading.Event()
         """Set when a step was finished or a wait began: the next report is written at once."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._doing: dict[str, Any] = {}
+        self._activity: dict[str, Any] = {}
+        """The report's fields `activity`, `waits_for` and `since`."""
         self._numbers: dict[str, int] = {}
+        """Further fields of the report, such as `step`."""
         self._read_workers: Callable[[], Sequence[WorkerStatus]] | None = None
         self._read_numbers: Callable[[], Mapping[str, int]] | None = None
         self.begin("starting")
 
     def begin(self, activity: str, *, waits_for: str = "") -> None:
-        """Report an activity ("training step 12"); `waits_for` names the role waited for, empty while the process works."""
-        self._doing = {"activity": activity, "waits_for": waits_for, "since": self._clock()}
+        """Report an activity ("training step 12").
+
+        Args:
+            waits_for: the role for which the process waits; empty while it works.
+        """
+        self._activity = {"activity": activity, "waits_for": waits_for, "since": self._clock()}
 
     def begin_waiting(self, what: str, *, on: str) -> None:
-        """Report, at once, that this process now waits for `what` ("policy 7") from the role `on`."""
+        """Report at once that this process waits for `what` ("policy 7") from the role `on`."""
         self.begin(what, waits_for=on)
         self.has_news.set()
 
     @contextmanager
     def waiting(self, what: str, *, on: str) -> Generator[None, None, None]:
-        """Report a wait for `what` ("batch 12") for the block, then the activity before it, unless another has begun since."""
-        before = self._doing
+        """Report a wait for `what` ("batch 12") from the role `on` during the block.
+
+        After it the earlier activity is reported again, unless another one has begun meanwhile.
+        """
+        before = self._activity
         self.begin(what, waits_for=on)
-        this_wait = self._doing
+        this_wait = self._activity
         try:
             yield
         finally:
-            if self._doing is this_wait:
-                self._doing = before
+            if self._activity is this_wait:
+                self._activity = before
 
     def set_numbers(self, **numbers: int) -> None:
-        """Set numbers of the report: step, policy_version, num_ready, num_in_flight. A step is reported at once."""
+        """Set fields of the report: step, policy_version, num_ready, num_in_flight. A step is reported at once."""
         with self._lock:
             self._numbers |= numbers
         if "step" in numbers:
             self.has_news.set()
 
     def set_worker_source(self, source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
-        """Have each report carry the workers that `source` returns. The reporting thread calls it. None ends that."""
+        """Add the workers that `source` returns to each report. The reporting thread calls it. None removes the source."""
         self._read_workers = source
 
     def set_number_source(self, source: Callable[[], Mapping[str, int]] | None) -> None:
-        """Have each report carry the numbers that `source` returns, by `set_numbers`' names; None ends that."""
+        """Add the numbers that `source` returns to each report, by the names of `set_numbers`. None removes the source."""
         self._read_numbers = source
 
     def report(self, *, role: str, rank: int = 0, num_ranks: int = 1, attempt: int = 1) -> ProcessReport:
-        """Return the report of this moment."""
+        """Return the report with the present state."""
         workers = list(self._read_workers()) if self._read_workers is not None else []
         if self._read_numbers is not None:
             self.set_numbers(**self._read_numbers())
@@ -92,7 +102,7 @@ class ProcessReporter:
             attempt=attempt,
             time=self._clock(),
             workers=workers,
-            **self._doing,
+            **self._activity,
             **numbers,
         )
 
@@ -107,7 +117,7 @@ set_numbers, set_worker_source, set_number_source = (
 
 
 def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Write this process's report now and every second until the process ends. Also let a signal make it show its stacks."""
+    """Write this process's report now, and every second until the process ends. Also make STACKS_SIGNAL show its stacks."""
     show_stacks_on_signal()
     path = layout.report_file(role, rank)
 
@@ -115,7 +125,7 @@ def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, 
         report = _reporter.report(role=role, rank=rank, num_ranks=num_ranks, attempt=attempt)
         replace_file(path, msgspec.json.encode(report) + b"\n")
 
-    def write_for_ever() -> None:
+    def write_repeatedly() -> None:
         has_failed = False
         while True:
             _reporter.has_news.wait(REPORT_INTERVAL_S)
@@ -127,18 +137,18 @@ def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, 
                 if not has_failed:
                     logger.warning("%s cannot be written: %s; the run goes on, its status is old", path, exc)
                 has_failed = True
-                with suppress(OSError):  # a sign of life without free disk space: the watchdog looks for any change of the file
+                with suppress(OSError):  # needs no free disk space; the watchdog treats any change of the file as a report
                     os.utime(path)
 
     write()
-    threading.Thread(target=write_for_ever, name="process-reports", daemon=True).start()
+    threading.Thread(target=write_repeatedly, name="process-reports", daemon=True).start()
 
 
 def read_report(path: Path) -> ProcessReport | None:
-    """Return the last report of a process, None before its first.
+    """Return the last report of a process; None before its first.
 
     Raises:
-        msgspec.DecodeError: the file is no report of this version.
+        msgspec.DecodeError: the file is not a report of this version.
     """
     try:
         with open_regular(path) as file:

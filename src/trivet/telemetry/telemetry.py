@@ -1,4 +1,4 @@
-"""Writes everything that a role reports: step lines, metrics, events and W&B. Owned by the role's loop; one per process."""
+"""Writes all outputs of a role about its work: step lines, metrics, events and W&B. A role's loop has one `Telemetry`."""
 
 import logging
 import threading
@@ -24,12 +24,12 @@ from trivet.wire.rollouts import Rollout
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_TIMEOUT_S = 10.0
-"""Seconds for one call. `Heartbeat.close` waits that long for a call under way."""
+"""Longest time for one call, in seconds. `Heartbeat.close` waits at most this long for a call that is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryOutputs:
-    """The outputs besides the run's own files; None switches one off."""
+    """The configured outputs besides the run's own files. None switches an output off."""
 
     wandb: WandbConfig | None = None
     heartbeat: HeartbeatConfig | None = None
@@ -38,7 +38,7 @@ class TelemetryOutputs:
 
 
 class Telemetry:
-    """Hands each step, evaluation and event to the outputs that are configured."""
+    """Writes each step, evaluation and event to the outputs that are configured."""
 
     def __init__(
         self,
@@ -54,14 +54,15 @@ class Telemetry:
         """Open the role's outputs.
 
         Args:
+            resume_step: lines of metrics of later steps are removed.
             check: called before each event and line of metrics; raises when this role must not write any more.
 
         Raises:
-            ConfigError: the metrics server's port is taken.
+            ConfigError: the port of the metrics server is in use, or W&B did not start.
         """
         self._server = None
         if outputs.metrics_server is not None:
-            # Most runs have none, and need not pay for importing its library.
+            # Imported only here, because most runs have no metrics server and need not wait for the import of its library.
             from trivet.telemetry.metrics_server import MetricsServer
 
             self._server = MetricsServer(outputs.metrics_server)
@@ -78,16 +79,16 @@ class Telemetry:
         self._shown_samples = outputs.shown_samples
         self._wandb = None
         if outputs.wandb is not None:
-            # Importing W&B costs a second that a run without it need not pay.
+            # Imported only here, because the import of W&B takes a second.
             from trivet.telemetry.wandb_sink import WandbSink
 
             self._wandb = WandbSink(outputs.wandb, role=role, run_id=run.id, output_dir=layout.root)
 
     def write_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of a finished step, and the console line made of them.
+        """Write the metrics of a finished step to all outputs, and check them with the detectors.
 
         Raises:
-            Diverged: a detector that is set to `stop` spoke; all was written before.
+            Diverged: a detector that is set to `stop` found a problem. The metrics have been written before.
         """
         self._metrics.write(step, values)
         if self._wandb is not None:
@@ -109,7 +110,7 @@ class Telemetry:
         logger.log(SUCCESS, "%s", eval_line(version, values))
 
     def show_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Show some rollouts of a step on the console and in W&B, every so many steps."""
+        """Show some rollouts of a step on the console and in W&B, at the configured intervals."""
         shown = self._shown_samples
         if shown is not None and step % shown.interval == 0:
             for rollout in rollouts[: shown.count]:
@@ -123,7 +124,7 @@ class Telemetry:
         self._events.write(event)
 
     def sync_events(self) -> None:
-        """Return once every event is on disk: before a checkpoint is committed that relies on them."""
+        """Return once every event is on disk. Called before a checkpoint is committed that needs the events."""
         self._events.sync()
 
     def close(self) -> None:
@@ -135,16 +136,16 @@ class Telemetry:
 
 
 class Heartbeat:
-    """Tells a monitoring service after every step that the run is alive, by a GET to a URL of the user's.
+    """Sends a GET request to the user's URL after every step, which shows a monitoring service that the run is alive.
 
-    A thread calls. While one call is under way, the next calls are left out, so that no step waits.
+    A thread sends it, so no step waits. While a request is under way, no further one is sent.
     """
 
     def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None) -> None:
-        """Call nothing yet.
+        """Send nothing yet.
 
         Args:
-            transport: for tests; unset: TCP.
+            transport: replaces the network in tests; None for the network.
         """
         self._url = url
         self._transport = transport
@@ -152,14 +153,14 @@ class Heartbeat:
         self._has_failed = False
 
     def send(self) -> None:
-        """Start a call, unless one is under way."""
+        """Send a request, unless one is under way."""
         if self._call is not None and self._call.is_alive():
             return
         self._call = threading.Thread(target=self._get, name="heartbeat", daemon=True)
         self._call.start()
 
     def close(self) -> None:
-        """Wait for a call under way, for as long as its time-out."""
+        """Wait for a request that is under way, at most for its time-out."""
         if self._call is not None:
             self._call.join(_HEARTBEAT_TIMEOUT_S)
 
@@ -170,7 +171,7 @@ class Heartbeat:
             self._has_failed = False
         except (httpx.HTTPError, *PROXY_ERRORS) as exc:
             reason = f"{type(exc).__name__}: {exc}"
-            if isinstance(exc, httpx.HTTPStatusError):  # its text names the whole address, with which anyone could call
+            if isinstance(exc, httpx.HTTPStatusError):  # its text has the whole URL, which may have a secret
                 reason = f"the service answered {exc.response.status_code}"
             if not self._has_failed:
                 logger.warning("heartbeat.url was not reached: %s; the run goes on, without further warnings", reason)
@@ -178,7 +179,7 @@ class Heartbeat:
 
 
 class DetectorWatch:
-    """Shows each step's metrics to the detectors that are not off, and reacts as `[detectors]` says."""
+    """Checks each step's metrics with the detectors that are not off, and warns or stops as `[detectors]` configures."""
 
     def __init__(self, config: DetectorsConfig) -> None:
         thresholds = Thresholds(**{field.name: getattr(config, field.name) for field in fields(Thresholds)})
@@ -187,10 +188,10 @@ class DetectorWatch:
         self._detectors = [detector for detector in detectors if self._reactions[detector.name] != "off"]
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step's metrics to the detectors.
+        """Check a step's metrics with each detector.
 
         Raises:
-            Diverged: a detector that is set to `stop` spoke.
+            Diverged: a detector that is set to `stop` found a problem.
         """
         for detector in self._detectors:
             finding = detector.check(metrics)

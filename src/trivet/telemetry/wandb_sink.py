@@ -1,4 +1,4 @@
-"""Writes metrics to Weights & Biases: both roles write to one run, named after ours. Imported only when [wandb] is set."""
+"""Writes metrics to Weights & Biases. Both roles write to one W&B run, whose id is the run's. Imported only when [wandb] is set."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from trivet.telemetry.console import conversation_text
 from trivet.wire.rollouts import Rollout
 
 _PRIMARY_ROLE = "trainer"
-"""The one that ends the shared run."""
+"""The role that ends the shared W&B run."""
 _MAX_CELL_CHARS = 20_000
-"""Characters of a prompt or completion in a table: a longer one is cut."""
+"""Limit of characters of a prompt or completion in a table. A longer text is cut."""
 _COLUMNS: list[str | int] = ["step", "prompt", "completion", "reward", "advantage", "turns"]
 
 
@@ -22,7 +22,7 @@ class WandbSink:
     """Writes one role's part of the shared W&B run."""
 
     def __init__(self, config: WandbConfig, *, role: str, run_id: str, output_dir: Path) -> None:
-        """Start or join the run.
+        """Start or join the W&B run.
 
         Raises:
             ConfigError: W&B refused to start, for example without a login.
@@ -39,7 +39,7 @@ class WandbSink:
                 mode="offline" if config.offline else "shared",
                 settings=settings,
             )
-        except (wandb.Error, OSError) as exc:  # the latter of requests, for a proxy that it cannot use
+        except (wandb.Error, OSError) as exc:  # `requests` raises OSError for a proxy that it cannot use
             raise ConfigError(
                 f"[wandb] cannot start project {config.project!r}: {exc}; log in with `uv run wandb login`, set "
                 "wandb.offline = true, or leave [wandb] out"
@@ -47,16 +47,16 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a step's metrics, with the role in front of each name: both roles have a `time/step`."""
+        """Write a step's metrics. The role precedes each name, because both roles have metrics such as `time/step`."""
         numbers = {f"{self._role}/{name}": value for name, value in values.items() if math.isfinite(value)}
         self._run.log({"step": step, **numbers})
 
     def write_eval(self, version: int, values: Mapping[str, float]) -> None:
-        """Write scores under their own names: `eval/<env>/…`."""
+        """Write the scores of an evaluation under their own names, `eval/<env>/…`, without the role."""
         self._run.log({"step": version, **values})
 
     def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write a table and histograms, in the steps that `log_extras.interval` names."""
+        """Write a table of rollouts and histograms, in every `log_extras.interval`-th step."""
         extras = self._extras
         if extras is None or step % extras.interval or not rollouts:
             return
@@ -77,7 +77,7 @@ class WandbSink:
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        """End this role's part of the run, and wait until it is on disk."""
+        """End this role's part of the W&B run, and wait until it is on disk."""
         self._run.finish()
-        # `finish` returns before an offline run is on disk; the end of W&B's own process is what comes after that.
+        # `finish` returns before an offline run is on disk. W&B's own process ends after it is, and `teardown` waits for that.
         wandb.teardown()
