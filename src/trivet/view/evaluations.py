@@ -1,4 +1,4 @@
-"""Finds the evaluations in a directory, and pairs the rollouts of two: for the page and the command `trivet evals`.
+"""Finds the evaluations in a directory, and pairs the rollouts of two of them, for the page and the command `trivet evals`.
 
 Nothing is written, and links to other directories are not followed.
 """
@@ -23,8 +23,9 @@ from trivet.view.files import FileStamp, NotServed, read_inside, stamp_of
 from trivet.view.rollouts import RolloutFile, RolloutHead
 
 _VF_METADATA = "metadata.json"
+"""Name of the file that `vf-eval` writes next to its results."""
 _MAX_DEPTH = 8
-"""Directories below the one that is searched: `evals/step_N/val/owner/name` has five. The limit bounds a search of `/`."""
+"""Limit of the directory levels that are searched, which bounds a search of `/`. `evals/step_N/val/owner/name` has five."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +35,14 @@ class FoundEvaluation:
     step: int
     """The policy's version; 0 where it is unknown."""
     name: str
-    """The environment, `val/` before it for a validation."""
+    """The name of the environment, after `val/` for a validation."""
     policy: str
     """`base`, `step 20`, or the model's name in results of `vf-eval`."""
     directory: Path
     summary: Summary | None
-    """The scores; None while it is being evaluated."""
+    """The scores; None while the evaluation runs."""
     fault: str = ""
-    """The reason why its summary cannot be read."""
+    """The reason why the summary cannot be read; empty when it can."""
 
     @property
     def results(self) -> Path:
@@ -50,7 +51,7 @@ class FoundEvaluation:
 
 
 class _VfMetadata(msgspec.Struct, kw_only=True):
-    """The fields of `metadata.json` that `vf-eval` writes and that are shown here."""
+    """The fields of the `metadata.json` of `vf-eval` that are shown."""
 
     env_id: str
     model: str
@@ -60,7 +61,7 @@ class _VfMetadata(msgspec.Struct, kw_only=True):
 
 
 class Evaluations:
-    """The evaluations in a directory, each of which is read again when its summary changes. One thread uses it at a time."""
+    """Finds the evaluations in a directory. Each is read again when its summary changes. Use it from one thread at a time."""
 
     def __init__(self, directory: Path) -> None:
         """Read nothing yet.
@@ -72,7 +73,7 @@ class Evaluations:
         self._read: dict[Path, tuple[FileStamp | None, FoundEvaluation]] = {}
 
     def find(self) -> list[FoundEvaluation]:
-        """Return the evaluations by step and then by name."""
+        """Return the evaluations, ordered by step and then by name."""
         found: list[FoundEvaluation] = []
         for directory in self._directories():
             stamp = stamp_of(directory / SUMMARY_FILE)
@@ -82,7 +83,7 @@ class Evaluations:
         return sorted(found, key=lambda evaluation: (evaluation.step, evaluation.name, evaluation.policy))
 
     def stamp(self) -> list[FileStamp | None]:
-        """Return a value that changes when an evaluation is added, goes on or ends."""
+        """Return a value that changes when an evaluation is added, continues or ends."""
         return [stamp_of(path / name) for path in self._directories() for name in (RESULTS_FILE, SUMMARY_FILE)]
 
     def _directories(self) -> list[Path]:
@@ -102,9 +103,10 @@ class Evaluations:
         except (NotServed, *DECODE_ERRORS) as exc:
             fault = f"{SUMMARY_FILE} cannot be read: {exc}"
         parts = directory.resolve().parts
-        place = next((place for place in range(len(parts) - 1, 0, -1) if parse_step(parts[place - 1]) is not None), None)
-        step = parse_step(parts[place - 1]) if place is not None else None
-        name = "/".join(parts[place:]) if place is not None else ""
+        # The path is `…/step_N/<name>`, and the name may have several parts.
+        name_at = next((index for index in range(len(parts) - 1, 0, -1) if parse_step(parts[index - 1]) is not None), None)
+        step = parse_step(parts[name_at - 1]) if name_at is not None else None
+        name = "/".join(parts[name_at:]) if name_at is not None else ""
         if summary is not None:
             step, name = summary.step, name or summary.env
         else:
@@ -138,7 +140,11 @@ class Evaluations:
 
 
 def find_evaluations(directory: Path) -> list[FoundEvaluation]:
-    """Return the evaluations in `directory`, as `Evaluations` takes it."""
+    """Return the evaluations in `directory`, as `Evaluations.find`.
+
+    Raises:
+        ConfigError: there is no such directory, or no evaluation in it.
+    """
     if not directory.is_dir():
         raise ConfigError(f"{str(directory)!r} is no directory; give a run's output_dir or the directory of an evaluation")
     if not (found := Evaluations(directory).find()):
@@ -150,11 +156,13 @@ def find_evaluations(directory: Path) -> list[FoundEvaluation]:
 
 
 RolloutPair = tuple[RolloutHead, ...]
-"""One rollout, or one of each of two evaluations for the same example."""
+"""One rollout; or two rollouts of the same example and attempt, one from each of two evaluations."""
 
 
 def pair_rollouts(evaluations: Sequence[RolloutFile]) -> list[RolloutPair]:
-    """Return the rollouts of one evaluation, or those of two that are of the same example and attempt, in the first's order."""
+    """Return the rollouts of one evaluation, or the pairs of two, in the order of the first. Rollouts without a pair are
+    left out.
+    """
     first, *others = evaluations
     by_key = [{(head.example_id, head.attempt): head for head in other.heads} for other in others]
     pairs = [(head, *(heads.get((head.example_id, head.attempt)) for heads in by_key)) for head in first.heads]
@@ -162,11 +170,12 @@ def pair_rollouts(evaluations: Sequence[RolloutFile]) -> list[RolloutPair]:
 
 
 def _gain(pair: RolloutPair) -> float:
-    """Return what the second's reward is above the first's; exactly 0 where they differ by rounding alone."""
+    """Return the second reward minus the first; exactly 0 where they differ only by rounding."""
     rewards = np.array([pair[0].reward, pair[-1].reward])
     return 0.0 if are_equal(rewards) else float(rewards[1] - rewards[0])
 
 
+# The names below are the choices that the page and `trivet evals` show. Those with PAIR_ are for two evaluations.
 SORTS: dict[str, Callable[[RolloutPair], float]] = {
     "in file order": lambda pair: pair[0].offset,
     "lowest reward first": lambda pair: pair[0].reward,
@@ -177,7 +186,7 @@ PAIR_SORTS = {
     "greatest loss first": _gain,
     "greatest gain first": lambda pair: -_gain(pair),
 }
-"""Orders of pairs, by the second's reward minus the first's."""
+"""Orders of pairs, by the second reward minus the first."""
 FILTERS: dict[str, Callable[[RolloutPair], bool]] = {
     "all": lambda pair: True,
     "passed": lambda pair: pair[0].has_passed,

@@ -1,6 +1,6 @@
-"""Opens files of a run for somebody who asks over the network. Every file that `trivet view` reads is opened here.
+"""Opens files of a run for clients on the network. Every file that `trivet view` reads is opened here.
 
-Nothing outside the run's directory is ever opened, through a link neither, and nothing is written.
+No file outside the run's directory is ever opened, not even through a link, and nothing is written.
 """
 
 import os
@@ -13,16 +13,16 @@ from trivet.errors import TrivetError
 from trivet.storage.durable import open_regular
 
 _CHUNK_BYTES = 1 << 22
-"""Read at once: bounds the memory for a file that grew by gigabytes."""
+"""Bytes that are read at once, which bounds the memory for a file that grew by gigabytes."""
 
 
 class NotServed(TrivetError):
-    """The request names nothing that is there, or nothing of the run. The text is sent as the answer."""
+    """The request names a file that does not exist, or that does not belong to the run. The text is sent as the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """Changes whenever the file does: an appended line, or another file under the name."""
+    """A value that changes whenever the file does: when a line is appended, or another file gets the name."""
 
     inode: int
     num_bytes: int
@@ -30,7 +30,7 @@ class FileStamp:
 
 
 def stamp_of(path: Path) -> FileStamp | None:
-    """Return the file's stamp, None when there is no such file."""
+    """Return the file's stamp; None when there is no such file."""
     try:
         found = path.stat()
     except OSError:
@@ -42,7 +42,7 @@ def check_inside(root: Path, path: Path) -> Path:
     """Return the real path of `path`.
 
     Raises:
-        NotServed: it is not there, or leads out of `root`.
+        NotServed: it does not exist, or leads out of `root`.
     """
     try:
         real = path.resolve(strict=True)
@@ -54,7 +54,7 @@ def check_inside(root: Path, path: Path) -> Path:
 
 
 def is_inside(root: Path, path: Path) -> bool:
-    """Return whether `path` is there and belongs to the run."""
+    """Return whether `path` exists and belongs to the run."""
     try:
         check_inside(root, path)
     except NotServed:
@@ -76,7 +76,7 @@ def read_inside(root: Path, path: Path) -> bytes:
 
 
 class GrowingLines:
-    """Reads each whole line of a growing file once."""
+    """Reads each complete line of a growing file once."""
 
     def __init__(self, root: Path, path: Path) -> None:
         self._root, self.path = root, path
@@ -84,14 +84,14 @@ class GrowingLines:
         self._inode: int | None = None
 
     def was_replaced(self) -> bool:
-        """Return whether a resume replaced or shortened the file. Reading then starts anew."""
-        found = stamp_of(self.path)
-        inode, num_bytes = (found.inode, found.num_bytes) if found is not None else (None, 0)
-        is_other = self._inode is not None and (inode != self._inode or num_bytes < self._offset)
-        if is_other:
+        """Return whether the file was replaced or shortened, as by a resume. Then the next read starts at its beginning."""
+        stamp = stamp_of(self.path)
+        inode, num_bytes = (stamp.inode, stamp.num_bytes) if stamp is not None else (None, 0)
+        is_replaced = self._inode is not None and (inode != self._inode or num_bytes < self._offset)
+        if is_replaced:
             self._offset = 0
         self._inode = inode
-        return is_other
+        return is_replaced
 
     def open(self) -> BinaryIO:
         """Open the file.
@@ -105,7 +105,7 @@ class GrowingLines:
             raise NotServed(f"{_name_in(self._root, self.path)} cannot be read: {exc.strerror}") from exc
 
     def read_new(self) -> Iterator[bytes]:
-        """Yield the lines that were completed since the last call. An incomplete last line waits for its end."""
+        """Yield the lines that were completed since the last call. An incomplete last line is left for a later call."""
         if stamp_of(self.path) is None:
             return
         with self.open() as file:
@@ -119,4 +119,5 @@ class GrowingLines:
 
 
 def _name_in(root: Path, path: Path) -> str:
+    """Return the path below `root`, by which messages name a file."""
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name

@@ -1,6 +1,6 @@
-"""Keeps the metrics of all roles as columns that grow with their files, and makes curves of about a thousand points of them.
+"""Keeps the metrics of all roles as columns that grow with their files, and makes curves of about a thousand points from them.
 
-A file of ten thousand steps holds about a hundred metrics in 25 MB: only the columns that somebody asked for are kept.
+A file of ten thousand steps has about a hundred metrics and 25 MB. So only the columns that were requested are kept.
 """
 
 import math
@@ -18,15 +18,16 @@ from trivet.view.files import FileStamp, GrowingLines, is_inside, stamp_of
 
 KEYS = ("step", "time")
 _MAX_STEP = 2**53
-"""A line of a later step is damaged: floats no longer tell such steps apart."""
+"""Largest step. A line with a larger one counts as damaged, because float64 cannot represent all larger integers."""
 _MAX_NAMES = 2000
-"""Metrics of one file that are kept or listed; bounds what a damaged file, or who asks for names that are not there, costs."""
+"""Limit of metrics of one file that are kept or listed. It bounds the memory for a damaged file, or for requests with
+made-up names."""
 _DECODER = msgspec.json.Decoder(dict[str, object])
 
 
 @dataclass(frozen=True, slots=True)
 class MetricKey:
-    """A metric and the file that holds it, written `trainer:loss/mean`."""
+    """A metric and the file that has it. Its text form is `trainer:loss/mean`."""
 
     role: str
     """The name of its file in metrics/."""
@@ -34,7 +35,7 @@ class MetricKey:
 
     @classmethod
     def parse(cls, text: str) -> "MetricKey":
-        """Return the key that `text` writes."""
+        """Return the key for its text form."""
         role, _, name = text.partition(":")
         return cls(role, name)
 
@@ -75,15 +76,17 @@ PHASES: Mapping[str, list[str]] = {
     ],
     "orchestrator": ["time/generate_completions", "time/update_weights"],
 }
-"""The parts of a step of each role, in its order. `time/update_weights` is the server's and lies within others."""
+"""The parts of a step of each role, in their order. `time/update_weights` overlaps with others: the servers load a policy
+meanwhile."""
 ALWAYS_READ = [*SHOWN_FIRST, *(MetricKey(role, name) for role, names in PHASES.items() for name in ["time/step", *names])]
-"""Read together in one pass over the files, whatever is asked for."""
-_STANDS_IN = {"trainer": "sft"}
+"""Metrics that are read in one pass over the files before the first request."""
+_SUBSTITUTE_ROLES = {"trainer": "sft"}
+"""The role whose file is shown in place of a role's missing file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Points of a metric, each of one step or of several together."""
+    """Points of a metric. Each point is one step, or the mean over several."""
 
     steps: list[int]
     """The last step of each point."""
@@ -91,10 +94,11 @@ class Curve:
     low: list[float] | None = None
     """Least value of each point's steps; None when every point is one step."""
     high: list[float] | None = None
+    """Greatest value of each point's steps; None when every point is one step."""
 
 
 class MetricFile:
-    """Reads one file of metrics/. One thread uses it at a time."""
+    """Reads one file of metrics/. Use it from one thread at a time."""
 
     def __init__(self, root: Path, path: Path) -> None:
         self._root, self._path = root, path
@@ -103,14 +107,14 @@ class MetricFile:
         self._start()
 
     def _start(self) -> None:
-        """Read the file from the start, next time."""
+        """Empty the columns, so that the next `refresh` reads the file from its start."""
         self._lines = GrowingLines(self._root, self._path)
         self._columns = {name: array("d") for name in self._columns}
         self.num_damaged = 0
-        """Lines that are no object with a step, or have something else than a number."""
+        """Number of lines that are not an object with a step, or that have a value which is not a number."""
 
     def refresh(self, names: Iterable[str] = ()) -> None:
-        """Read the appended lines, of `names` and of all that was asked for before. A new name takes the whole file."""
+        """Read the appended lines, for `names` and all names of earlier calls. If a name is new, read the whole file again."""
         unknown = [name for name in dict.fromkeys(names) if name not in self._columns]
         if unknown and len(self._columns) < _MAX_NAMES:
             self._columns |= {name: array("d") for name in unknown}
@@ -134,7 +138,7 @@ class MetricFile:
                 self._names |= dict.fromkeys(row)
 
     def is_read(self, name: str) -> bool:
-        """Return whether `refresh` was asked for the metric."""
+        """Return whether the metric was among the names of a `refresh`."""
         return name in self._columns and name not in KEYS
 
     def steps(self) -> np.ndarray:
@@ -162,10 +166,10 @@ class MetricFile:
 
 
 def downsample(steps: np.ndarray, values: np.ndarray, *, num_points: int) -> Curve:
-    """Return means of runs of neighbours, with the least and the greatest value of each: no spike is lost.
+    """Return the mean, the least and the greatest value of each of `num_points` runs of neighbours, so that no spike is lost.
 
     Args:
-        steps, values: as long as each other; the values are finite.
+        steps, values: arrays of equal length; the values are finite.
     """
     if len(values) <= num_points:
         return Curve(steps=steps.tolist(), mean=_rounded(values))
@@ -180,19 +184,19 @@ def downsample(steps: np.ndarray, values: np.ndarray, *, num_points: int) -> Cur
 
 
 def _rounded(values: np.ndarray) -> list[float]:
-    """Round to six digits: more is not seen and costs bytes."""
+    """Round to six digits. More digits cannot be seen in a chart and would make the answer longer."""
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 class RunMetrics:
-    """Reads the files of metrics/ as they grow. One thread uses it at a time."""
+    """Reads the files of metrics/ as they grow. Use it from one thread at a time."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout
         self._files: dict[str, MetricFile] = {}
 
     def roles(self) -> list[str]:
-        """Return the roles that have a file, leaving out files that lead out of the run."""
+        """Return the roles that have a file in the run. Links to files outside are left out."""
         return sorted(path.stem for path in self._layout.metrics.glob("*.jsonl") if is_inside(self._layout.root, path))
 
     def stamp(self) -> list[FileStamp | None]:
@@ -200,7 +204,7 @@ class RunMetrics:
         return [stamp_of(self._layout.metrics / f"{role}.jsonl") for role in self.roles()]
 
     def refresh(self, keys: Iterable[MetricKey]) -> None:
-        """Read the appended lines; the metrics of `keys` have curves then."""
+        """Read the appended lines. Then the metrics of `keys` have curves."""
         wanted: dict[str, list[str]] = {}
         for key in keys:
             wanted.setdefault(key.role, []).append(key.name)
@@ -209,29 +213,31 @@ class RunMetrics:
                 file.refresh(name for name in names if name)
 
     def file(self, role: str) -> MetricFile | None:
-        """Return the reader of a role's file, None where there is none. Supervised fine-tuning takes the trainer's place."""
-        # A name of the listing, so that nothing a client sends becomes a path.
+        """Return the reader of a role's file; None when there is none. For the trainer it may be the file of supervised
+        fine-tuning.
+        """
+        # Compared with the names of existing files, so that no text from a client becomes a path.
         roles = self.roles()
-        listed = next((name for name in (role, _STANDS_IN.get(role)) if name in roles), None)
+        listed = next((name for name in (role, _SUBSTITUTE_ROLES.get(role)) if name in roles), None)
         if listed is not None and listed not in self._files:
             self._files[listed] = MetricFile(self._layout.root, self._layout.metrics / f"{listed}.jsonl")
         return self._files[listed] if listed is not None else None
 
     def curve(self, key: MetricKey, *, num_points: int, first: int | None = None, last: int | None = None) -> Curve | None:
-        """Return the metric's curve. None: the role has no file, or the metric was not refreshed."""
+        """Return the metric's curve; None when the role has no file, or the metric was not among the keys of a `refresh`."""
         file = self.file(key.role)
         if file is None or not file.is_read(key.name):
             return None
         return file.curve(key.name, num_points=num_points, first=first, last=last)
 
     def values(self, key: MetricKey) -> np.ndarray:
-        """Return the metric of every step that has it, as float64; empty while none has."""
+        """Return the values of the metric as float64, for the steps that have it; empty when no step has."""
         file = self.file(key.role)
         values = file.values(key.name) if file is not None and file.is_read(key.name) else np.array([])
         return values[np.isfinite(values)]
 
     def measured(self) -> list[MetricKey]:
-        """Return the keys of all metrics that the run measures."""
+        """Return the keys of all metrics in the files of the run."""
         files = {role: self.file(role) for role in self.roles()}
         return [MetricKey(role, name) for role, file in files.items() if file for name in sorted(file.names())]
 

@@ -1,6 +1,6 @@
-"""Reads the rollouts of a step or of an evaluation: for the page, the command `trivet evals` and programs.
+"""Reads the rollouts of a step or of an evaluation, for the page, the command `trivet evals` and programs.
 
-A file may hold 100,000 rollouts: the heads of its lines are kept in memory, and a conversation is decoded when it is shown.
+A file may have 100,000 rollouts. So only a `RolloutHead` of each is kept in memory, and a conversation is decoded when it is shown.
 """
 
 import os
@@ -24,13 +24,13 @@ from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, s
 from trivet.wire.rollouts import Rollout, RolloutRecord, Sample
 
 _KEPT_FILES = 4
-"""Files whose heads stay in memory, for paging back and forth."""
+"""Number of files whose heads stay in memory, so that a user can page back and forth."""
 _PREVIEW_CHARS = 160
-"""Characters of a prompt or completion in the list: one line on a screen."""
+"""Limit of characters of a prompt or completion in the list, where it has one line."""
 
 
 class RolloutHead(msgspec.Struct, kw_only=True):
-    """The fields of a rollout by which it is ordered and chosen, and the place of its line in the file."""
+    """The fields of a rollout by which rollouts are sorted and filtered, and the position of its line in the file."""
 
     env: str = ""
     example_id: int = 0
@@ -38,7 +38,7 @@ class RolloutHead(msgspec.Struct, kw_only=True):
     advantage: float | None = None
     is_truncated: bool = False
     attempt: int = 0
-    """Number of rollouts of the same example before it."""
+    """Number of earlier rollouts of the same example in the file."""
     line: int = 0
     """Line of the file, counted from 0."""
     offset: int = 0
@@ -48,23 +48,23 @@ class RolloutHead(msgspec.Struct, kw_only=True):
 
     @property
     def has_passed(self) -> bool:
-        """Its reward is that of a success."""
+        """True when its reward is that of a success."""
         return has_passed(self.reward)
 
 
 class RolloutFile:
-    """The rollouts of one file, which stays open, so that a later change of it does not matter."""
+    """The rollouts of one file. The file stays open, so that it can be read even after it was replaced."""
 
     def __init__(self, path: Path) -> None:
         """Read the heads of all rollouts."""
         self.heads: list[RolloutHead] = []
         self.num_lines = 0
-        """Whole lines: a last one without a line break is still being written."""
+        """Number of complete lines. A last line without a line break is still being written and does not count."""
         try:
             self._file = open_regular(path)
         except OSError as exc:
             raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
-        weakref.finalize(self, self._file.close)  # of the files that the page keeps
+        weakref.finalize(self, self._file.close)  # closes the file also when nobody calls `close`
         decoder, num_seen, offset = msgspec.json.Decoder(RolloutHead), defaultdict[int, int](int), 0
         for text in self._file:
             if not text.endswith(b"\n"):
@@ -83,7 +83,7 @@ class RolloutFile:
 
     @property
     def num_damaged(self) -> int:
-        """Lines that are no rollout."""
+        """Number of lines that are not a rollout."""
         return self.num_lines - len(self.heads)
 
     def text(self, head: RolloutHead) -> bytes:
@@ -91,14 +91,14 @@ class RolloutFile:
         return os.pread(self._file.fileno(), head.num_bytes, head.offset)
 
     def row(self, head: RolloutHead) -> RolloutRecord | None:
-        """Return a rollout with its conversation; None when its line has another form, or the file was closed."""
+        """Return a rollout with its conversation; None when its line has another format, or the file was closed."""
         try:
             return msgspec.json.decode(self.text(head), type=RolloutRecord)
         except (OSError, ValueError, *DECODE_ERRORS):
             return None
 
     def contains(self, head: RolloutHead, text: str) -> bool:
-        """Return whether a message or a tool call contains `text`; case does not count."""
+        """Return whether a message or a tool call contains `text`, in upper or lower case."""
         row = self.row(head)
         messages = (*row.prompt, *row.completion) if row is not None else ()
         texts = (f"{message.get('content')}\n{message.get('tool_calls') or ''}" for message in messages)
@@ -111,10 +111,10 @@ class RolloutFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPreview:
-    """A rollout as the page's list shows it."""
+    """A rollout as it is shown in the page's list."""
 
     line: int
-    """Line of the file, counted from 0, as `RunRollouts.record` takes it."""
+    """Line of the file, counted from 0: the argument of `RunRollouts.record`."""
     row: RolloutRecord
     prompt: str
     completion: str
@@ -122,10 +122,10 @@ class RowPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Some rows of a file."""
+    """Some of the rollouts in a file that a query selects. In the JSON that the page gets they are called rows."""
 
     num_rows: int
-    """Rows that the query selects, on all pages."""
+    """Number of rollouts that the query selects, on all pages."""
     rows: list[RowPreview]
     envs: list[str]
     num_damaged: int
@@ -139,12 +139,13 @@ _SORT_KEYS: dict[str, Callable[[RolloutHead], float]] = {
 
 
 class RunRollouts:
-    """Reads a run's files of rollouts for the page, and keeps the last few. One thread uses it at a time."""
+    """Reads a run's files of rollouts for the page, and keeps the last few open. Use it from one thread at a time."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout
         self._files: OrderedDict[Path, tuple[FileStamp | None, RolloutFile]] = OrderedDict()
         self._recorded: tuple[Path | None, FileStamp | None, list[Rollout]] = (None, None, [])
+        """The last file of groups that was read, its stamp then, and its rollouts."""
 
     @property
     def directory(self) -> Path:
@@ -152,17 +153,18 @@ class RunRollouts:
         return self._layout.rollouts
 
     def steps(self) -> list[int]:
-        """Return the steps whose rollouts are there, ascending."""
+        """Return the steps that have rollouts, in ascending order."""
         return list(list_steps(self.directory))
 
     def page(
         self, path: Path, *, offset: int = 0, limit: int = 50, sort: str = "line", env: str = "", contains: str = ""
     ) -> Page:
-        """Return some rows of a file.
+        """Return some rollouts of a file.
 
         Args:
-            sort: `line`, `reward` or `advantage`, each descending with a `-` before it.
-            contains: text that a message must contain; case does not count.
+            sort: `line`, `reward` or `advantage`; with a `-` before it in descending order.
+            env: only rollouts of this environment; empty for all.
+            contains: text that a message must contain, in upper or lower case.
         """
         file = self._open(path)
         chosen = [head for head in file.heads if env in ("", head.env) and (not contains or file.contains(head, contains))]
@@ -178,7 +180,11 @@ class RunRollouts:
         return Page(num_rows=len(chosen), rows=rows, envs=envs, num_damaged=file.num_damaged)
 
     def record(self, path: Path, line: int) -> dict[str, Any]:
-        """Return everything that the file says of one rollout."""
+        """Return all fields of one rollout in the file.
+
+        Raises:
+            NotServed: the file has no rollout in this line.
+        """
         file = self._open(path)
         head = next((head for head in file.heads if head.line == line), None)
         if head is None:
@@ -186,7 +192,7 @@ class RunRollouts:
         return msgspec.json.decode(file.text(head))
 
     def samples(self, directory: Path, line: int) -> list[Sample]:
-        """Return the samples of one rollout; none where their file is missing, as in runs of earlier versions."""
+        """Return the samples of one rollout; empty when their file is missing, as in runs of earlier versions."""
         path = directory / GROUPS_FILE
         stamp = stamp_of(path)
         if stamp is None:
@@ -219,5 +225,5 @@ class RunRollouts:
 def _text(messages: Sequence[dict[str, Any]]) -> str:
     try:
         return conversation_text(messages, max_chars=_PREVIEW_CHARS)
-    except (AttributeError, KeyError, TypeError):  # messages of a form that we do not know are shown as they are
+    except (AttributeError, KeyError, TypeError):  # messages of an unknown format are shown as they are
         return str(messages)[:_PREVIEW_CHARS]

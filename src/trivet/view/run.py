@@ -1,4 +1,4 @@
-"""Puts the readers of one viewed run behind one lock, so that several requests may ask at a time."""
+"""Holds the readers of one viewed run, with one lock for all of them, because requests are answered in several threads."""
 
 import threading
 import tomllib
@@ -21,13 +21,14 @@ from trivet.view.status import StatusClock
 from trivet.view.timeline import NoteReader
 
 _TOKENIZER = "tokenizer.json"
-_UNFINISHED = "\ufffd"
-_MAX_UNFINISHED = 8
-"""Tokens that a character may be spread over; after so many it is no character that is still to come."""
+_REPLACEMENT_CHARACTER = "\ufffd"
+"""A tokenizer decodes an incomplete character to this."""
+_MAX_TOKENS_OF_CHARACTER = 8
+"""Limit of tokens that form one character. If more tokens still decode to an incomplete one, it is shown as it is."""
 
 
 class TokenText:
-    """Loads the run's tokenizer once it is there."""
+    """Splits text into the pieces of its tokens, with the run's tokenizer. The tokenizer is loaded once it exists."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout
@@ -44,45 +45,52 @@ class TokenText:
 
 
 def split_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds. Where tokens make a character only together, the last of them has it."""
+    """Return the text that each token adds. When several tokens form one character, the last of them gets it.
+
+    `start` is where the decoded text begins: at the tokens of the last piece, which ends before `shown`.
+    """
     pieces: list[str] = []
-    start = read = 0
+    start = shown = 0
     before = ""
     for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(list(token_ids[start:end]), skip_special_tokens=False)
-        if text.endswith(_UNFINISHED) and end - read < _MAX_UNFINISHED and end < len(token_ids):
+        if text.endswith(_REPLACEMENT_CHARACTER) and end - shown < _MAX_TOKENS_OF_CHARACTER and end < len(token_ids):
             pieces.append("")
             continue
         pieces.append(text[len(before) :] if text.startswith(before) else tokenizer.decode([token_ids[end - 1]]))
-        # The last piece stays in front of the next: some tokenizers drop a space at the start of a text.
-        start, read = read, end
+        # The tokens of the last piece are decoded together with the next: some tokenizers drop a space at the start of a text.
+        start, shown = shown, end
         before = tokenizer.decode(list(token_ids[start:end]), skip_special_tokens=False)
     return pieces
 
 
 class ViewedRun:
-    """One run that is looked at."""
+    """One run that is viewed, with the readers of its files."""
 
     def __init__(self, layout: RunLayout, *, name: str) -> None:
         self.layout, self.name = layout, name
         self.lock = threading.Lock()
-        """Held by whoever uses the rest."""
+        """Must be held while any of the following attributes is used."""
         self.metrics = RunMetrics(layout)
         self.rollouts = RunRollouts(layout)
         self.token_text = TokenText(layout)
         self.evaluations = Evaluations(layout.evals)
         self.notes = NoteReader(layout)
         self.clock = StatusClock()
-        """Tells the time by which the age of the run's status is judged."""
+        """The clock by which the age of the run's status is computed."""
 
     def warm_up(self) -> None:
-        """Read what the first page shows."""
+        """Read the metrics that the first page shows."""
         with self.lock:
             self.metrics.refresh(ALWAYS_READ)
 
 
 def open_run(directory: Path) -> RunLayout:
-    """Return the layout of the run in `directory`."""
+    """Return the layout of the run in `directory`.
+
+    Raises:
+        ConfigError: there is no run.
+    """
     layout = RunLayout(directory)
     if not directory.is_dir():
         raise ConfigError(f"{str(directory)!r} is no directory; give a run's output_dir")
@@ -98,7 +106,9 @@ def open_run(directory: Path) -> RunLayout:
 
 
 def name_runs(directories: list[Path]) -> list[str]:
-    """Name each run by as few last parts of its path as tell the runs apart, and by two at least: many are called `run`."""
+    """Name each run by the last parts of its path: as few as make the names different, and at least two, as many are called
+    `run`.
+    """
     paths = [path.resolve().parts for path in directories]
     depth = 2
     while len({parts[-depth:] for parts in paths}) < len(set(paths)):
@@ -107,9 +117,9 @@ def name_runs(directories: list[Path]) -> list[str]:
 
 
 def read_configs(layout: RunLayout) -> dict[str, dict[str, str]]:
-    """Return by role each key's value as TOML would write it; what may be a secret is left out.
+    """Return the configuration of each role: the value of each key in TOML notation. Values that may be secret are left out.
 
-    A file that cannot be read says so in its place.
+    For a file that cannot be read there is one key `(fault)` with the reason.
     """
     if not layout.configs.is_dir():
         return {}

@@ -1,9 +1,9 @@
-"""Serves the page of `trivet view` and its API over HTTP: a starlette application on uvicorn. It only reads.
+"""Serves the page of `trivet view` and its API over HTTP, with a starlette application on uvicorn. It only reads.
 
-It knows no paths: what a client sends is looked up among names that are there, never joined to a directory.
+No text from a client becomes part of a path: it is only compared with names of existing files.
 
-A page of another site must not read a run through the user's browser: requests are answered only when they name this server as
-their host (a foreign name that resolves to the loopback address is refused), and no answer allows another origin.
+A page of another site must not read a run through the user's browser. So requests are answered only when they name this server as
+their host. A foreign name that resolves to the loopback address is refused. And no answer allows another origin.
 """
 
 import ipaddress
@@ -43,17 +43,17 @@ _GUARDS = {
     "Cache-Control": "no-cache",
 }
 _ZIP_FROM_BYTES = 4096
-"""Answers longer than this are compressed: shorter ones fit into a few packets anyway."""
+"""Answers longer than this are compressed. Shorter ones fit into a few packets."""
 _IDLE_S = 60
-"""A connection that was idle for so long after an answer is closed; the page asks every two seconds."""
+"""Seconds after which an idle connection is closed. The page sends a request every two seconds."""
 _MAX_QUERY_CHARS = 8192
-"""Characters of a query: enough for the names of all metrics that one request may ask for."""
+"""Limit of characters of a query: enough for the names of all metrics that one request may have."""
 _STOP_TIMEOUT_S = 2
-"""Time that requests have to end when the page is closed: each reads a few files."""
+"""Seconds that requests have to end when the server stops. Each reads a few files."""
 
 
 class ViewServer:
-    """The page of some runs, on a socket that listens already."""
+    """Serves the page of some runs on a socket."""
 
     def __init__(self, api: Api, *, host: str, port: int) -> None:
         """Listen.
@@ -69,19 +69,19 @@ class ViewServer:
         self.port: int = self._socket.getsockname()[1]
         shown = "localhost" if host in ("", "0.0.0.0", "::") else host
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"
-        """The address under which a browser of this machine finds it."""
+        """The address of the page for a browser on this machine."""
         self._application = make_application(api, host=host)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Serve during the block, in a thread: signals are the block's."""
+        """Serve in a thread during the block. Signals go to the code of the block."""
         config = uvicorn.Config(
             self._application,
             http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=False,  # a line for each request every two seconds helps nobody
+            access_log=False,  # the page sends a request every two seconds, and a line for each would fill the terminal
             server_header=False,
             timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_STOP_TIMEOUT_S,
@@ -116,7 +116,7 @@ def make_application(api: Api, *, host: str) -> "GuardedApplication":
             answer = api.answer(path, dict(request.query_params), client_tag=known)
         except NotServed as exc:
             return _error(400 if isinstance(exc, BadQuery) else 404, str(exc))
-        except Exception:  # a fault of ours, or a file nobody foresaw: the page says so, and the other pages work
+        except Exception:  # a fault of trivet, or an unforeseen file: the page shows it, and the other pages still work
             logger.exception("cannot answer %s", path)
             return _error(500, f"{path} cannot be answered: a fault of trivet view; its terminal has the details")
         headers = {"ETag": f'"{answer.tag}"'}
@@ -130,7 +130,7 @@ def make_application(api: Api, *, host: str) -> "GuardedApplication":
 
 
 class GuardedApplication:
-    """Refuses requests that are not meant for this server, and sends the guards with every answer."""
+    """Refuses requests that are not meant for this server, and adds the headers in `_GUARDS` to every answer."""
 
     def __init__(self, application: ASGIApp, *, given_host: str) -> None:
         self._application = application
@@ -153,7 +153,7 @@ class GuardedApplication:
 
 
 def is_meant(host_header: str, *, given_host: str) -> bool:
-    """Return whether a request's Host names the server that listens on `given_host`."""
+    """Return whether the Host header of a request names the server that listens on `given_host`."""
     try:
         name = urlsplit(f"//{host_header}").hostname or ""
     except ValueError:  # `[` without its end
@@ -164,12 +164,12 @@ def is_meant(host_header: str, *, given_host: str) -> bool:
         address = ipaddress.ip_address(name)
     except ValueError:
         return not _is_loopback(given_host) and name == socket.gethostname().casefold()
-    # An address cannot be rebound, a name can.
+    # An attacker can make a name resolve to this machine, but not an address.
     return address.is_loopback or not _is_loopback(given_host)
 
 
 def read_pages() -> dict[str, bytes]:
-    """Return the page's files by the path of their address."""
+    """Return the files of the page, by the path in their URL."""
     found = {f"/{item.name}": item.read_bytes() for item in files("trivet.view").joinpath("static").iterdir()}
     return {"/": found["/index.html"], **{name: data for name, data in found.items() if name.rpartition(".")[2] in _TYPES}}
 
