@@ -46,7 +46,7 @@ class Observed:
         for _ in range(int(seconds)):
             if reports:
                 write_report(self.layout, "trainer", pid=7, time=self.clock.now(), **fields)
-            self.found_stuck += [role.name for role in self.observer.look()]
+            self.found_stuck += [role.name for role in self.observer.update()]
             self.clock.sleep(1)
         return self
 
@@ -158,7 +158,7 @@ def test_an_exit_is_observed_with_its_last_report_and_words_that_name_its_cause(
     write_report(run.layout, "trainer", step=7)
     run.trainer.spec.log.write_text("12:00:01 waited 17 s for pid 4711\n")
     run.trainer.exit_code = 1
-    run.observer.look()
+    run.observer.update()
     seen = run.observer.observe(Interrupts()).roles["trainer"]
     assert (seen.exit_code, seen.ended_at, seen.is_complete, seen.has_progressed) == (1, run.clock.now(), False, True)
     assert seen.last_log_line == "waited # s for pid #"

@@ -53,7 +53,7 @@ def test_the_status_is_written_every_two_seconds_and_at_once_after_an_action(tmp
 def test_nothing_is_called_alive_of_a_role_that_has_ended(tmp_path: Path) -> None:
     run = Reported(tmp_path, exit_code=-9)
     write_report(run.layout, "trainer", pid=7, step=3, workers=[WorkerStatus(env="x", pid=8)])
-    run.observer.look()
+    run.observer.update()
     run.status.write()
     (ended,) = run.read().roles
     assert (ended.pid, ended.state, ended.exit) == (7, RoleState.ENDED, "killed by SIGKILL")
