@@ -1,4 +1,4 @@
-"""The exception tree. Every error a user can meet is one of these, and says what to change."""
+"""The exception tree. Every error a user can meet is one of these, and its message has the remedy."""
 
 
 class TrivetError(Exception):
@@ -115,7 +115,7 @@ class BatchError(TrivetError):
 
 
 class WaitTimeout(TrivetError):
-    """Raised when a bounded wait ran out; the message says who waited for whom."""
+    """Raised when a bounded wait ran out; the message names the process that waited and what it waited for."""
 
 
 class UnknownRank(TrivetError):

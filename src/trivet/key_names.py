@@ -1,4 +1,4 @@
-"""Owns the names by which the user of this process knows the keys and flags of a run.
+"""Holds the user's names of the keys and flags of a run, which depend on the command that started this process.
 
 Every message names a key or a flag by `key_name`. `vf-rl` and `RLTrainer` have keys of their own: each uses a table that gives the
 user's name for a key of a run. They pass this table to the processes that they start in the variable `TRIVET_KEY_NAMES`.

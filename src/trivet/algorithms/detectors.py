@@ -39,7 +39,7 @@ class Finding:
     """A condition that has held for long enough."""
 
     detector: str
-    """Its key in `[detectors]`."""
+    """The detector's key in `[detectors]`."""
     message: str
     """The observation, the number of steps for which it held, and the remedy."""
 

@@ -23,7 +23,7 @@ class Tool(NamedTuple):
     module: str
     """The module with `configure_NAME(parser)`, which adds arguments, and `run_NAME(arguments)`, which returns the exit code."""
     summary: str
-    """Its line in the help."""
+    """The tool's line in the help."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -142,7 +142,7 @@ class InferenceClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Make a client; nothing is asked yet.
+        """Make a client. No request is sent yet.
 
         Args:
             base_url: with or without `/v1`.

@@ -35,7 +35,7 @@ class Server:
     """True while the server gets rollouts."""
     is_loading: bool = False
     is_asleep: bool = False
-    """True from the server's answer that it has freed its GPU memory until it is asked for a policy."""
+    """True from the server's answer that it has freed its GPU memory until the next request to serve a policy."""
     change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the server is put to sleep, and while it loads the policy with which it can be admitted."""
     num_loads: int = 0

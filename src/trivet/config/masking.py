@@ -23,7 +23,7 @@ _PATH_OF_ADDRESS = re.compile(r"(?<=[^/:]/)[^/].*", re.DOTALL)
 _HEADERS = "headers"
 """The table of HTTP headers. Every value in it is hidden, because any header may carry a secret."""
 _HEARTBEAT = ("heartbeat", "url")
-"""The path of this address is a secret: whoever knows it can send heartbeats."""
+"""The path of this address is a secret: anyone who has it can send heartbeats."""
 _MIN_SECRET_CHARS = 4
 """Shorter secrets are not replaced in texts, because too many words contain them."""
 

@@ -81,7 +81,7 @@ class KeyEntry(NamedTuple):
     name: str
     type: str
     default: str
-    """As TOML, or `NEEDED`."""
+    """The default as TOML, or `NEEDED`."""
     text: str
 
 

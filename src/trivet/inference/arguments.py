@@ -225,7 +225,7 @@ SHARD_ENVIRONMENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 store itself, on all addresses of its node, and would not get the port that the launcher holds for it."""
 
 EAGER_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""For `enforce_eager` on the CPU. Without it vLLM still compiles a small function, which ranks log-probabilities, and g++ runs for
+"""Set for `enforce_eager` on the CPU. Else vLLM still compiles a small function, which ranks log-probabilities, and g++ runs for
 5 to 8 s at the first request of every server."""
 
 COMMON_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}

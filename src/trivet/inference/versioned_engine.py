@@ -80,7 +80,7 @@ class _AdmittedRequest:
 
     versions: TokenVersions = field(default_factory=TokenVersions)
     attempts: dict[int, _Attempt] = field(default_factory=dict)
-    """By completion index."""
+    """The newest attempt at each completion of the request, by completion index."""
 
 
 class VersionedEngine(AsyncLLM):

@@ -41,7 +41,7 @@ _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SERVING, _ENVIRONMENTS = "serving", "environments"
 """Kinds of work in which one role replaces another whose node is lost."""
 _SYNC_INTERVAL_S = 1.0
-"""The orchestrator looks this often whether a server came back at another address."""
+"""Seconds between the orchestrator's checks whether a server came back at another address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Node:
 
     index: int
     name: str
-    """Its host name, for people."""
+    """The node's host name, for messages."""
     host: str
     """The address at which other nodes reach it."""
     interface: str
@@ -156,7 +156,7 @@ def _between_nodes(transport: TransportConfig, leader: Node) -> TransportConfig:
 
 
 def _bind(host: str, node: Node) -> str:
-    """Return where a process of `node` listens: where the user said, else at the address by which other nodes reach it."""
+    """Return the host on which a process of `node` listens: the configured one, else the address by which other nodes reach it."""
     return node.host if host in LOCAL_HOSTS and host not in ("0.0.0.0", "::") else host
 
 

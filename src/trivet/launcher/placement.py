@@ -8,8 +8,8 @@ from trivet.config.schema.rl import RLConfig
 HEAD = 0
 """The node that leads a run: it supervises every process, and is the first of those that train."""
 TRANSPORT, RENDEZVOUS, ENVIRONMENTS = "transport", "rendezvous", "environments"
-"""Names of what listens besides servers. On the first node that trains: the trainer for batches, its ranks for each other. On that
-of the orchestrator: the orchestrator for environment workers of other nodes."""
+"""Names of the listeners besides servers. On the first node that trains, the trainer listens for batches and its ranks for each
+other. On the orchestrator's node, it listens for environment workers of other nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ServerPlacement:
 
     @property
     def rendezvous(self) -> str:
-        """The name of what listens on its first node for the ranks of all its nodes."""
+        """The name of the listener on its first node for the ranks of all its nodes."""
         return f"{self.name}-{RENDEZVOUS}"
 
 
@@ -54,11 +54,11 @@ class Placement:
 
     @property
     def has_distant_workers(self) -> bool:
-        """True when environment workers are elsewhere than beside the orchestrator alone."""
+        """True when environment workers run on other nodes than the orchestrator's."""
         return self.worker_nodes != (self.orchestrator_node,)
 
     def listeners_on(self, node: int) -> tuple[str, ...]:
-        """Return the names of what listens on `node`; each needs a port there."""
+        """Return the names of the listeners on `node`; each needs a port there."""
         servers = [server for server in self.servers if server.node == node]
         names = [server.name for server in servers]
         names += [server.rendezvous for server in servers if len(server.nodes) > 1]

@@ -112,7 +112,7 @@ class RunPlan:
     notices: tuple[str, ...]
     """Messages for the user, shown once before the start."""
     servers_file: Path | None = None
-    """The file in which the orchestrator looks for the inference servers; None: they stay where `configs` says."""
+    """The file with the inference servers' addresses, which the orchestrator reads repeatedly; None: those in `configs` stay."""
     server_urls: Mapping[RecoveryUnit, tuple[str, ...]]
     """The addresses of the servers that this run starts, by their units."""
 

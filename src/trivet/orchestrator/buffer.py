@@ -79,12 +79,12 @@ class FinishedGroup:
 
     @property
     def is_flat(self) -> bool:
-        """All rewards are equal."""
+        """True if all rewards are equal."""
         return are_equal(self.rewards)
 
     @property
     def is_solved(self) -> bool:
-        """All rewards are above 0."""
+        """True if all rewards are above 0."""
         return bool(self.rewards.min() > rounding_error(self.rewards))
 
 

@@ -5,7 +5,7 @@ its own, and the queues take turns. The pool of an example is normal, easy or ha
 the sampler skips it for now. Pools identify examples by their hashes, so they survive a data set that changes between two attempts.
 Examples with equal hashes count as the same example. A `Draw` stores everything that was chosen for a group, so a group that is
 dispatched again has the same example and temperature, whatever has changed since.
-Called by the dispatcher, and by the loop at the start of a step.
+The dispatcher calls it, and the loop at the start of a step.
 """
 
 import hashlib

@@ -69,7 +69,7 @@ _WRITE_TIMEOUT_S = 1800.0
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """Orders what happens after an update: publish, save, settle, report."""
+    """Runs the steps after an update, in order: publish, save, settle, report."""
 
     config: TrainingConfig
     layout: RunLayout

@@ -68,7 +68,7 @@ class StatusClock:
         self._written: float | None = None
         """The time in the newest status of another machine."""
         self._seen_at = 0.0
-        """When that status was seen first."""
+        """The time at which that status was seen first."""
 
     def now(self, status: RunStatus) -> float:
         """Return the Unix time by the clock of the machine that wrote `status`, in seconds.
@@ -83,7 +83,7 @@ class StatusClock:
 
 
 def is_from_another_machine(status: RunStatus) -> bool:
-    """Return whether the launcher is on another machine. Then its process id and its clock say nothing here."""
+    """Return whether the launcher is on another machine. Then its process id and its clock mean nothing here."""
     return status.node not in ("", os.uname().nodename)
 
 

@@ -62,7 +62,7 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     index: int
     """Position in its group, from 0."""
     reward: float
-    """From -`MAX_REWARD` to `MAX_REWARD`."""
+    """The score, from -`MAX_REWARD` to `MAX_REWARD`."""
     samples: list[Sample] = []
     """One for a single turn; one or more for several turns, depending on `trajectory_strategy`."""
     scores: dict[str, float] = {}

@@ -15,7 +15,7 @@ RUNNING_GROUPS = "running groups"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One environment worker, as the pool that started it sees it."""
+    """The state of one environment worker, as the pool that started it reports it."""
 
     env: str
     """The environment's name in the configuration."""
@@ -72,7 +72,7 @@ class RoleState(StrEnum):
 
 
 class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A role as its launcher sees it."""
+    """The state of a role, as its launcher reports it."""
 
     name: str
     state: RoleState

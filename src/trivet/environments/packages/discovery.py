@@ -128,7 +128,7 @@ def _module_names(package: InstalledPackage) -> Iterator[str]:
 
 def _source_file(module: str, *, search_path: Sequence[str] | None) -> Path | None:
     try:
-        # The first form also asks the finders that some editable installs add to this interpreter.
+        # The first form also uses the finders that some editable installs add to this interpreter.
         spec = importlib.util.find_spec(module) if search_path is None else PathFinder.find_spec(module, list(search_path))
     except (ImportError, ValueError):
         return None

@@ -115,7 +115,7 @@ class Recovery:
         """Longest time without output of a role that still runs after the other has finished."""
         self._units: defaultdict[RecoveryUnit, _UnitState] = defaultdict(_UnitState)
         self._interruption: FinishRun | None = None
-        """The end of a run that was asked to stop."""
+        """The end that a signal requested; None before a signal."""
         self._interrupted_at = 0.0
         self._commit_deadline: float | None = None
         """Time by which a preempted run must have committed; None while the run is not preempted."""
@@ -130,7 +130,7 @@ class Recovery:
 
     @property
     def is_preempted(self) -> bool:
-        """True when the roles were asked to commit and to end."""
+        """True once the roles have got the signal to commit and to end."""
         return self._commit_deadline is not None
 
     def decide(self, run: RunObservation) -> list[RecoveryAction]:

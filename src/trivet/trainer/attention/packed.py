@@ -199,7 +199,7 @@ def sdpa_packed(  # transformers fixes the signature
     """
     dtype = query.dtype
     if query.device.type == "cpu" and dtype == torch.bfloat16:
-        # Without matrix units for bf16 the CPU kernel's backward takes 5 times as long in bf16 as in float32.
+        # On a CPU without matrix units for bf16, the kernel's backward takes 5 times as long in bf16 as in float32.
         query, key, value = query.float(), key.float(), value.float()
     if query.device.type != "cpu":
         # On CUDA the kernel for float32, for masks and for GPUs before Ampere does not support fewer key heads than query heads.

@@ -76,7 +76,7 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
     if config.compile is not None:
         _compile(blocks, attention=attention, device=device, seq_len=config.seq_len)
     if not is_traced:
-        # Where attention cannot be traced, a checkpoint inside would keep the whole block from being compiled.
+        # If attention cannot be traced, a checkpoint inside would keep the whole block from being compiled.
         _checkpoint(checkpointed, config.ac)
     if offload is not None:
         for block in checkpointed:

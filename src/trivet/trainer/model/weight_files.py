@@ -83,7 +83,7 @@ class BroadcastWeights:
         self.untied: set[str] = set()
         """Names of tensors that config.json ties to others although the files hold different values; only on rank 0."""
         if world.is_main:
-            # By "auto" weights are rounded to the dtype that config.json names, even if the files hold wider ones.
+            # With "auto", weights are rounded to the dtype that config.json names, even if the files hold wider ones.
             dtype: Any = torch.float32 if config.compute_dtype == "float32" else "auto"
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 config.name, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
