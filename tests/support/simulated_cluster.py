@@ -25,10 +25,10 @@ from trivet.launcher.nodes.lead import Lead
 from trivet.launcher.nodes.registry import NodeRegistry
 from trivet.launcher.placement import HEAD, Placement, place
 from trivet.launcher.plan import TRAINING, RecoveryUnit, RunPlan
+from trivet.launcher.processes import Clock
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.supervision import observer
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.observer import Clock
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine

@@ -1,7 +1,7 @@
 """Hides secrets wherever a configuration is only displayed: in pages, dry runs, logs and errors. Roles read the true values.
 
-Whether a value is hidden depends on the name of its key and on the tables that hold it. It never depends on the value, except for
-the passwords inside addresses.
+Whether a value is hidden depends on the name of its key and on the tables that hold it. The value counts in three cases: a number
+may be a count, nothing hides in an empty value or a boolean, and an address may hold a password or a secret in its query.
 """
 
 import re
@@ -17,11 +17,13 @@ _HARMLESS = re.compile(r"tokenizer|hash_keys|api_key_var|author(?!i)|(?:max|min|
 """Parts of names that match `_SECRET` although their values are no secrets."""
 _COUNTED = re.compile(r"tokens|token_(?:id|mask|count|limit|budget|ratio|len)", re.IGNORECASE)
 """Names with `token` whose value, if it is a number, is a count and no secret."""
-_PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/?#@\s]*@")
+_PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/?#\s]*@")
+"""`user:password@` in `https://user:password@host/path`."""
 _SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*(?:{_SECRET.pattern})[^=&#\s]*=)[^&#\s]+", re.IGNORECASE)
-_PATH_OF_ADDRESS = re.compile(r"(?<=[^/:]/)[^/].*", re.DOTALL)
+_PATH_OF_ADDRESS = re.compile(r"(?<=[^/:]/).+", re.DOTALL)
+"""`path` in `https://host/path`."""
 _HEADERS = "headers"
-"""The table of HTTP headers. Every value in it is hidden, because any header may carry a secret."""
+"""The end of the name of a table of HTTP headers. Every value in it is hidden, because any header may carry a secret."""
 _HEARTBEAT = ("heartbeat", "url")
 """The path of this address is a secret: anyone who has it can send heartbeats."""
 _MIN_SECRET_CHARS = 4
@@ -39,7 +41,7 @@ def mask(path: Sequence[str | int], value: object) -> object:
         return value
     is_number = isinstance(value, int | float)
     secrets = (name for name in names if names_secret(name) and not (is_number and _COUNTED.search(name)))
-    if any(secrets) or _HEADERS in names[:-1]:
+    if any(secrets) or any(name.lower().endswith(_HEADERS) for name in names[:-1]):
         return HIDDEN
     if not isinstance(value, str):
         return value

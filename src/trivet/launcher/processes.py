@@ -64,6 +64,20 @@ def forget_reports(files: Sequence[ReportFile]) -> None:
         file.path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """The functions by which the supervisor reads the time and sleeps. Tests pass a clock that they move themselves."""
+
+    now: Callable[[], float] = time.monotonic
+    """Monotonic seconds, for durations."""
+    unix_time: Callable[[], float] = time.time
+    """Seconds since 1970, for people."""
+    sleep: Callable[[float], None] = time.sleep
+
+
+SYSTEM_CLOCK = Clock()
+
+
 class HostedProcess(Protocol):
     """One started process."""
 

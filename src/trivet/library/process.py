@@ -30,6 +30,8 @@ from trivet.shown_text import printable
 from trivet.storage.durable import write_private
 
 _POLL_INTERVAL_S = 0.05
+_SIGNAL_EXIT_CODES = 128
+"""A command that a signal ended exits with a code above this."""
 _KILL_TIMEOUT_S = 5.0
 """Longest wait for a killed process to end. It takes milliseconds, unless a system call hangs."""
 _COMMIT_TIMEOUT_S = 60.0
@@ -120,12 +122,12 @@ class RunProcess:
         return "\n".join(last_lines(self._folder / "output", offset=0, count=_NUM_LINES))
 
     def require_success(self, *, details: str = "") -> None:
-        """Raise the error that ended the command, by its exit code. Do nothing if it succeeded or this program ended it.
+        """Raise the error that ended the command, by its exit code. Do nothing after success or a signal of this program.
 
         The message is the command's own error. Without one it is `details`, what the caller knows of the failure, or else the last
         lines of output.
         """
-        if self.exit_code in (0, None) or self._is_interrupted:
+        if self.exit_code in (0, None) or (self._is_interrupted and (self.exit_code or 0) > _SIGNAL_EXIT_CODES):
             return
         output = printable(self.last_output())
         *_, error = _ERROR_PREFIX.split(output)  # the text after the last prefix; without a prefix the whole output
@@ -161,8 +163,9 @@ class RunProcess:
             self._folder = None
 
     def _send_signal(self, number: signal.Signals) -> None:
-        self._is_interrupted = True
-        if self._process is not None and self._process.poll() is None:
+        """Send a signal to the command, unless it has ended: then its own exit code says how."""
+        if self._process is not None and self.is_running:
+            self._is_interrupted = True
             self._process.send_signal(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

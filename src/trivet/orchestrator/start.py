@@ -61,6 +61,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     if step:
         strict_key = "orchestrator.strict_data" if config.strict_data else None
         compare_data(layout.checkpoint_step(step) / ORCHESTRATOR, data_of(pool.infos), step=step, strict_key=strict_key)
+    replayed = read_groups(recorded_files(config.replay)[0]).run_id if config.replay is not None else ""
     telemetry = Telemetry(
         "orchestrator",
         layout=layout,
@@ -70,7 +71,6 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         resume_step=step,
         check=AttemptGuard(layout, config.run).check,
     )
-    replayed = read_groups(recorded_files(config.replay)[0]).run_id if config.replay is not None else ""
     telemetry.write_event(Start(run_id=config.run.id, from_step=step, replayed_run=replayed))
     discard_after(layout.rollouts, step)  # later steps are done again, with new rollouts
     if step:
@@ -124,7 +124,8 @@ async def _begin_sampling(
     loop = make_loop(config, part, environments=pool, servers=servers, sender=sender, telemetry=telemetry, teacher=teacher)
     assert isinstance(loop.sampler, ExampleSampler)
     _report_numbers(loop)
-    process_report.begin_waiting("a policy to start from", on="trainer")
+    step = Step(part.progress.step)
+    process_report.begin_waiting("a policy to start from", on="trainer" if step else "inference")
     await _ensure_first_policy(loop, config)
 
     async def read_prompts(draws: Sequence[Draw]) -> list[list[dict[str, Any]]]:
@@ -148,8 +149,7 @@ async def _begin_sampling(
             client=clients[0],
             model=config.model.name,
         )
-        process_report.begin_waiting("the probe to be compared", on="trainer")
-        step = Step(part.progress.step)
+        process_report.begin_waiting("the probe to be scored", on="inference")
         # A probe is sent even without tokens: the trainer acknowledges it after it has removed what an earlier attempt left.
         batch = Batch(step=step, purpose=BatchPurpose.PROBE)
         # A deterministic run may start from an older policy than that of `step`, which the trainer could not compare.
@@ -165,12 +165,14 @@ async def _begin_sampling(
                 num_tokens=config.weights.probe_tokens,
                 step=step,
             )
-    if batch.micro_batches and loop.before_send is not None:  # servers sleep: the trainer needs the GPU's memory to compare
-        await loop.before_send()
-        await sender.send(batch)
+    must_sleep = bool(batch.micro_batches) and loop.before_send is not None
+    if must_sleep and loop.before_send is not None:
+        await loop.before_send()  # puts the servers to sleep, because the trainer needs the GPU's memory to compare
+    process_report.begin_waiting("the probe to be compared", on="trainer")
+    await sender.send(batch)
+    if must_sleep:
+        process_report.begin_waiting("the servers to wake", on="inference")
         await _ensure_first_policy(loop, config)
-    else:
-        await sender.send(batch)
     return loop
 
 

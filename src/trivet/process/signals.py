@@ -74,7 +74,7 @@ class Interrupts:
         return any(time > moment for _, time in self._received)
 
     def forward(self, send: Callable[[int], None], num_sent: int) -> int:
-        """Send the first signal on, and send it again when a second one came. Return how often it was sent until now.
+        """Send the first signal on, and once more when a second one came; at most once per call. Return the number of sendings.
 
         Args:
             num_sent: the result of the last call; 0 in the first call.
@@ -82,7 +82,8 @@ class Interrupts:
         num_due = (self.first is not None) + self.is_repeated
         if num_due > num_sent and self.first is not None:
             send(self.first)
-        return max(num_due, num_sent)
+            return num_sent + 1
+        return num_sent
 
     def __enter__(self) -> "Interrupts":
         numbers = [number for number in ending_signals() if number not in self._without]

@@ -38,7 +38,8 @@ id = "reverse-text"
 apikey = "planted-7"
 wandb_key = "planted-8"
 "X-Token" = "planted-9"
-dsn = "postgres://user:planted-10@db/x"
+dsn = "postgres://user:p@planted-10@db/x"
+extra_headers = { X-Team = "planted-14" }
 login = { user = "anna", password = "planted-11" }
 access_tokens = ["planted-12"]
 pin_secret = 4711811
@@ -65,7 +66,7 @@ def test_every_planted_secret_is_hidden_and_nothing_else(config: OrchestratorCon
     shown = to_toml(config, is_masked=True)
     assert "planted" not in shown
     assert "4711811" not in shown
-    assert to_toml(config).count("planted") == 13
+    assert to_toml(config).count("planted") == 14
     values = tomllib.loads(shown)
     assert values["env"][0]["args"]["max_tokens"] == 512
     assert values["env"][0]["args"]["dsn"] == "postgres://***@db/x"

@@ -119,6 +119,16 @@ def test_a_failure_comes_after_the_steps_and_has_the_last_lines(tmp_path: Path) 
     assert seen == [1, 2, 3]
 
 
+def test_a_stop_after_a_failure_hides_nothing(tmp_path: Path) -> None:
+    def stop_when_over(step: RunStep) -> None:
+        wait_until(lambda: running._process.exit_code is not None, timeout_s=60, waiting_for="the end of the run")
+        running.stop()
+
+    running = trainer(tmp_path, FAILING, callbacks=[stop_when_over])
+    with pytest.raises(RoleFailed, match="exit code 1"):
+        running.train()
+
+
 PROGRAM = """
 import sys, time
 sys.path.insert(0, {tests!r})

@@ -119,3 +119,7 @@ def test_two_signals_at_once_are_one_that_came_twice(later_s: float, expected: b
         now[0] = later_s
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupts.is_repeated is expected
+        sent = list[int]()
+        num_sent = interrupts.forward(sent.append, 0)
+        interrupts.forward(sent.append, num_sent)
+        assert sent == [signal.SIGTERM] * (2 if expected else 1), "each call sends one signal at most"

@@ -87,10 +87,13 @@ class StageBoard:
 @asynccontextmanager
 async def limit_time(timeout_s: float | None, request: GroupRequest) -> AsyncIterator[None]:
     """Limit the time of the `with` block, which plays and scores a group. Raises RolloutFailed when the time is over."""
+    limit = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with limit:
             yield
     except TimeoutError as exc:
+        if not limit.expired():  # the environment's own time-out
+            raise
         raise RolloutFailed(
             f"group {request.group_id} of environment {request.env!r} was not done after rollout_timeout_s ({timeout_s:g} s); "
             "raise it if rollouts may take longer",
@@ -135,7 +138,8 @@ async def play_group(play: Callable[[int], Awaitable[PlayedT]], request: GroupRe
             names = [f"group-{request.group_id}-{index}" for index in range(request.num_rollouts)]
             running = [tasks.create_task(play_with_retries(index), name=name) for index, name in enumerate(names)]
     except ExceptionGroup as failed:  # the first failure has cancelled the other rollouts
-        raise failed.exceptions[0] from None
+        first = failed.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in running]
 
 

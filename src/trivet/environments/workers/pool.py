@@ -47,8 +47,7 @@ _WATCH_INTERVAL_S = 0.5
 _SUSPENDED_AFTER_S = 3.0
 """If this long passes between two checks, this process was suspended, and could not receive its workers' pulses."""
 _WARN_BLOCKED_S = 10.0
-"""A worker whose event loop is blocked for longer is reported once. It is not reported sooner, because reward functions often
-compute for a few seconds."""
+"""A worker whose event loop is blocked for longer is reported once; reward functions often compute for a few seconds."""
 _CLOSE_TIMEOUT_S = 5.0
 """Longest time for a worker to end by itself when the pool closes."""
 _TIMEOUT_GRACE_S = 30.0

@@ -10,7 +10,6 @@ log warns. Each report is compared with the one before it, never with a clock.
 import http.client
 import itertools
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ import msgspec
 from trivet.exits import describe_exit
 from trivet.launcher.logs import LogFollower, RunLog, is_for_terminal, last_lines
 from trivet.launcher.plan import ORCHESTRATOR, TRAINER, TRAINING, ProcessSpec, RecoveryUnit
-from trivet.launcher.processes import HostedProcess, ProcessHost, ReportStamp, RoleReports
+from trivet.launcher.processes import Clock, HostedProcess, ProcessHost, ReportStamp, RoleReports
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.process.signals import Interrupts
 from trivet.wire.status import RUNNING_GROUPS, ProcessReport
@@ -39,20 +38,6 @@ _ANSWER_TIMEOUT_S = 1.0
 """Longest wait for a server's answer, because the supervisor waits meanwhile. The next check asks again."""
 _LINE_TIME = re.compile(r"^\d\d:\d\d:\d\d ")
 _NUMBER = re.compile(r"\d+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
-    """The functions by which the supervisor reads the time and sleeps. Tests pass a clock that they move themselves."""
-
-    now: Callable[[], float] = time.monotonic
-    """Monotonic seconds, for durations."""
-    unix_time: Callable[[], float] = time.time
-    """Seconds since 1970, for people."""
-    sleep: Callable[[float], None] = time.sleep
-
-
-SYSTEM_CLOCK = Clock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

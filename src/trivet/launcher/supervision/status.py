@@ -11,8 +11,9 @@ import msgspec
 from trivet.exits import describe_exit, describe_restart
 from trivet.launcher.logs import RunLog, describe_activity, finished_step, quote_log
 from trivet.launcher.plan import TRAINING, RecoveryUnit
+from trivet.launcher.processes import Clock
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.observer import Clock, Observer, RoleProcess
+from trivet.launcher.supervision.observer import Observer, RoleProcess
 from trivet.launcher.supervision.recovery import AnnounceRestart, FinishRun, Recovery
 from trivet.storage.durable import replace_file
 from trivet.telemetry.events import num_complete_bytes

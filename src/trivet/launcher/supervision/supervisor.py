@@ -22,9 +22,9 @@ from trivet.errors import NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ORCHESTRATOR, TRAINING, ProcessSpec, RecoveryUnit
-from trivet.launcher.processes import ProcessHost
+from trivet.launcher.processes import SYSTEM_CLOCK, Clock, ProcessHost
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.observer import SYSTEM_CLOCK, Clock, Observer
+from trivet.launcher.supervision.observer import Observer
 from trivet.launcher.supervision.recovery import (
     AnnounceRestart,
     FinishRun,

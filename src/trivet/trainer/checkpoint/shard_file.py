@@ -164,7 +164,8 @@ def _archive(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype), archive)
     content = archive.getvalue()
-    return content[: archive.hole], content[archive.hole :]
+    hole = len(content) if archive.hole is None else archive.hole
+    return content[:hole], content[hole:]
 
 
 class _Archive(io.BytesIO):

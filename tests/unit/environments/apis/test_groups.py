@@ -78,6 +78,16 @@ def test_a_group_that_is_not_done_in_time_fails_with_the_key_to_raise() -> None:
         asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("timeout_s", [60.0, None])
+def test_a_time_out_of_the_environment_itself_is_not_that_of_the_group(timeout_s: float | None) -> None:
+    async def scenario() -> None:
+        async with limit_time(timeout_s, make_request(3, env="toy")):
+            raise TimeoutError("the judge")
+
+    with pytest.raises(TimeoutError, match="the judge"):
+        asyncio.run(scenario())
+
+
 def test_the_board_counts_rollouts_by_stage_and_the_age_of_the_oldest_scoring() -> None:
     now = 0.0
     board = StageBoard(clock=lambda: now)

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import os
 from pathlib import Path
 
@@ -49,6 +50,13 @@ def test_torch_reads_every_kind_of_tensor_back_and_each_file_is_recorded(state: 
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+def test_a_tensor_without_data_is_written_once() -> None:
+    before, after = shard_file._archive(torch.float32, torch.Size([0, 5]))
+    written = io.BytesIO()
+    torch.save(torch.zeros(0, 5), written)
+    assert before + after == written.getvalue()
 
 
 def test_a_file_has_what_was_copied_and_its_memory_serves_the_next_one(state: dict, world, tmp_path: Path) -> None:
