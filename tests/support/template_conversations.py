@@ -7,13 +7,13 @@ from support.template_server import SENTENCE_END
 
 @dataclass(frozen=True)
 class TemplateConversation:
-    """What the model answers with one template, and the number of samples into which `interleaved` joins the turns."""
+    """The model's answers with one template, and the number of samples into which `interleaved` joins the turns."""
 
     template: str
     answers: list[str]
     num_samples: int
     lines: tuple[str, ...] = ()
-    """What the user says after each answer; nothing where the model has the tool `add`."""
+    """The user's message after each answer; empty where the model has the tool `add`."""
     parses_reasoning: bool = False
 
     @property

@@ -62,7 +62,7 @@ class TokenVersions:
 
     @property
     def runs(self) -> Mapping[int, list[VersionRun]]:
-        """By completion index, the runs: consecutive tokens of one version. A completion without tokens is absent."""
+        """The runs (consecutive tokens of one version) of each completion by its index. A completion without tokens is absent."""
         return self._runs
 
 

@@ -165,12 +165,12 @@ async def _begin_sampling(
                 num_tokens=config.weights.probe_tokens,
                 step=step,
             )
-    must_sleep = bool(batch.micro_batches) and loop.before_send is not None
-    if must_sleep and loop.before_send is not None:
-        await loop.before_send()  # puts the servers to sleep, because the trainer needs the GPU's memory to compare
+    put_to_sleep = loop.before_send if batch.micro_batches else None  # the trainer needs the servers' GPU memory to compare
+    if put_to_sleep is not None:
+        await put_to_sleep()
     process_report.begin_waiting("the probe to be compared", on="trainer")
     await sender.send(batch)
-    if must_sleep:
+    if put_to_sleep is not None:
         process_report.begin_waiting("the servers to wake", on="inference")
         await _ensure_first_policy(loop, config)
     return loop
