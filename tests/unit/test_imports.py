@@ -69,7 +69,8 @@ def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
 
 def unit(module: str) -> str:
     """Return the package: `wire` for `trivet.wire.codec`, a top-level module's own name otherwise."""
-    return module.split(".")[1] if "." in module else module
+    name = module.split(".")[1] if "." in module else module
+    return "launcher" if name == "cluster" else name  # the launcher's part for many machines, in a package of its own
 
 
 def layer(name: str) -> int:

@@ -29,11 +29,25 @@ class RecoveryConfig(Section):
     """Reaction to a stuck role: only a warning, a restart as if it had died, or the end of the run."""
 
 
+class RayConfig(Section):
+    """The Ray cluster on which a run of several nodes is placed."""
+
+    address: str = Field(default="auto", min_length=1)
+    """HOST:PORT of the cluster's head; `auto`: the cluster that this machine has joined. The variable RAY_ADDRESS wins."""
+    allow_open: bool = False
+    """Use a cluster that answers strangers, who may then run programs on it. Without this it is refused."""
+    labels: dict[str, str] = {}
+    """Labels that machines with GPUs must have, such as `"ray.io/accelerator-type" = "H100"`."""
+
+
 class DeploymentConfig(Section):
     """The nodes of a run. Every node runs the same command; the first one's exit code is that of the run."""
 
     type: Literal["single_node", "multi_node"] = "single_node"
     """`multi_node`: nodes either train or serve. The first num_train_nodes train, and the first of all leads the run."""
+    engine: Literal["agents", "ray"] = "agents"
+    """What starts the processes of several nodes: the command on each of them, or a Ray cluster on which `rl` places them."""
+    ray: RayConfig = RayConfig()
     num_train_nodes: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Nodes over which the trainer's ranks are spread."""
     num_infer_nodes: int = Field(default=1, ge=0, le=MAX_PROCESSES)
@@ -41,6 +55,8 @@ class DeploymentConfig(Section):
     orchestrator.client.base_url names those that run."""
     num_infer_replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Inference servers. Each is restarted alone, and rollouts go to the least loaded."""
+    max_infer_replicas: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
+    """With engine = "ray": add servers up to this number while the cluster has room; unset: exactly num_infer_replicas."""
     servers_per_node: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Servers that share a node and its GPUs."""
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
@@ -49,6 +65,14 @@ class DeploymentConfig(Section):
     """Run the orchestrator on the first node that serves instead of the first that trains; its environments too."""
     env_worker_nodes: list[int] | None = None
     """Numbers of the nodes that each run workers_per_env workers of every environment; unset: the orchestrator's node."""
+    num_env_nodes: int = Field(default=0, ge=0, le=MAX_PROCESSES)
+    """With engine = "ray": nodes that run environment workers and nothing else; 0: the workers run beside the orchestrator."""
+    max_env_nodes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
+    """Add nodes with environment workers up to this number while the cluster has room; unset: exactly num_env_nodes."""
+    env_cpus_per_node: int = Field(default=8, ge=1, le=MAX_PROCESSES)
+    """CPUs that Ray sets aside for each node with environment workers."""
+    env_resources: dict[str, float] = {}
+    """Further Ray resources that such a node must have: `{ sandbox = 1 }` for machines that were started with that resource."""
     gpus_per_node: int = Field(default=8, ge=0, le=MAX_PROCESSES)
     """GPUs of each node, all of which its role uses. 0: nodes without GPUs, on each of which trainer_cpu_ranks ranks train."""
     min_train_nodes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
@@ -73,6 +97,7 @@ class DeploymentConfig(Section):
             if given := sorted(changed - {"gpus_per_node"}):
                 yield f'{", ".join(given)} need type = "multi_node"; set it, or remove them'
             return
+        yield from self._engine_problems()
         if self.servers_per_node > 1 and self.num_infer_nodes > 1:
             yield (f"a server of num_infer_nodes = {self.num_infer_nodes} has its nodes to itself; remove servers_per_node")
         if self.gpus_per_node % self.servers_per_node:
@@ -95,6 +120,23 @@ class DeploymentConfig(Section):
                 f"env_worker_nodes = {workers} must name nodes of the run, each once: there are nodes 0 to {self.num_nodes - 1}"
             )
 
+    def _engine_problems(self) -> Iterator[str]:
+        if (self.max_infer_replicas or self.num_infer_replicas) < self.num_infer_replicas:
+            yield f"max_infer_replicas ({self.max_infer_replicas}) must be >= num_infer_replicas ({self.num_infer_replicas})"
+        if self.max_env_nodes is not None and not 0 < self.num_env_nodes <= self.max_env_nodes:
+            yield f"max_env_nodes ({self.max_env_nodes}) must be >= num_env_nodes ({self.num_env_nodes}), and that at least 1"
+        if self.engine == "ray" and self.env_worker_nodes is not None:
+            yield "env_worker_nodes names nodes by their numbers; on a Ray cluster set num_env_nodes in its place"
+        if self.engine == "agents":
+            wanted = {"max_infer_replicas": self.max_infer_replicas, "num_env_nodes": self.num_env_nodes}
+            for name in [name for name, value in wanted.items() if value]:
+                yield f'{name} needs engine = "ray"'
+
+    @property
+    def num_servers(self) -> int:
+        """The most servers that the run may have."""
+        return max(self.num_infer_replicas, self.max_infer_replicas or 0) if self.num_infer_nodes else 0
+
     @property
     def is_multi_node(self) -> bool:
         """True when a run may have more than one node."""
@@ -107,8 +149,13 @@ class DeploymentConfig(Section):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the run."""
-        return self.num_train_nodes + self.num_serving_nodes if self.is_multi_node else 1
+        """The most nodes that the run may have."""
+        if not self.is_multi_node:
+            return 1
+        if self.engine == "ray":
+            num_serving = self.num_infer_nodes * self.num_servers
+            return self.num_train_nodes + num_serving + max(self.num_env_nodes, self.max_env_nodes or 0)
+        return self.num_train_nodes + self.num_serving_nodes
 
 
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
