@@ -82,7 +82,8 @@ def plan_over_nodes(
     """
     if resume_step is not None and (problem := steps_problem(config.max_steps, resume_step=resume_step)):
         raise ConfigError(problem)
-    _check_gpus(config, placement, nodes)
+    if config.deployment.engine == "agents":  # Ray gives each node the GPUs of its bundle
+        _check_gpus(config, placement, nodes)
     configs = RunLayout(config.output_dir).configs
     leader = nodes[placement.trainer_nodes[0]]
     ports = Ports(inference=0, transport=leader.ports[TRANSPORT])

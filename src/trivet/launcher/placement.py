@@ -1,6 +1,6 @@
 """Decides which roles each node of a run has. Pure: a configuration in, a placement out, the same on every node."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from trivet.config.schema.rl import RLConfig
@@ -81,27 +81,36 @@ class Placement:
         return tuple(roles)
 
 
-def place(config: RLConfig, *, lost: frozenset[int] = frozenset()) -> Placement:
+def place(config: RLConfig, *, lost: frozenset[int] = frozenset(), known: Collection[int] | None = None) -> Placement:
     """Place the roles of a run of several nodes.
 
     Args:
         lost: nodes without which the trainer goes on; servers keep their nodes and wait for them.
+        known: nodes that were there once. Servers beyond num_infer_replicas are left out until theirs were. None: all were.
     """
     deployment = config.deployment
     num_training, per_server = deployment.num_train_nodes, deployment.gpus_per_node // deployment.servers_per_node
-    span = deployment.num_infer_nodes
+    span, does_share = deployment.num_infer_nodes, deployment.engine == "agents"
     servers: list[ServerPlacement] = []
-    for number in range(deployment.num_infer_replicas if config.inference is not None else 0):
-        node, slot = divmod(number, deployment.servers_per_node)
+    for number in range(deployment.num_servers if config.inference is not None else 0):
+        # On a Ray cluster every server has nodes of its own, which are parts of machines.
+        place, slot = divmod(number, deployment.servers_per_node) if does_share else (number, 0)
+        nodes = tuple(range(first := num_training + place * span, first + span))
+        if number >= deployment.num_infer_replicas and known is not None and not set(nodes) <= set(known):
+            continue
         servers.append(
             ServerPlacement(
                 name=f"inference-{number}" if number else "inference",
-                nodes=tuple(range(first := num_training + node * span, first + span)),
+                nodes=nodes,
                 gpu_ids=tuple(range(slot * per_server, (slot + 1) * per_server)),
             )
         )
     trainer_nodes = tuple(node for node in range(num_training) if node not in lost)
-    worker_nodes = deployment.env_worker_nodes if config.orchestrator.replay is None else None
+    worker_nodes: Sequence[int] | None = deployment.env_worker_nodes
+    if deployment.num_env_nodes:
+        worker_nodes = range(num_training + span * deployment.num_servers, deployment.num_nodes)
+    if config.orchestrator.replay is not None:
+        worker_nodes = None
     orchestrator_node = servers[0].node if deployment.orchestrator_on_inference and servers else trainer_nodes[0]
     return Placement(
         num_nodes=deployment.num_nodes,
@@ -116,8 +125,7 @@ def place(config: RLConfig, *, lost: frozenset[int] = frozenset()) -> Placement:
 def describe_placement(placement: Placement) -> Iterator[str]:
     """Yield a line for each node."""
     for node in range(placement.num_nodes):
-        head = " (head)" if node == HEAD else ""
-        yield f"node {node}{head}: {', '.join(placement.roles_on(node)) or 'nothing'}"
+        yield f"node {node}: {', '.join(placement.roles_on(node)) or 'nothing'}"
 
 
 def _describe_server(server: ServerPlacement, node: int) -> str:

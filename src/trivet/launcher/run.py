@@ -143,7 +143,7 @@ def start(config: RLConfig) -> int:
             write_private(file, to_toml(config.trainer))
             spec = trainer_process(config, sys.executable, file, share_gpus(config, machine.gpus), machine)
             return subprocess.run(spec.argv, env={**spec.env_defaults, **os.environ, **spec.env}, check=False).returncode
-    if not config.deployment.is_multi_node:
+    if not config.deployment.is_multi_node or config.deployment.engine == "ray":
         return _run(config, identity=None)
     from trivet.launcher.nodes import identity, join  # imported here because a run of one node needs no sockets
 
@@ -151,9 +151,10 @@ def start(config: RLConfig) -> int:
     return _run(config, identity=node) if node.index == HEAD else join.join(config, node)
 
 
-def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
+def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:  # noqa: C901  # until the agents go
     """Run as the only node (`identity` is None) or as the first of several; return the exit code."""
     show_stacks_on_signal()
+    is_on_ray = config.deployment.is_multi_node and config.deployment.engine == "ray"
     layout, ckpt, machine = RunLayout(config.output_dir), config.trainer.ckpt, inspect_machine()
     with ExitStack() as held:
         lease = _open_lease(config, layout, held) if identity is not None else None
@@ -166,17 +167,23 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
             check_environments(config)  # before earlier results are removed: if it fails, they are still there
         is_resumed = step is not None and ckpt.resume_from is None
         run = directory.identify(is_resumed=is_resumed)
-        if not is_resumed and identity is not None:
+        if not is_resumed and (identity is not None or is_on_ray):
             directory.renew_secret()  # now and not in `begin`, because the other nodes need the new run's secret to join
         local = LocalHost(
             python=sys.executable, environ=role_environment(os.environ) | share_secret(layout, environ=os.environ)
         )
-        leader = None
-        if identity is not None and lease is not None:
+        leader = head = None
+        if is_on_ray:
+            from trivet.cluster import driver  # imported here for the reason given in `start`
+
+            leader = held.enter_context(
+                driver.lead(config, layout=layout, run=run, python=sys.executable, touch_lock=directory.touch_lock)
+            )
+        elif identity is not None and lease is not None:
             from trivet.launcher.nodes.lead import lead  # imported here for the reason given in `start`
 
             secret = find_secret(layout, environ=os.environ)
-            leader = held.enter_context(
+            leader = head = held.enter_context(
                 lead(
                     config, layout=layout, identity=identity, run=run, secret=secret, local=local, machine=machine, lease=lease
                 )
@@ -189,7 +196,14 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
             assert ports is not None
             return plan(config, machine=machine, python=local.python, run=run, ports=ports, resume_step=resume_step)
 
-        attempts = Attempts(config=config, directory=directory, run=run, from_step=step, make_plan=make_plan, scratch=scratch)
+        attempts = Attempts(
+            config=config,
+            directory=directory,
+            run=run,
+            from_step=step,
+            make_plan=make_plan,
+            scratch=None if is_on_ray else scratch,
+        )
         attempts.begin()
         record_choice(layout, config)
         layout.logs.mkdir(parents=True, exist_ok=True)
@@ -204,8 +218,8 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         adopt_orphans()
         host: ProcessHost = leader.host if leader is not None else local
         exit_code = Supervisor(attempts, host=host, log=log).run()
-        if leader is not None:
-            leader.exit_code = exit_code
+        if head is not None:
+            head.exit_code = exit_code
         if exit_code == 0:
             log.say(f"weights: {layout.weights}  metrics: {layout.metrics}  rollouts: {layout.root / 'rollouts'}")
         return exit_code

@@ -73,6 +73,15 @@ class RunDirectory:
         """Release the lock. The kernel does the same when the process ends in any way."""
         self._lock.close()
 
+    def touch_lock(self) -> None:
+        """Write to the lock, as a sign that the directory answers.
+
+        Raises:
+            RunDirectoryBusy: another process has the lock: the file system gave it away while this one was cut off.
+            OSError: the directory does not answer.
+        """
+        self._lock.touch()
+
     def keep_over_exec(self) -> None:
         """Keep the lock when another program replaces this process."""
         self._lock.keep_over_exec()

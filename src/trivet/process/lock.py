@@ -109,6 +109,8 @@ class FileLock:
         self._sleep = sleep
         self._files: list[int] = []
         """Descriptors of the file and the directory."""
+        self._holder: _Holder | None = None
+        """This process, once it has the lock."""
 
     def __enter__(self) -> "FileLock":
         """Take the lock.
@@ -135,9 +137,9 @@ class FileLock:
             self.close()
             raise
         command = Path(sys.argv[0]).name
-        holder = _Holder(pid=os.getpid(), node=os.uname().nodename, command=command, started=time.time())
+        self._holder = _Holder(pid=os.getpid(), node=os.uname().nodename, command=command, started=time.time())
         os.ftruncate(self._files[0], 0)
-        os.write(self._files[0], msgspec.json.encode(holder) + b"\n")
+        os.write(self._files[0], msgspec.json.encode(self._holder) + b"\n")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -147,6 +149,17 @@ class FileLock:
         """Release the lock. May be called again."""
         while self._files:
             os.close(self._files.pop())
+
+    def touch(self) -> None:
+        """Change the file's time, as a sign that its file system answers. Call it while this process holds the lock.
+
+        Raises:
+            RunDirectoryBusy: another process has the lock: the file system gave it away while this one was cut off.
+            OSError: the file system does not answer.
+        """
+        os.utime(self._path)
+        if _read_holder(self._path) not in (self._holder, None):
+            raise RunDirectoryBusy(self._describe_holder())
 
     def keep_over_exec(self) -> None:
         """Keep the lock for the program that replaces this process."""

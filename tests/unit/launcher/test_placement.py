@@ -23,23 +23,23 @@ THREE_SERVERS = {**TWO_TRAIN, "num_infer_replicas": 3, "servers_per_node": 2}
     [
         pytest.param(
             {},
-            ["node 0 (head): trainer rank 0, orchestrator", "node 1: inference"],
+            ["node 0: trainer rank 0, orchestrator", "node 1: inference"],
             id="one trains and one serves, without GPUs",
         ),
         pytest.param(
             {"changes": {"trainer_cpu_ranks": 3}},
-            ["node 0 (head): trainer rank 0-2, orchestrator", "node 1: inference"],
+            ["node 0: trainer rank 0-2, orchestrator", "node 1: inference"],
             id="several ranks on a node without GPUs",
         ),
         pytest.param(
             {"gpus_per_node": 8},
-            ["node 0 (head): trainer rank 0-7, orchestrator", "node 1: inference on GPU 0-7"],
+            ["node 0: trainer rank 0-7, orchestrator", "node 1: inference on GPU 0-7"],
             id="one trains and one serves, with GPUs",
         ),
         pytest.param(
             THREE_SERVERS,
             [
-                "node 0 (head): trainer rank 0-7, orchestrator",
+                "node 0: trainer rank 0-7, orchestrator",
                 "node 1: trainer rank 8-15",
                 "node 2: inference on GPU 0-3, inference-1 on GPU 4-7",
                 "node 3: inference-2 on GPU 0-3",
@@ -48,18 +48,18 @@ THREE_SERVERS = {**TWO_TRAIN, "num_infer_replicas": 3, "servers_per_node": 2}
         ),
         pytest.param(
             {"gpus_per_node": 2, "num_infer_replicas": 2, "servers_per_node": 2},
-            ["node 0 (head): trainer rank 0-1, orchestrator", "node 1: inference on GPU 0, inference-1 on GPU 1"],
+            ["node 0: trainer rank 0-1, orchestrator", "node 1: inference on GPU 0, inference-1 on GPU 1"],
             id="a server of one GPU",
         ),
         pytest.param(
             {"num_infer_replicas": 3, "servers_per_node": 2},
-            ["node 0 (head): trainer rank 0, orchestrator", "node 1: inference, inference-1", "node 2: inference-2"],
+            ["node 0: trainer rank 0, orchestrator", "node 1: inference, inference-1", "node 2: inference-2"],
             id="servers that share a node without GPUs",
         ),
         pytest.param(
             {"gpus_per_node": 8, "num_infer_nodes": 2, "num_infer_replicas": 2},
             [
-                "node 0 (head): trainer rank 0-7, orchestrator",
+                "node 0: trainer rank 0-7, orchestrator",
                 "node 1: inference shard 0 of 2 on GPU 0-7",
                 "node 2: inference shard 1 of 2 on GPU 0-7",
                 "node 3: inference-1 shard 0 of 2 on GPU 0-7",
@@ -69,23 +69,23 @@ THREE_SERVERS = {**TWO_TRAIN, "num_infer_replicas": 3, "servers_per_node": 2}
         ),
         pytest.param(
             {"num_infer_nodes": 2, "orchestrator_on_inference": True},
-            ["node 0 (head): trainer rank 0", "node 1: inference shard 0 of 2, orchestrator", "node 2: inference shard 1 of 2"],
+            ["node 0: trainer rank 0", "node 1: inference shard 0 of 2, orchestrator", "node 2: inference shard 1 of 2"],
             id="the orchestrator beside the first shard",
         ),
         pytest.param(
             {**TWO_TRAIN, "orchestrator_on_inference": True},
-            ["node 0 (head): trainer rank 0-7", "node 1: trainer rank 8-15", "node 2: inference on GPU 0-7, orchestrator"],
+            ["node 0: trainer rank 0-7", "node 1: trainer rank 8-15", "node 2: inference on GPU 0-7, orchestrator"],
             id="the orchestrator beside the first server",
         ),
         pytest.param(
             {**TWO_TRAIN, "num_infer_nodes": 0, "changes": {"inference": None}},
-            ["node 0 (head): trainer rank 0-7, orchestrator", "node 1: trainer rank 8-15"],
+            ["node 0: trainer rank 0-7, orchestrator", "node 1: trainer rank 8-15"],
             id="servers of someone else",
         ),
         pytest.param(
             {"num_train_nodes": 2, "env_worker_nodes": [0, 2]},
             [
-                "node 0 (head): trainer rank 0, orchestrator, environment workers",
+                "node 0: trainer rank 0, orchestrator, environment workers",
                 "node 1: trainer rank 1",
                 "node 2: inference, environment workers",
             ],
@@ -93,7 +93,7 @@ THREE_SERVERS = {**TWO_TRAIN, "num_infer_replicas": 3, "servers_per_node": 2}
         ),
         pytest.param(
             {"env_worker_nodes": [0]},
-            ["node 0 (head): trainer rank 0, orchestrator", "node 1: inference"],
+            ["node 0: trainer rank 0, orchestrator", "node 1: inference"],
             id="environment workers where they would be anyway",
         ),
     ],

@@ -46,8 +46,8 @@ class Attempts:
     """The step from which the current attempt resumed; None when it started from the start model."""
     make_plan: Callable[[RLConfig, RunIdentity, Step | None], RunPlan]
     """Plans an attempt that resumes from a step: `launcher.plan.plan` on one machine."""
-    scratch: Scratch
-    """The directory for temporary files of the processes on this node."""
+    scratch: Scratch | None
+    """The directory for temporary files of the processes on this node; None when it has none."""
     planned: RunPlan = field(init=False)
     """The plan of the current attempt."""
     notices: list[str] = field(default_factory=list[str])
@@ -169,9 +169,11 @@ class Attempts:
 
     def _plan(self) -> RunPlan:
         """Plan the current attempt, with temporary files of this node's processes in `scratch`."""
-        planned = self.make_plan(self.config, self.run, self.from_step)
+        planned, scratch = self.make_plan(self.config, self.run, self.from_step), self.scratch
+        if scratch is None:
+            return planned
         # Every other node has its own directory for temporary files.
-        processes = (self.scratch.redirect(spec) if spec.node == HEAD else spec for spec in planned.processes)
+        processes = (scratch.redirect(spec) if spec.node == HEAD else spec for spec in planned.processes)
         return replace(planned, processes=tuple(processes))
 
     def _newest_whole(self, log: RunLog) -> Step | None:

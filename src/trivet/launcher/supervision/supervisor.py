@@ -130,7 +130,7 @@ class Supervisor:
     def _start(self, spec: ProcessSpec) -> None:
         child = self._host.start(spec)
         self._observer.add(child)
-        where = f"on node {spec.node}" if spec.node else f"pid={child.pid}"
+        where = f"pid={child.pid}" if child.pid else f"on node {spec.node}"
         self._log.say(f"started {spec.name} {where} log={spec.log}")
 
     def _watch(self, interrupts: Interrupts) -> FinishRun:

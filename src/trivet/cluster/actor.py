@@ -1,0 +1,172 @@
+"""The Ray actor of one node: holds the node's agent, and ends its processes when it misses the driver.
+
+Ray places it, and Ray ends it with the driver. It never restarts it: two copies of a node must not run at once. Driver and actor
+pass nothing but bytes, so neither unpickles what the other sends.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import ray
+
+from trivet.cluster.agent import NodeAgent
+from trivet.cluster.fence import Contact, Fence
+from trivet.cluster.messages import ActorSettings, Desired, NodeFacts
+from trivet.config.layout import RunLayout
+from trivet.dependencies import own_version
+from trivet.launcher.logs import RunLog
+from trivet.launcher.nodes.addresses import address_towards, interface_of
+from trivet.launcher.processes import LocalHost, role_environment
+from trivet.launcher.run_directory import Scratch
+from trivet.machine import inspect_machine
+from trivet.process.lifetime import adopt_orphans
+from trivet.process.lock import holder_of
+from trivet.process.sockets import ReservedPorts
+from trivet.secret import share_secret
+
+LEAVING_FILE = "TRIVET_LEAVING_FILE"
+"""Variable that names a file. Once the file exists, the machine is about to be taken away; `cluster.bring_up` writes it."""
+_OBSERVE_INTERVAL_S = 0.5
+"""The driver learns of an exit at once; anything else may be this late."""
+_POLL_INTERVAL_S = 0.1
+_ANSWER_WITHIN_S = 2.0
+"""A call is answered by then, even if there is nothing new."""
+
+
+class NodeActor:
+    """One node of a run."""
+
+    def __init__(self, settings: bytes) -> None:
+        """Start the threads.
+
+        Args:
+            settings: an `ActorSettings`, as MessagePack.
+        """
+        self._settings = msgspec.msgpack.decode(settings, type=ActorSettings)
+        self._layout = RunLayout(Path(self._settings.output_dir))
+        self._address = address_towards(self._settings.driver_host)
+        self._changed = threading.Condition()
+        self._desired: Desired | None = None
+        self._has_news = False
+        """Whether the agent has not looked at `_desired` yet."""
+        self._observed = (0, b"")
+        """Number and bytes of the newest observed state."""
+        self._contact = Contact(lost_after_s=self._settings.lost_after_s, now=time.monotonic())
+        self._log_file = Path(self._layout.log_file(f"node_{self._settings.node}.log"))
+        adopt_orphans()
+        threading.Thread(target=self._run, name="node-agent", daemon=True).start()
+        lost_after_s = self._settings.lost_after_s
+        Fence(lambda: self._contact.is_missed(now=time.monotonic()), lost_after_s=lost_after_s, on_end=self._note_fence)
+
+    def facts(self) -> bytes:
+        """Return the `NodeFacts` of this machine, as MessagePack."""
+        context = ray.get_runtime_context()
+        facts = NodeFacts(
+            name=os.uname().nodename,
+            host=self._address,
+            interface=interface_of(self._address),
+            gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+            num_cpus=inspect_machine().num_cpus,
+            version=own_version(),
+            does_see_lock=_is_held(self._layout.lock),
+            ray_node=context.get_node_id(),
+            niceness=os.getpriority(os.PRIO_PROCESS, 0),
+        )
+        return msgspec.msgpack.encode(facts)
+
+    def exchange(self, desired: bytes) -> bytes:
+        """Take a `Desired`; return an `Observed` that is newer than the one that the driver has, once there is one.
+
+        The answer is empty when there is none in time.
+        """
+        message = msgspec.msgpack.decode(desired, type=Desired)
+        with self._changed:
+            self._contact.note_seen(message.seen)
+            if self._desired is None or message.number > self._desired.number:
+                self._desired, self._has_news = message, True
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._observed[0] > message.seen, timeout=_ANSWER_WITHIN_S)
+            number, observed = self._observed
+            return observed if number > message.seen else b""
+
+    def _run(self) -> None:
+        """Keep the node as desired, to the end of the run. An error ends the actor: the driver makes another in its place."""
+        try:
+            with ExitStack() as held:
+                self._keep(self._make_agent(held))
+        except BaseException:  # noqa: BLE001  # the process ends
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _make_agent(self, held: ExitStack) -> NodeAgent:
+        self._environ = raylet_environment()
+        own = {name: value for name, value in self._environ.items() if not name.startswith("RAY_")}
+        return NodeAgent(
+            self._settings.node,
+            host=LocalHost(
+                python=sys.executable,
+                environ=role_environment(own) | share_secret(self._layout, environ=self._environ),
+            ),
+            bind=self._address,
+            ports=held.enter_context(ReservedPorts()),
+            scratch=held.enter_context(Scratch(self._layout.scratch_note_of(self._settings.node))),
+            say=self._say,
+        )
+
+    def _keep(self, agent: NodeAgent) -> None:
+        exit_codes, due = agent.exit_codes, 0.0
+        leaving_file = self._environ.get(LEAVING_FILE)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_news, timeout=_POLL_INTERVAL_S)
+                desired, self._has_news = self._desired, False
+            if desired is not None:
+                due = 0.0 if agent.apply(desired) else due
+                if desired.is_over:
+                    agent.end_processes()
+                    return
+            if time.monotonic() < due and agent.exit_codes == exit_codes:
+                continue
+            agent.is_leaving = leaving_file is not None and Path(leaving_file).exists()
+            exit_codes, due = agent.exit_codes, time.monotonic() + _OBSERVE_INTERVAL_S
+            observed = agent.observe()
+            with self._changed:
+                self._contact.note_observed(observed.number, now=time.monotonic())
+                self._observed = observed.number, msgspec.msgpack.encode(observed)
+                self._changed.notify_all()
+
+    def _note_fence(self) -> None:
+        seconds = self._settings.lost_after_s / 2
+        self._say(
+            f"the driver was missed for {seconds:g} s (deployment.lost_after_s / 2): the processes of this node have ended"
+        )
+
+    def _say(self, message: str) -> None:
+        """Write a line into the log of this node. The file is opened now, because the driver empties the directory at the start."""
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_file.open("a") as file:
+            RunLog(sys.stdout, file, as_json=self._settings.does_log_json).say(message)
+
+
+def raylet_environment() -> dict[str, str]:
+    """Return the environment with which Ray was started on this machine.
+
+    Ray changes variables of its workers, such as OMP_NUM_THREADS, which the processes of a run must not inherit.
+    """
+    entries = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in (entry.partition(b"=") for entry in entries) if name}
+
+
+def _is_held(lock: Path) -> bool:
+    """Return whether this node sees that a process holds the lock."""
+    try:
+        return holder_of(lock) is not None
+    except OSError:  # the file system keeps no locks
+        return False

@@ -1,0 +1,182 @@
+"""Runs the processes of one node as the driver desires: starts, signals and watches them. It decides nothing.
+
+The `cluster.actor` holds it in a Ray actor. One thread calls it: the kernel ends a process with the thread that started it, and not
+with the process.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trivet.cluster.messages import Desired, DesiredProcess, Observed, ObservedProcess
+from trivet.errors import ConfigError
+from trivet.launcher.nodes.report_reader import ReportReader
+from trivet.launcher.processes import Child, LocalHost
+from trivet.launcher.run_directory import Scratch
+from trivet.process.sockets import ReservedPorts
+
+_START_FAILED = 127
+"""Exit code of a process that could not be started, as a shell has it."""
+
+
+@dataclass(slots=True)
+class _Started:
+    name: str
+    child: Child | None
+    """None when it could not be started."""
+    num_signals: int = 0
+    """Signals of the desired process that were sent."""
+    num_stacks: int = 0
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.child.exit_code if self.child is not None else _START_FAILED
+
+
+class NodeAgent:
+    """The processes and ports of one node.
+
+    >>> agent = NodeAgent(1, host=host, bind="10.0.0.2", ports=ports, scratch=scratch, say=log.say)
+    >>> agent.apply(desired)
+    >>> observed = agent.observe()
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        host: LocalHost,
+        bind: str,
+        ports: ReservedPorts,
+        scratch: Scratch,
+        say: Callable[[str], None],
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin with no process.
+
+        Args:
+            bind: address at which the node's listeners are reached.
+            say: writes a line into the log of this node.
+        """
+        self.is_leaving = False
+        """Whether this node was asked to end."""
+        self._index = index
+        self._host = host
+        self._bind = bind
+        self._reserved = ports
+        self._scratch = scratch
+        self._say = say
+        self._unix_time = unix_time
+        self._session = 0
+        self._num_applied = 0
+        self._num_observed = 0
+        self._num_sweeps = 0
+        self._ports: dict[str, int] = {}
+        self._port_error = ""
+        self._started: dict[int, _Started] = {}
+        self._reader = ReportReader(host.read_reports)
+
+    @property
+    def exit_codes(self) -> tuple[int | None, ...]:
+        """Exit codes of the processes: when they change, the driver wants to know at once."""
+        return tuple(started.exit_code for started in self._started.values())
+
+    def apply(self, desired: Desired) -> bool:
+        """Run what is desired; return False if this or a newer message was applied already."""
+        if desired.number <= self._num_applied:
+            return False
+        self._num_applied = desired.number
+        if desired.session != self._session:
+            self.end_processes()
+            self._session, self._num_sweeps = desired.session, desired.sweeps
+        self._hold_ports(desired)
+        if desired.sweeps != self._num_sweeps:
+            self._sweep(desired)
+        for process in desired.processes:
+            if process.number not in self._started:
+                self._start(process)
+            self._signal(process, self._started[process.number])
+        return True
+
+    def _hold_ports(self, desired: Desired) -> None:
+        self._port_error = ""
+        try:
+            for name in desired.listeners:
+                if name not in self._ports:
+                    self._ports[name] = self._reserved.reserve(self._bind, preferred=desired.preferred_ports.get(name, 0))
+        except ConfigError as exc:
+            self._port_error = str(exc)
+
+    def _sweep(self, desired: Desired) -> None:
+        """Kill what outlived the processes that started it, and the processes that are not desired any more."""
+        kept = {process.number for process in desired.processes}
+        for number in self._started.keys() - kept:
+            self._forget(number)
+        children = (started.child for started in self._started.values())
+        self._host.end_orphans(spared=[child for child in children if child is not None])
+        self._num_sweeps = desired.sweeps
+
+    def _forget(self, number: int) -> None:
+        started = self._started.pop(number)
+        self._reader.forget(number)
+        if started.child is not None:
+            started.child.signal_group(signal.SIGKILL)  # mostly it has ended
+
+    def _start(self, process: DesiredProcess) -> None:
+        for number in [number for number, started in self._started.items() if started.name == process.name]:
+            self._forget(number)
+        spec = self._scratch.redirect(process.spec(self._index))
+        try:
+            child = self._host.start(spec)
+        except OSError as exc:
+            self._say(f"{process.name} cannot be started: {exc}")
+            child = None
+        else:
+            self._say(f"started {process.name} pid={child.pid} log={spec.log}")
+            self._reader.follow(process.number, child)
+        self._started[process.number] = _Started(process.name, child)
+
+    def _signal(self, process: DesiredProcess, started: _Started) -> None:
+        for sent in process.signals[started.num_signals :]:
+            if started.child is not None:
+                send = started.child.signal_group if sent.does_reach_group else started.child.signal_leader
+                send(signal.Signals(sent.number))
+        for pids in process.shown_stacks[started.num_stacks :]:
+            if started.child is not None:
+                self._host.show_stacks(started.child, pids)
+        started.num_signals, started.num_stacks = len(process.signals), len(process.shown_stacks)
+
+    def observe(self) -> Observed:
+        """Return what this node runs now."""
+        self._num_observed += 1
+        alive = [started.child for started in self._started.values() if started.child is not None]
+        stopped = dict(zip(map(id, alive), self._host.find_stopped(alive), strict=True))
+        processes: list[ObservedProcess] = []
+        for number, started in self._started.items():
+            reports = self._reader.newest(number)
+            processes.append(
+                ObservedProcess(
+                    number=number,
+                    pid=started.child.pid if started.child is not None else 0,
+                    exit_code=started.exit_code,
+                    stopped=stopped.get(id(started.child), ()),
+                    reports=reports.readable,
+                    stamps=dict(reports.stamps),
+                )
+            )
+        return Observed(
+            session=self._session,
+            number=self._num_observed,
+            time=self._unix_time(),
+            ports=dict(self._ports),
+            port_error=self._port_error,
+            is_leaving=self.is_leaving,
+            processes=tuple(processes),
+        )
+
+    def end_processes(self) -> None:
+        """Kill every process of this node."""
+        for number in list(self._started):
+            self._forget(number)
+        self._host.end_orphans()

@@ -1,0 +1,144 @@
+"""Leads a run over several nodes: places them on a Ray cluster, waits until they are there, and plans what each of them starts."""
+
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trivet.cluster.bundles import BundleGroup, group_bundles
+from trivet.cluster.guard import DriverGuard
+from trivet.cluster.host import ClusterHost
+from trivet.cluster.messages import ActorSettings
+from trivet.cluster.table import NodeTable
+from trivet.config.layout import RunLayout
+from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import RunIdentity
+from trivet.dependencies import own_version
+from trivet.errors import ConfigError, NodesMissing
+from trivet.launcher.node_plan import Node, plan_over_nodes
+from trivet.launcher.placement import Placement, place
+from trivet.launcher.plan import RunPlan
+from trivet.process.signals import Interrupts
+from trivet.wire.versions import Step
+
+_POLL_INTERVAL_S = 0.2
+
+
+@dataclass(slots=True, kw_only=True)
+class Driver:
+    """The nodes of a run, as its driver sees them."""
+
+    host: ClusterHost
+    python: str
+    known: dict[int, Node] = field(default_factory=dict[int, Node])
+    """Every node as it was when it was there last."""
+
+    def plan(self, config: RLConfig, run: RunIdentity, resume_step: Step | None) -> RunPlan:
+        """Plan an attempt on the nodes that are there.
+
+        Raises:
+            ConfigError: as `plan_over_nodes`.
+        """
+        self.known |= self.host.nodes()
+        lost = self.host.lost_nodes() if config.deployment.min_train_nodes is not None else frozenset[int]()
+        placement = place(config, lost=lost)
+        return plan_over_nodes(
+            config, placement=placement, nodes=self.known, python=self.python, run=run, resume_step=resume_step
+        )
+
+
+@contextmanager
+def lead(
+    config: RLConfig, *, layout: RunLayout, run: RunIdentity, python: str, touch_lock: Callable[[], None]
+) -> Generator[Driver, None, None]:
+    """Place the nodes of a run on the Ray cluster, and wait until all are there and hold their ports.
+
+    Args:
+        touch_lock: shows that the output directory answers, and that this process still holds its lock.
+
+    Raises:
+        NodesMissing: some did not come within `deployment.start_timeout_s`.
+        ConfigError: there is no cluster, it is open to strangers, or a machine does not fit the run.
+    """
+    # imported here, because a run on one machine needs no Ray
+    from trivet.cluster.ray_cluster import connect, describe_resources, place_groups, reach_cluster
+
+    deployment, placement = config.deployment, place(config)
+    with ExitStack() as held:
+        lost_after_s = deployment.lost_after_s
+        address = held.enter_context(connect(deployment.ray, namespace=run.id, lost_after_s=lost_after_s))
+        from trivet.cluster.exchange import Exchange, remove_groups
+
+        table = NodeTable(
+            {node: placement.listeners_on(node) for node in range(placement.num_nodes)}, lost_after_s=lost_after_s
+        )
+        guard = held.enter_context(
+            DriverGuard({"the Ray cluster": reach_cluster, "output_dir": touch_lock}, lost_after_s=lost_after_s)
+        )
+        groups = place_groups(group_bundles(deployment, placement))
+        held.callback(remove_groups, groups)
+        settings = ActorSettings(
+            node=0,
+            output_dir=str(layout.root.absolute()),
+            driver_host=address,
+            lost_after_s=lost_after_s,
+            does_log_json=config.log.json_logging,
+        )
+        host = ClusterHost(table, check=guard.check)
+        held.enter_context(Exchange(table, groups, settings, say=_say))
+        _await_nodes(host, table, config, placement=placement, groups=list(groups.values()), describe=describe_resources)
+        yield Driver(host=host, python=python)
+
+
+def _await_nodes(
+    host: ClusterHost,
+    table: NodeTable,
+    config: RLConfig,
+    *,
+    placement: Placement,
+    groups: Sequence[BundleGroup],
+    describe: Callable[[], str],
+) -> None:
+    timeout_s = config.deployment.start_timeout_s
+    deadline = time.monotonic() + timeout_s
+    _say(f"waiting for {placement.num_nodes} nodes on the Ray cluster")
+    with Interrupts(clock=time.monotonic) as interrupts:
+        while missing := host.lost_nodes():
+            if interrupts.first is not None:
+                raise SystemExit(128 + interrupts.first)
+            _check_machines(table, config)
+            if time.monotonic() > deadline:
+                wanted = "; ".join(group.describe() for group in groups if not missing.isdisjoint(group.nodes))
+                reasons = "".join(f"; node {node}: {problem}" for node, problem in table.problems().items())
+                raise NodesMissing(
+                    f"no place for node {', '.join(map(str, sorted(missing)))} within {timeout_s:g} s "
+                    f"(deployment.start_timeout_s): the run wants {wanted}; free in the cluster: {describe()}{reasons}"
+                )
+            time.sleep(_POLL_INTERVAL_S)
+    _check_machines(table, config)
+
+
+def _check_machines(table: NodeTable, config: RLConfig) -> None:
+    """Refuse machines that do not fit the run.
+
+    Raises:
+        ConfigError: one has another version, or does not share the output directory.
+    """
+    for node, facts in table.facts().items():
+        if facts.version != own_version():
+            raise ConfigError(
+                f"node {node} ({facts.name}) has trivet {facts.version}, this machine {own_version()}: install one version on all"
+            )
+        if not facts.does_see_lock:
+            raise ConfigError(
+                f"node {node} ({facts.name}) does not see that this process has locked {str(Path(config.output_dir))!r}: mount the"
+                " shared file system so that locks hold between machines, or choose an output_dir where they do"
+            )
+        if facts.niceness > 0:
+            _say(f"WARNING node {node} ({facts.name}) has niceness {facts.niceness}: start Ray with RAY_worker_niceness=0")
+
+
+def _say(message: str) -> None:
+    print(f"rl: {message}", file=sys.stderr)

@@ -1,0 +1,156 @@
+"""Defines what the driver of a run and the actors of its nodes tell each other.
+
+The driver sends all that a node should run (`Desired`), again and again; the actor answers with all that it runs (`Observed`). A
+message that arrives twice changes nothing, and one that is lost is replaced by the next.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from trivet.launcher.node_plan import Node
+from trivet.launcher.plan import ProcessSpec, RecoveryUnit, ReportFile
+from trivet.machine import Machine
+from trivet.wire.status import ProcessReport
+
+
+class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings with which an actor is made."""
+
+    node: int
+    output_dir: str
+    """Absolute path of the run's directory, the same on every node."""
+    driver_host: str
+    """Address of the driver. The node's own address is that of the interface which leads there."""
+    lost_after_s: float
+    does_log_json: bool
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine on which an actor was placed."""
+
+    name: str
+    """Host name, for messages."""
+    host: str
+    interface: str
+    gpus: tuple[str, ...]
+    """The GPUs that Ray gave to the actor."""
+    num_cpus: int
+    version: str
+    """Version of trivet."""
+    does_see_lock: bool
+    """Whether it sees that the driver holds the lock on the output directory."""
+    ray_node: str
+    """Ray's id of the machine."""
+    niceness: int
+
+    def node(self, index: int, ports: dict[str, int]) -> Node:
+        """Return the node, which holds `ports`."""
+        machine = Machine(gpus=self.gpus, num_cpus=self.num_cpus)
+        return Node(index=index, name=self.name, host=self.host, interface=self.interface, machine=machine, ports=ports)
+
+
+class SentSignal(msgspec.Struct, frozen=True, kw_only=True):
+    """A signal that a process should have received."""
+
+    number: int
+    does_reach_group: bool
+
+
+class DesiredProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that a node should have started."""
+
+    number: int
+    """Differs from that of every other process of the run. A process that is started again has a new number."""
+    name: str
+    unit: str
+    argv: tuple[str, ...]
+    log: str
+    env: dict[str, str]
+    env_defaults: dict[str, str]
+    does_finish: bool
+    reports: tuple[tuple[str, str], ...]
+    are_children_watched: bool
+    signals: tuple[SentSignal, ...] = ()
+    """All signals since its start, in their order. The actor sends those that it has not sent yet."""
+    shown_stacks: tuple[tuple[int, ...], ...] = ()
+    """The pids of each request since its start to write stacks."""
+
+    @classmethod
+    def of(cls, spec: ProcessSpec, number: int) -> "DesiredProcess":
+        """Return the process that `spec` describes."""
+        return cls(
+            number=number,
+            name=spec.name,
+            unit=spec.unit,
+            argv=spec.argv,
+            log=str(spec.log.absolute()),
+            env=dict(spec.env),
+            env_defaults=dict(spec.env_defaults),
+            does_finish=spec.does_finish,
+            reports=tuple((report.process, str(report.path.absolute())) for report in spec.reports),
+            are_children_watched=spec.are_children_watched,
+        )
+
+    def spec(self, node: int) -> ProcessSpec:
+        """Return what the actor of `node` starts."""
+        return ProcessSpec(
+            name=self.name,
+            unit=RecoveryUnit(self.unit),
+            argv=self.argv,
+            log=Path(self.log),
+            env=self.env,
+            env_defaults=self.env_defaults,
+            does_finish=self.does_finish,
+            reports=tuple(ReportFile(process=process, path=Path(path)) for process, path in self.reports),
+            are_children_watched=self.are_children_watched,
+            node=node,
+        )
+
+
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a node should run and hold."""
+
+    session: int
+    """The driver begins a new session with a node that it had counted as lost. The processes of the old one end first."""
+    number: int
+    """Counts the messages of the driver. A message that was overtaken by a newer one is dropped."""
+    seen: int
+    """The number of the newest `Observed` of this actor that the driver has received; 0 before the first."""
+    listeners: tuple[str, ...]
+    """Names of what will listen on the node. It holds a free port for each."""
+    preferred_ports: dict[str, int] = {}
+    processes: tuple[DesiredProcess, ...] = ()
+    sweeps: int = 0
+    """Raised by one to have killed what the processes of the node left behind, and each process that is not listed above."""
+    is_over: bool = False
+    """Whether the run is over: the node ends its processes, and gives back what it holds."""
+
+
+class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a node."""
+
+    number: int
+    pid: int
+    exit_code: int | None = None
+    stopped: tuple[int, ...] = ()
+    """Pids of those of its processes that a signal has stopped."""
+    reports: tuple[ProcessReport, ...] = ()
+    """With times of the node's clock."""
+    stamps: dict[str, tuple[int, int] | None] = {}
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a node runs and holds."""
+
+    session: int
+    """The session whose processes these are."""
+    number: int
+    time: float
+    """Unix seconds of the node's clock, which may be hours off: only what is said of a report's age depends on it."""
+    ports: dict[str, int] = {}
+    port_error: str = ""
+    """Why it does not hold all ports."""
+    is_leaving: bool = False
+    """Whether the node was asked to end, such as by a notice that its machine will be taken away."""
+    processes: tuple[ObservedProcess, ...] = ()

@@ -1,0 +1,254 @@
+"""The driver's knowledge of its nodes: what each should run, what each has observed, and which are lost. It calls no node.
+
+One lock guards it: the thread of `cluster.exchange` writes what it hears, and the supervisor asks and orders.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from trivet.cluster.messages import Desired, DesiredProcess, NodeFacts, Observed, ObservedProcess
+from trivet.launcher.node_plan import Node
+from trivet.launcher.plan import ProcessSpec
+from trivet.wire.status import ProcessReport
+
+_MAX_CLOCK_DRIFT_S = 2.0
+"""A node's clock that moved by more than this against the driver's was set anew; less is the delay of a message."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _NodeState:
+    listeners: tuple[str, ...]
+    facts: NodeFacts | None = None
+    """None until its actor has described the machine."""
+    session: int = 1
+    """The processes of an earlier session are lost."""
+    num_sent: int = 0
+    seen: int = 0
+    heard_at: float = 0.0
+    observed: Observed | None = None
+    """The newest state of the session; None while the node is lost."""
+    processes: dict[int, DesiredProcess] = field(default_factory=dict[int, DesiredProcess])
+    sweeps: int = 0
+    ports: dict[str, int] = field(default_factory=dict[str, int])
+    """The ports that it held last."""
+    clock_offset: float = 0.0
+    """The driver's clock minus the node's."""
+    is_dirty: bool = True
+    """Whether the node was not yet sent what it should run now."""
+
+    def begin_session(self) -> None:
+        self.session += 1
+        self.observed, self.is_dirty = None, True
+        self.processes.clear()
+
+
+class NodeLost(Exception):
+    """Raised within the launcher when a process is started on a node that is not there; `args[0]` is the node."""
+
+
+class NodeTable:
+    """The nodes of a run.
+
+    >>> table = NodeTable({0: ("transport",), 1: ("inference",)}, lost_after_s=30.0)
+    >>> table.describe(1, facts)
+    >>> table.receive(1, observed, now=clock(), unix_time=time.time())
+    >>> number, session = table.start(spec)
+    >>> desired = table.next_message(1)
+    """
+
+    def __init__(self, listeners: Mapping[int, Sequence[str]], *, lost_after_s: float) -> None:
+        """Begin with no node there.
+
+        Args:
+            listeners: names of what will listen on each node.
+        """
+        self._lost_after_s = lost_after_s
+        self._nodes = {node: _NodeState(listeners=tuple(names)) for node, names in listeners.items()}
+        self._num_processes = 0
+        self._is_over = False
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def nodes(self) -> Collection[int]:
+        """The nodes that the run wants."""
+        return self._nodes.keys()
+
+    def fail(self, error: Exception) -> None:
+        """Note that the nodes cannot be reached any more: `check` raises `error`."""
+        self._error = self._error or error
+
+    def check(self) -> None:
+        """Raise the error that `fail` noted."""
+        if self._error is not None:
+            raise self._error
+
+    def describe(self, node: int, facts: NodeFacts) -> None:
+        """Note the machine of a node whose actor is new."""
+        with self._lock:
+            state = self._nodes[node]
+            state.facts, state.seen = facts, 0
+
+    def end(self, node: int) -> None:
+        """Note that the actor of a node has ended, and its processes with it."""
+        with self._lock:
+            state = self._nodes[node]
+            state.facts = None
+            state.begin_session()
+
+    def receive(self, node: int, observed: Observed, *, now: float, unix_time: float) -> None:
+        """Note what the actor of a node has observed.
+
+        Args:
+            unix_time: of the driver's clock.
+        """
+        with self._lock:
+            state = self._nodes[node]
+            self._expire(state, now=now)
+            if observed.number <= state.seen:
+                return  # it was overtaken
+            state.seen = observed.number
+            if observed.session != state.session:
+                state.is_dirty = True
+                return
+            state.heard_at, state.observed = now, observed
+            state.ports |= observed.ports
+            offset = unix_time - observed.time
+            if abs(offset - state.clock_offset) > _MAX_CLOCK_DRIFT_S:
+                state.clock_offset = offset
+
+    def is_lost(self, node: int, *, now: float) -> bool:
+        """Return whether a node is not there, so that another actor may take its place."""
+        with self._lock:
+            self._expire(self._nodes[node], now=now)
+            return self._nodes[node].observed is None
+
+    def _expire(self, state: _NodeState, *, now: float) -> None:
+        if state.observed is not None and now - state.heard_at > self._lost_after_s:
+            state.begin_session()
+
+    def next_message(self, node: int, *, only_news: bool = False) -> Desired | None:
+        """Return all that a node should run, to be sent to it.
+
+        Args:
+            only_news: return None if the node was sent just that.
+        """
+        with self._lock:
+            state = self._nodes[node]
+            if only_news and not state.is_dirty:
+                return None
+            state.num_sent, state.is_dirty = state.num_sent + 1, False
+            return Desired(
+                session=state.session,
+                number=state.num_sent,
+                seen=state.seen,
+                listeners=state.listeners,
+                preferred_ports=dict(state.ports),
+                processes=tuple(state.processes.values()),
+                sweeps=state.sweeps,
+                is_over=self._is_over,
+            )
+
+    def finish(self) -> None:
+        """Note that the run is over: every node should end its processes."""
+        with self._lock:
+            self._is_over = True
+            for state in self._nodes.values():
+                state.is_dirty = True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a node that is there was not yet sent what it should run now."""
+        with self._lock:
+            return any(state.is_dirty and state.observed is not None for state in self._nodes.values())
+
+    def start(self, spec: ProcessSpec, *, now: float) -> tuple[int, int]:
+        """Have a process started; return its number and the session of its node.
+
+        Raises:
+            NodeLost: the node is not there.
+        """
+        with self._lock:
+            state = self._nodes[spec.node]
+            self._expire(state, now=now)
+            if state.observed is None:
+                raise NodeLost(spec.node)
+            self._num_processes += 1
+            for number in [number for number, process in state.processes.items() if process.name == spec.name]:
+                del state.processes[number]
+            state.processes[self._num_processes] = DesiredProcess.of(spec, self._num_processes)
+            state.is_dirty = True
+            return self._num_processes, state.session
+
+    def change(self, node: int, number: int, change: Callable[[DesiredProcess], DesiredProcess]) -> None:
+        """Change what a node should do with a process. Nothing happens when the process was lost."""
+        with self._lock:
+            state = self._nodes[node]
+            if (process := state.processes.get(number)) is not None:
+                state.processes[number] = change(process)
+                state.is_dirty = True
+
+    def sweep(self, kept: Collection[int]) -> None:
+        """Have every node kill what its processes left behind, and the processes that are not among `kept`."""
+        with self._lock:
+            for state in self._nodes.values():
+                state.processes = {number: process for number, process in state.processes.items() if number in kept}
+                state.sweeps, state.is_dirty = state.sweeps + 1, True
+
+    def present(self, *, now: float) -> dict[int, Node]:
+        """Return the nodes that are there and hold their ports."""
+        with self._lock:
+            there: dict[int, Node] = {}
+            for index, state in self._nodes.items():
+                self._expire(state, now=now)
+                if (
+                    state.facts is not None
+                    and state.observed is not None
+                    and state.observed.ports.keys() >= set(state.listeners)
+                ):
+                    there[index] = state.facts.node(index, state.observed.ports)
+            return there
+
+    def observed(self, node: int, session: int, number: int, *, now: float) -> ObservedProcess | None:
+        """Return what was observed of a process; None before its first sign.
+
+        Raises:
+            NodeLost: the node was lost since the process was started.
+        """
+        with self._lock:
+            state = self._nodes[node]
+            self._expire(state, now=now)
+            if state.session != session or state.observed is None:
+                raise NodeLost(node)
+            return next((process for process in state.observed.processes if process.number == number), None)
+
+    def reports_of(self, process: ObservedProcess, node: int) -> Sequence[ProcessReport]:
+        """Return the reports of a process, with times of the driver's clock."""
+        offset = self._nodes[node].clock_offset
+        return [
+            msgspec.structs.replace(report, time=report.time + offset, since=report.since + offset) if offset else report
+            for report in process.reports
+        ]
+
+    def facts(self) -> dict[int, NodeFacts]:
+        """Return the machine of each node that has been described."""
+        with self._lock:
+            return {node: state.facts for node, state in self._nodes.items() if state.facts is not None}
+
+    def leaving(self) -> frozenset[int]:
+        """Return the nodes that were asked to end."""
+        with self._lock:
+            states = self._nodes.items()
+            return frozenset(node for node, state in states if state.observed is not None and state.observed.is_leaving)
+
+    def problems(self) -> dict[int, str]:
+        """Return why a node does not hold the ports that it should."""
+        with self._lock:
+            return {
+                node: state.observed.port_error
+                for node, state in self._nodes.items()
+                if state.observed is not None and state.observed.port_error
+            }
