@@ -99,7 +99,7 @@ def plan_over_nodes(
     orchestrator = orchestrator.model_copy(
         update={"rollout_transport": _between_nodes(orchestrator.rollout_transport, leader)}
         | ({"client": orchestrator.client.model_copy(update=_servers(config, urls))} if urls else {})
-        | {"env_nodes": _env_nodes(placement, nodes[placement.orchestrator_node])}
+        | {"env_nodes": _env_nodes(config, placement, nodes[placement.orchestrator_node])}
     )
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes: list[ProcessSpec] = []
@@ -118,7 +118,6 @@ def plan_over_nodes(
         replace(
             orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=config.deployment.gpus_per_node == 0),
             node=placement.orchestrator_node,
-            work=_ENVIRONMENTS if placement.orchestrator_node in placement.worker_nodes else "",
         )
     )
     processes += _worker_processes(config, python, configs / "orchestrator.toml", placement=placement)
@@ -230,18 +229,23 @@ def _trainer_processes(
         )
 
 
-def _env_nodes(placement: Placement, own: Node) -> EnvNodesConfig | None:
+def _env_nodes(config: RLConfig, placement: Placement, own: Node) -> EnvNodesConfig | None:
     if not placement.has_distant_workers:
         return None
-    return EnvNodesConfig(nodes=list(placement.worker_nodes), own=own.index, host=own.host, port=own.ports[ENVIRONMENTS])
+    return EnvNodesConfig(
+        own=own.index,
+        num_required=len(placement.worker_nodes),
+        max_nodes=placement.num_nodes,
+        host=own.host,
+        port=own.ports[ENVIRONMENTS],
+        drain_timeout_s=config.recovery.preemption_grace_s,
+    )
 
 
 def _worker_processes(config: RLConfig, python: str, file: Path, *, placement: Placement) -> Iterator[ProcessSpec]:
-    """Yield the process of each node that runs environment workers for an orchestrator on another."""
+    """Yield the process of each node that runs environment workers, unless only the orchestrator's does: it has its own then."""
     layout = RunLayout(config.output_dir)
-    for node in placement.worker_nodes:
-        if node == placement.orchestrator_node:
-            continue
+    for node in placement.worker_nodes if placement.has_distant_workers else ():
         name, own = f"env-workers-{node}", ("--env-nodes.own", str(node))
         yield ProcessSpec(
             name=name,

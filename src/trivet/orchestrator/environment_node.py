@@ -1,14 +1,15 @@
 """Loads the environments of a run in worker processes, for the orchestrator.
 
-In a run over several nodes the launcher also starts this module as a program, on each node that has environment workers and no
-orchestrator. Its arguments are the orchestrator's configuration and the number of its node:
-`@ orchestrator.toml --env-nodes.own 2`.
+In a run over several nodes the launcher also starts this module as a program, on each node that has environment workers. Its
+arguments are the orchestrator's configuration and the number of its node: `@ orchestrator.toml --env-nodes.own 2`. After SIGTERM it
+takes no new groups, finishes those that run and exits with 0; a second SIGTERM, or SIGINT, ends it at once.
 """
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
@@ -31,21 +32,18 @@ from trivet.wire.status import RUNNING_GROUPS
 
 @asynccontextmanager
 async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[EnvironmentPool, None]:
-    """Load every environment of the run in worker processes, on this node and on others. In a replay the pool is empty."""
+    """Load every environment of the run in worker processes, here or on other nodes. In a replay the pool is empty."""
     if config.replay is not None:
         async with open_worker_pool([], log_of=RunLayout(config.output_dir).env_worker_log, limits=config) as pool:
             yield pool
         return
-    nodes = config.env_nodes
-    if nodes is None:
+    if config.env_nodes is None:
         async with open_own_workers(config) as pool:
             yield pool
         return
-    async with AsyncExitStack() as opened:
-        local = await opened.enter_async_context(open_own_workers(config)) if nodes.own in nodes.nodes else None
-        secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
-        timeout_s = config.env_start_timeout_s
-        yield await opened.enter_async_context(open_node_pools(local, nodes, secret=secret, timeout_s=timeout_s))
+    secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
+    async with open_node_pools(config.env_nodes, secret=secret, timeout_s=config.env_start_timeout_s) as pool:
+        yield pool
 
 
 def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "") -> AbstractAsyncContextManager[WorkerPool]:
@@ -89,16 +87,18 @@ def start(config: OrchestratorConfig) -> int:
 
 
 async def _serve(config: OrchestratorConfig, nodes: EnvNodesConfig) -> int:
-    """Serve until the launcher ends the process."""
+    """Serve until the launcher ends the process. Return 0 after an orderly end; 143 when SIGTERM came while workers loaded."""
+    servers: list[PoolServer] = []
 
     async def work() -> int:
         async with open_own_workers(config, name_suffix=f"@{nodes.own}") as pool:
             process_report.begin(RUNNING_GROUPS)
-            await PoolServer(pool, nodes, secret=find_secret(RunLayout(config.output_dir), environ=os.environ)).run()
+            servers.append(PoolServer(pool, nodes, secret=find_secret(RunLayout(config.output_dir), environ=os.environ)))
+            await servers[0].run()
         return 0
 
     show_tasks_on_signal()
-    return await run_until_signalled(work())
+    return await run_until_signalled(work(), handlers={signal.SIGTERM: lambda: any(server.drain() for server in servers)})
 
 
 if __name__ == "__main__":

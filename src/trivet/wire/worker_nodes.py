@@ -1,7 +1,7 @@
 """Defines the messages between the orchestrator and the environment workers of another node.
 
-Each node has its own `WorkerPool`, which restarts and limits the workers there. The orchestrator sends groups to the node and gets
-their results back. A message may be lost with its connection, so a node reports every second what it has received and still runs.
+Each node has its own `WorkerPool`, which restarts and limits the workers there. Calls and their answers are those of a worker
+(`wire.workers`). A message may be lost with its connection, so a node reports every second what it has received and still runs.
 """
 
 import msgspec
@@ -9,17 +9,15 @@ import msgspec
 from trivet.wire.events import EnvLoad, EnvRestart
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.status import WorkerStatus
-from trivet.wire.workers import AskPrompt, CallFailed, Cancel, GroupDone, PromptFound, RunGroupOrder
+from trivet.wire.workers import CallAnswer, CallOrder
 
 
 class StartSession(msgspec.Struct, frozen=True, tag=True):
-    """Starts a session. The node cancels the calls of the session before and answers with `PoolLoaded`."""
+    """Starts a session. The node cancels the calls of the session before and answers with a beat that has `infos`."""
 
 
-class AskNodePrompt(AskPrompt, frozen=True, tag=True):
-    """Order to return the prompt of an example of one of the node's environments."""
-
-    env: str
+class EndSession(msgspec.Struct, frozen=True, tag=True):
+    """Ends the session. The node cancels its calls. A node that drains has then done its work."""
 
 
 class NodeBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -29,6 +27,10 @@ class NodeBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The highest call id that it has received in this session; -1 for none."""
     running: list[int]
     """Ids of the calls that still run there."""
+    is_draining: bool = False
+    """The node finishes its calls and takes no others. The orchestrator ends the session once it has every answer."""
+    infos: dict[str, EnvironmentInfo] | None = None
+    """The environments that the node has loaded, by name. Only the answer to `StartSession` has them."""
     workers: list[WorkerStatus] = []
     metrics: dict[str, float] = {}
     """The metrics that `EnvironmentPool.metrics` returned since the last beat."""
@@ -36,37 +38,21 @@ class NodeBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The events since the last beat. The first beat of a session also has an `EnvLoad` for each environment."""
 
 
-class PoolLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `StartSession`: the environments that the node has loaded, by name."""
-
-    infos: dict[str, EnvironmentInfo]
-
-
-class CallLost(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a call whose worker ended while the call ran. The call may be made again."""
-
-    call_id: int
-    message: str
-
-
-NodeAnswer = NodeBeat | PoolLoaded | GroupDone | PromptFound | CallFailed | CallLost
-
-
 class ToNode(msgspec.Struct, frozen=True):
     """Envelope of a message to a node, with the session to which the message belongs."""
 
     session: str
     """Id of the session of the orchestrator with this node. A new id starts a new session."""
-    body: StartSession | RunGroupOrder | AskNodePrompt | Cancel
+    body: StartSession | EndSession | CallOrder
 
 
 class FromNode(msgspec.Struct, frozen=True, kw_only=True):
     """Envelope of a message from a node, with its sender and its session."""
 
     node: int
-    """Index of the node."""
-    instance: str
-    """Random id of the node's process. It changes when the process is started again."""
+    """Number of the node."""
+    instance: int
+    """Time at which the node's process was started, nanoseconds since the epoch. The newest process of a node counts."""
     session: str
-    """The session to which the message belongs; empty before the first."""
-    body: NodeAnswer
+    """The session to which the message belongs; empty while there is none."""
+    body: NodeBeat | CallAnswer

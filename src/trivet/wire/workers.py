@@ -14,7 +14,7 @@ import msgspec
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, ServerAccess, Split
 from trivet.wire.rollouts import Rollout
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of these messages and of every struct in them. Raise it whenever one changes; a test compares their schema with it."""
 PULSE_INTERVAL_S = 1.0
 """Seconds between two pulses of a worker."""
@@ -78,6 +78,8 @@ class AskPrompt(msgspec.Struct, frozen=True, tag=True):
     """Order to return an example's prompt."""
 
     call_id: int
+    env: str
+    """The environment's name in the configuration."""
     split: Split
     example_id: int
 
@@ -88,10 +90,14 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+CallOrder = RunGroupOrder | AskPrompt | Cancel
+"""The orders of a call, which a worker and the pool of another node take alike."""
+
+
 class WorkerOrder(msgspec.Struct, frozen=True):
     """Envelope of an order."""
 
-    body: LoadEnvironment | RunGroupOrder | AskPrompt | Cancel
+    body: LoadEnvironment | CallOrder
 
 
 class EnvironmentLoaded(msgspec.Struct, frozen=True, tag=True):
@@ -133,6 +139,11 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
     is_infrastructure: bool = False
     """A server or the network failed; nothing that the policy did is the cause."""
+    is_lost: bool = False
+    """The worker ended while it ran the call, which may be made again. Only the pool of another node can say so."""
+
+
+CallAnswer = GroupDone | PromptFound | CallFailed
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -151,4 +162,4 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class WorkerAnswer(msgspec.Struct, frozen=True):
     """Envelope of an answer or a pulse: every message of a worker after its hello."""
 
-    body: EnvironmentLoaded | EnvironmentLoadFailed | GroupDone | PromptFound | CallFailed | Pulse
+    body: EnvironmentLoaded | EnvironmentLoadFailed | CallAnswer | Pulse

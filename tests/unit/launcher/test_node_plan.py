@@ -244,17 +244,19 @@ def test_environment_workers_of_other_nodes_connect_to_the_orchestrator() -> Non
     assert [(spec.name, spec.unit, spec.node, spec.log.name, spec.reports[0].path) for spec in workers] == [
         ("env-workers-0", "env-workers-0", 0, "env-workers-0.stdout", LAYOUT.report_file("env-workers-0")),
         ("env-workers-1", "env-workers-1", 1, "env-workers-1.stdout", LAYOUT.report_file("env-workers-1")),
+        ("env-workers-2", "env-workers-2", 2, "env-workers-2.stdout", LAYOUT.report_file("env-workers-2")),
     ]
     assert workers[1].argv[-3:] == (str(LAYOUT.configs / "orchestrator.toml"), "--env-nodes.own", "1")
     nodes = orchestrator_section(planned).env_nodes
-    assert nodes == EnvNodesConfig(nodes=[0, 1, 2], own=2, host="10.0.0.2", port=2101)
+    assert nodes == EnvNodesConfig(own=2, num_required=3, max_nodes=3, host="10.0.0.2", port=2101, drain_timeout_s=60.0)
     assert {spec.name: spec.work for spec in planned.processes} == {
         "inference": "serving",
         "trainer": "",
         "trainer-1": "",
-        "orchestrator": "environments",
+        "orchestrator": "",
         "env-workers-0": "environments",
         "env-workers-1": "environments",
+        "env-workers-2": "environments",
     }
 
 

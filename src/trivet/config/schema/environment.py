@@ -217,16 +217,24 @@ class EnvWorkersConfig(Section):
 
 
 class EnvNodesConfig(Section):
-    """The nodes that run environment workers. deployment.env_worker_nodes fills it in."""
+    """The nodes that run environment workers, which may join and leave during the run. The launcher fills it in."""
 
-    nodes: list[int] = Field(min_length=1)
-    """The numbers of these nodes."""
     own: int = Field(ge=0)
     """The number of the node of this process."""
+    num_required: int = Field(default=1, ge=1)
+    """Nodes with environment workers for which a start waits a while. It begins with one."""
+    max_nodes: int = Field(ge=1)
+    """The numbers of nodes are below it: messages of others are refused."""
     host: Host
-    """Address at which the orchestrator listens for the pools of the other nodes."""
+    """Address at which the orchestrator listens for the environment workers."""
     port: int = Field(ge=1, le=65535)
     """The port there, which the launcher holds."""
+    drain_timeout_s: float = Field(default=60.0, ge=0, le=MAX_WAIT_S)
+    """Longest time for the groups of a node that leaves, seconds; others run the rest again. It is preemption_grace_s of a run."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.own >= self.max_nodes:
+            yield f"own ({self.own}) must be below max_nodes ({self.max_nodes})"
 
 
 class EnvConfig(Section):

@@ -1,12 +1,15 @@
 """Runs the groups that the orchestrator, on another node, gives to the pool of this one.
 
 It connects to the orchestrator (`nodes.node_pools`), and connects again whenever the line was cut. What a session left is cancelled
-when the orchestrator begins another: it runs those groups elsewhere. Answers that a cut swallowed show in the next beat.
+when the orchestrator begins another: it runs those groups elsewhere. Answers that a cut swallowed show in the next beat. A node
+that drains says so in its beats. The orchestrator ends the session once it has every answer, so no group is lost or run twice.
 """
 
 import asyncio
 import logging
-import secrets
+import time
+from contextlib import suppress
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -19,13 +22,15 @@ from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
 from trivet.process.sockets import connect_encrypted, in_frames
 from trivet.secret import RunSecret
 from trivet.wire.codec import decode, encode
-from trivet.wire.events import EnvLoad, EnvRestart, Event
-from trivet.wire.worker_nodes import AskNodePrompt, CallLost, FromNode, NodeAnswer, NodeBeat, PoolLoaded, StartSession, ToNode
-from trivet.wire.workers import CallFailed, Cancel, GroupDone, PromptFound, RunGroupOrder
+from trivet.wire.groups import EnvironmentInfo
+from trivet.wire.worker_nodes import EndSession, FromNode, NodeBeat, StartSession, ToNode
+from trivet.wire.workers import AskPrompt, CallAnswer, CallFailed, Cancel, GroupDone, PromptFound, RunGroupOrder
 
 logger = logging.getLogger(__name__)
 
 _BEAT_INTERVAL_S = 1.0
+_LEAVE_TIMEOUT_S = 5.0
+"""Longest time for the orchestrator to take note that a node has given up the calls which it could not finish in time."""
 
 
 class PoolServer:
@@ -38,109 +43,140 @@ class PoolServer:
     def __init__(self, pool: EnvironmentPool, config: EnvNodesConfig, *, secret: RunSecret) -> None:
         """Connect, without waiting for the orchestrator."""
         self._pool = pool
-        self._node = config.own
-        self._instance = secrets.token_hex(8)
+        self._config = config
+        self._instance = time.time_ns()
         self._session = ""
+        self._session_over = asyncio.Event()
+        """Set while there is no session."""
+        self._session_over.set()
+        self._drain_requested = asyncio.Event()
         self._newest_call = -1
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._events: list[EnvLoad | EnvRestart] = []
+        self._events: list[Any] = []
+        """The events `EnvLoad` and `EnvRestart` since the last beat."""
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         self._context = zmq.asyncio.Context()
         self._socket = open_socket(self._context, zmq.DEALER)
         connect_encrypted(self._socket, host=config.host, port=config.port, key=secret.derive(KEY_PURPOSE))
 
     async def run(self) -> None:
-        """Serve until cancelled.
+        """Serve until `drain` was called and the calls have ended, or until cancelled.
 
         Raises:
             RoleFailed: a worker ended too often.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._pool.run(), name="run-workers")
-                tasks.create_task(self._beat(), name="beat")
-                tasks.create_task(self._send(), name="send-answers")
-                while True:
-                    self._receive(b"".join(await self._socket.recv_multipart()), tasks)
+                serving = [
+                    tasks.create_task(self._pool.run(), name="run-workers"),
+                    tasks.create_task(self._beat(), name="beat"),
+                    tasks.create_task(self._send(), name="send-answers"),
+                    tasks.create_task(self._listen(tasks), name="take-orders"),
+                ]
+                await self._drain_requested.wait()
+                await self._finish_session()
+                for task in serving:
+                    task.cancel()
         finally:
             self._context.destroy(linger=0)
 
-    def _receive(self, data: bytes, tasks: asyncio.TaskGroup) -> None:
-        try:
-            message = decode(data, ToNode)
-        except MessageRefused as exc:
-            logger.warning("an order of the orchestrator was refused: %s", exc)
-            return
-        if message.session != self._session:
+    def drain(self) -> bool:
+        """Have `run` finish the calls within `drain_timeout_s` and return. Return False if that was asked for already."""
+        was_asked = self._drain_requested.is_set()
+        self._drain_requested.set()
+        return not was_asked
+
+    async def _finish_session(self) -> None:
+        """Wait until the orchestrator has every answer. Give up the calls that do not end in time: they are run elsewhere."""
+        for timeout_s in (self._config.drain_timeout_s, _LEAVE_TIMEOUT_S):
+            self._post_beat()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._session_over.wait()
+                    return
+            self._cancel_calls()
+
+    async def _listen(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                self._receive(decode(b"".join(frames), ToNode), tasks)
+            except MessageRefused as exc:
+                logger.warning("an order of the orchestrator was refused: %s", exc)
+
+    def _receive(self, message: ToNode, tasks: asyncio.TaskGroup) -> None:
+        if message.session != self._session and not isinstance(message.body, EndSession):
             self._start_session(message.session)
         match message.body:
-            case RunGroupOrder() | AskNodePrompt() as asked:
-                self._newest_call = asked.call_id
-                task = tasks.create_task(self._answer(asked, message.session), name=f"call-{asked.call_id}")
-                self._running[asked.call_id] = task
-                task.add_done_callback(lambda done, call_id=asked.call_id: self._forget(call_id, done))
+            case RunGroupOrder() | AskPrompt() as asked:
+                running, call_id = self._running, asked.call_id
+                self._newest_call = call_id
+                running[call_id] = tasks.create_task(self._answer(asked, message.session), name=f"call-{call_id}")
+                running[call_id].add_done_callback(lambda _: running.pop(call_id))
             case Cancel(call_id=call_id):
                 if (task := self._running.get(call_id)) is not None:
                     task.cancel()
             case StartSession():
-                self._post(PoolLoaded(infos=dict(self._pool.infos)), message.session)
+                self._post_beat(dict(self._pool.infos))
+            case EndSession():
+                if message.session == self._session:
+                    self._start_session("")
 
     def _start_session(self, session: str) -> None:
+        """Cancel the calls of the session before. An empty `session` is none."""
+        self._cancel_calls()
+        self._session, self._newest_call = session, -1
+        (self._session_over.clear if session else self._session_over.set)()
+        self._events.clear()
+        self._pool.report_to(self._events.append)
+
+    def _cancel_calls(self) -> None:
+        """Cancel the calls that run, and count them no more."""
         for task in self._running.values():
             task.cancel()
-        self._session, self._newest_call, self._running = session, -1, {}
-        self._events.clear()
-        self._pool.report_to(self._note_event)
+        self._running = {}
 
-    def _forget(self, call_id: int, task: asyncio.Task[None]) -> None:
-        if self._running.get(call_id) is task:
-            del self._running[call_id]
-
-    async def _answer(self, asked: RunGroupOrder | AskNodePrompt, session: str) -> None:
-        answer = await self._execute(asked)
+    async def _answer(self, asked: RunGroupOrder | AskPrompt, session: str) -> None:
+        call_id = asked.call_id
         try:
-            self._post(answer, session)
-        except MessageRefused as exc:
-            self._post(CallFailed(call_id=asked.call_id, kind=type(exc).__name__, message=str(exc)), session)
-
-    async def _execute(self, asked: RunGroupOrder | AskNodePrompt) -> GroupDone | PromptFound | CallFailed | CallLost:
-        try:
-            if isinstance(asked, AskNodePrompt):
+            if isinstance(asked, AskPrompt):
                 messages = await self._pool.prompt(asked.env, split=asked.split, example_id=asked.example_id)
-                return PromptFound(call_id=asked.call_id, messages=messages)
-            rollouts = await self._pool.run_group(asked.request)
-            return GroupDone(call_id=asked.call_id, rollouts=rollouts)
-        except WorkerLost as exc:
-            return CallLost(call_id=asked.call_id, message=str(exc))
+                self._post(PromptFound(call_id=call_id, messages=messages), session)
+            else:
+                self._post(GroupDone(call_id=call_id, rollouts=await self._pool.run_group(asked.request)), session)
         except RolloutFailed as exc:
-            return CallFailed(call_id=asked.call_id, kind=exc.kind, message=str(exc), is_infrastructure=exc.is_infrastructure)
+            failure = CallFailed(call_id=call_id, kind=exc.kind, message=str(exc), is_infrastructure=exc.is_infrastructure)
+            self._post(failure, session)
         except Exception as exc:  # it must not end the groups of the other calls
-            logger.exception("call %d failed", asked.call_id)
-            return CallFailed(call_id=asked.call_id, kind=type(exc).__name__, message=str(exc))
+            if not isinstance(exc, WorkerLost | MessageRefused):
+                logger.exception("call %d failed", call_id)
+            kind, is_lost = type(exc).__name__, isinstance(exc, WorkerLost)
+            self._post(CallFailed(call_id=call_id, kind=kind, message=str(exc), is_lost=is_lost), session)
 
     async def _beat(self) -> None:
         while True:
-            events, self._events = self._events, []
-            beat = NodeBeat(
-                newest_call=self._newest_call,
-                running=list(self._running),
-                workers=list(self._pool.status()),
-                metrics=dict(self._pool.metrics()),
-                events=events,
-            )
-            self._post(beat, self._session)
+            self._post_beat()
             await asyncio.sleep(_BEAT_INTERVAL_S)
+
+    def _post_beat(self, infos: dict[str, EnvironmentInfo] | None = None) -> None:
+        beat = NodeBeat(
+            newest_call=self._newest_call,
+            running=list(self._running),
+            is_draining=self._drain_requested.is_set(),
+            infos=infos,
+            workers=list(self._pool.status()),
+            metrics=dict(self._pool.metrics()),
+            events=self._events.copy(),
+        )
+        self._events.clear()
+        self._post(beat, self._session)
 
     async def _send(self) -> None:
         while True:
             await self._socket.send_multipart(in_frames(await self._outgoing.get()))
 
-    def _post(self, body: NodeAnswer, session: str) -> None:
-        data = encode(FromNode(node=self._node, instance=self._instance, session=session, body=body))
+    def _post(self, body: NodeBeat | CallAnswer, session: str) -> None:
+        data = encode(FromNode(node=self._config.own, instance=self._instance, session=session, body=body))
         if len(data) > MAX_MESSAGE_BYTES:
             raise MessageRefused(f"a message of {len(data) / 2**20:.0f} MiB is larger than what fits between nodes")
         self._outgoing.put_nowait(data)
-
-    def _note_event(self, event: Event) -> None:
-        assert isinstance(event, EnvLoad | EnvRestart)
-        self._events.append(event)

@@ -14,7 +14,7 @@ from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
 from trivet.wire.groups import GroupRequest
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.versions import count_tokens
-from trivet.wire.workers import AskPrompt, CallFailed, Cancel, GroupDone, PromptFound, RunGroupOrder, WorkerOrder
+from trivet.wire.workers import AskPrompt, CallAnswer, CallFailed, CallOrder, Cancel, GroupDone, PromptFound, RunGroupOrder
 
 _DTYPES = {"token_ids_T": np.int32, "loss_mask_T": np.bool_, "logprobs_T": np.float32}
 """The dtype of each array of a sample. T counts the sample's tokens."""
@@ -25,7 +25,7 @@ AnswerT = TypeVar("AnswerT", GroupDone, PromptFound)
 class PendingCalls:
     """The calls in flight to one worker, or to one node, by call id."""
 
-    def __init__(self, send: Callable[[WorkerOrder], None]) -> None:
+    def __init__(self, send: Callable[[CallOrder], None]) -> None:
         self._send = send
         self._pending: dict[int, tuple[type[GroupDone | PromptFound], asyncio.Future[Any]]] = {}
         """The type of the answer, and the future that gets it, by call id."""
@@ -56,15 +56,15 @@ class PendingCalls:
         future: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
         self._pending[order.call_id] = answer_type, future
         try:
-            self._send(WorkerOrder(body=order))
+            self._send(order)
             return await future
         except asyncio.CancelledError:
-            self._send(WorkerOrder(body=Cancel(call_id=order.call_id)))
+            self._send(Cancel(call_id=order.call_id))
             raise
         finally:
             del self._pending[order.call_id]
 
-    def resolve(self, answer: GroupDone | PromptFound | CallFailed) -> None:
+    def resolve(self, answer: CallAnswer) -> None:
         """Pass `answer` to its caller, or drop it if the caller was cancelled.
 
         Raises:
@@ -75,7 +75,9 @@ class PendingCalls:
         answer_type, future = self._pending.get(answer.call_id, (None, None))
         if answer_type is None or future is None or future.done():
             return
-        if isinstance(answer, CallFailed):
+        if isinstance(answer, CallFailed) and answer.is_lost:
+            future.set_exception(WorkerLost(answer.message))
+        elif isinstance(answer, CallFailed):
             failure = RolloutFailed(answer.message, kind=answer.kind, is_infrastructure=answer.is_infrastructure)
             future.set_exception(failure)
         elif isinstance(answer, answer_type):

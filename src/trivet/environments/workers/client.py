@@ -89,7 +89,7 @@ class WorkerClient:
         self._end_session = end_session
         self._end_cause = ""
         """Why the pool ended the worker, as the end of a sentence; empty if the pool did not."""
-        self._calls = PendingCalls(channel.post)
+        self._calls = PendingCalls(lambda order: channel.post(WorkerOrder(body=order)))
         self._loading: asyncio.Future[EnvironmentInfo] = asyncio.get_running_loop().create_future()
         self._ended = asyncio.Event()
         self._watching = asyncio.create_task(self._watch(), name=f"{self.name}-watch")
@@ -163,7 +163,7 @@ class WorkerClient:
 
     async def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
         """Return the messages that an example starts with. Raises as `run_group`."""
-        order = AskPrompt(call_id=self._calls.next_id(), split=split, example_id=example_id)
+        order = AskPrompt(call_id=self._calls.next_id(), env=self.name, split=split, example_id=example_id)
         return (await self._calls.call(order, PromptFound)).messages
 
     async def ended(self) -> str:

@@ -8,8 +8,10 @@ from support.groups import make_request
 from trivet.environments.nodes.node import RemoteNode
 from trivet.errors import WorkerLost
 from trivet.wire.groups import EnvironmentInfo
-from trivet.wire.worker_nodes import FromNode, NodeAnswer, NodeBeat, PoolLoaded, StartSession, ToNode
-from trivet.wire.workers import Cancel, GroupDone
+from trivet.wire.worker_nodes import FromNode, NodeBeat, StartSession, ToNode
+from trivet.wire.workers import CallAnswer, Cancel, GroupDone
+
+LOADED = NodeBeat(newest_call=-1, running=[], infos={"toy": EnvironmentInfo(num_examples=5)})
 
 
 class Wire:
@@ -20,11 +22,11 @@ class Wire:
         self.node = RemoteNode(1, post=lambda _, message: self.posted.append(message))
         self.say(NodeBeat(newest_call=-1, running=[]), at=0.0, session="")
         self.session = self.posted[-1].session
-        self.say(PoolLoaded(infos={"toy": EnvironmentInfo(num_examples=5)}), at=0.0)
+        self.say(LOADED, at=0.0)
 
-    def say(self, body: NodeAnswer, *, at: float, session: str | None = None) -> None:
+    def say(self, body: NodeBeat | CallAnswer, *, at: float, session: str | None = None) -> None:
         given = self.session if session is None else session
-        self.node.receive(b"line", FromNode(node=1, instance="one", session=given, body=body), now=at)
+        self.node.receive(b"line", FromNode(node=1, instance=1, session=given, body=body), now=at)
 
 
 def test_a_node_that_is_always_one_order_behind_is_well_and_one_that_misses_an_order_is_lost() -> None:
@@ -52,7 +54,7 @@ def test_what_a_cut_line_swallowed_is_asked_for_again_and_a_late_answer_costs_no
         num_posted = len(wire.posted)
         wire.say(NodeBeat(newest_call=-1, running=[]), at=1.0)
         assert [message.body for message in wire.posted[num_posted:]] == [StartSession()]
-        wire.say(PoolLoaded(infos={"toy": EnvironmentInfo(num_examples=5)}), at=1.0)
+        wire.say(LOADED, at=1.0)
         lost, kept, dropped = (asyncio.create_task(wire.node.run_group(make_request(number, env="toy"))) for number in range(3))
         await asyncio.sleep(0)
         dropped.cancel()

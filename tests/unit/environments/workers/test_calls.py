@@ -14,11 +14,11 @@ from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
 from trivet.wire.groups import Split
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.versions import PolicyVersion, VersionRun
-from trivet.wire.workers import AskPrompt, CallFailed, Cancel, GroupDone, PromptFound, WorkerOrder
+from trivet.wire.workers import AskPrompt, CallFailed, CallOrder, Cancel, GroupDone, PromptFound
 
 
 def order(calls: PendingCalls, example_id: int) -> AskPrompt:
-    return AskPrompt(call_id=calls.next_id(), split=Split.TRAIN, example_id=example_id)
+    return AskPrompt(call_id=calls.next_id(), env="toy", split=Split.TRAIN, example_id=example_id)
 
 
 def answer(call_id: int) -> PromptFound:
@@ -27,17 +27,20 @@ def answer(call_id: int) -> PromptFound:
 
 def test_every_caller_gets_the_answer_of_its_own_call_in_whatever_order_they_come():
     async def scenario() -> None:
-        sent: list[WorkerOrder] = []
+        sent: list[CallOrder] = []
         calls = PendingCalls(sent.append)
-        first, second = (asyncio.create_task(calls.call(order(calls, index), PromptFound)) for index in (7, 8))
+        first, second, third = (asyncio.create_task(calls.call(order(calls, index), PromptFound)) for index in (7, 8, 9))
         await asyncio.sleep(0)
-        assert [message.body.call_id for message in sent] == calls.ids == [0, 1]
+        assert [message.call_id for message in sent] == calls.ids == [0, 1, 2]
         calls.resolve(answer(1))
         calls.resolve(CallFailed(call_id=0, kind="ValueError", message="no"))
         assert await second == answer(1)
         with pytest.raises(RolloutFailed, match="no") as failed:
             await first
         assert failed.value.kind == "ValueError"
+        calls.resolve(CallFailed(call_id=2, kind="WorkerLost", message="was killed by SIGKILL", is_lost=True))
+        with pytest.raises(WorkerLost, match="SIGKILL"):
+            await third
         assert calls.ids == []
 
     asyncio.run(scenario())
@@ -45,14 +48,14 @@ def test_every_caller_gets_the_answer_of_its_own_call_in_whatever_order_they_com
 
 def test_a_cancelled_caller_cancels_its_call_and_its_late_answer_is_dropped():
     async def scenario() -> None:
-        sent: list[WorkerOrder] = []
+        sent: list[CallOrder] = []
         calls = PendingCalls(sent.append)
         calling = asyncio.create_task(calls.call(order(calls, 7), PromptFound))
         await asyncio.sleep(0)
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await calling
-        assert sent[-1].body == Cancel(call_id=0)
+        assert sent[-1] == Cancel(call_id=0)
         calls.resolve(answer(0))
         with pytest.raises(MessageRefused, match="call 1, which was never made"):
             calls.resolve(answer(1))

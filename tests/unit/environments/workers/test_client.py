@@ -129,7 +129,7 @@ def test_an_environment_that_cannot_be_loaded_is_reported(tmp_path: Path):
 @pytest.mark.parametrize(
     "message",
     [
-        WorkerOrder(body=AskPrompt(call_id=0, split=Split.TRAIN, example_id=0)),
+        WorkerOrder(body=AskPrompt(call_id=0, env="toy", split=Split.TRAIN, example_id=0)),
         WorkerAnswer(body=Pulse(loop_age_s=math.nan, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[])),
         WorkerAnswer(body=Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[math.inf])),
     ],
