@@ -37,24 +37,24 @@ class Nodes:
     """
 
     def __init__(self, count: int) -> None:
-        self._name = f"trivet-{secrets.token_hex(3)}"
-        self._count = count
+        self.name = f"trivet-{secrets.token_hex(3)}"
+        self.count = count
         self.processes: list[subprocess.Popen[bytes]] = []
 
     @property
     def _switch(self) -> str:
-        return f"{self._name}-switch"
+        return f"{self.name}-switch"
 
     def _namespace(self, node: int) -> str:
-        return f"{self._name}-{node}"
+        return f"{self.name}-{node}"
 
     def make(self) -> None:
-        for namespace in (self._switch, *map(self._namespace, range(self._count))):
+        for namespace in (self._switch, *map(self._namespace, range(self.count))):
             _ip("netns", "add", namespace)
             _ip("-n", namespace, "link", "set", "lo", "up")
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "bridge", "up")
-        for node in range(self._count):
+        for node in range(self.count):
             namespace, port = self._namespace(node), f"port{node}"
             peer = ("peer", "name", "eth0", "netns", namespace)
             _ip("-n", self._switch, "link", "add", port, "type", "veth", *peer)
@@ -148,10 +148,10 @@ class Nodes:
         wait_until(lambda: not self.pids(node), timeout_s=20, waiting_for=f"the end of node {node}")
 
     def remove(self) -> None:
-        for node in range(self._count):
+        for node in range(self.count):
             with suppress(subprocess.CalledProcessError, AssertionError):
                 self.kill(node)
-        for namespace in (*map(self._namespace, range(self._count)), self._switch):
+        for namespace in (*map(self._namespace, range(self.count)), self._switch):
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 
 

@@ -1,0 +1,198 @@
+"""Ray clusters on one machine: each machine of a cluster has its own network, processes and temporary files.
+
+Without a PID namespace, `ray start` would find the Ray of another machine and refuse.
+"""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from support.nodes import Nodes
+from support.processes import heed_signals, wait_until
+from trivet.process.lifetime import descendants
+
+RAY = str(Path(sys.executable).with_name("ray"))
+_PORT = 6379
+START_S = 120.0
+_BOOT = """
+mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$0" && trap "" CHLD && echo up && exec sleep infinity
+"""
+"""The first process of a machine. It ignores SIGCHLD, so that the kernel reaps the processes whose parents have ended."""
+_SMALL = ("--object-store-memory=80000000", "--include-log-monitor=false", "--disable-usage-stats")
+
+
+class RayNodes(Nodes):
+    """Machines 0 to `count` - 1, on which Ray may be started.
+
+    >>> with make_ray_nodes(3, directory=tmp_path) as nodes:
+    ...     nodes.start_head(0)
+    ...     nodes.join(1, resources={"sandbox": 1})
+    ...     driver = nodes.start(0, command, log=path, environ=nodes.environ(os.environ))
+    ...     nodes.lose(1)
+    ...     nodes.connect(1), nodes.boot(1), nodes.join(1)
+    """
+
+    def __init__(self, count: int, *, directory: Path, has_token: bool = True, has_tls: bool = False) -> None:
+        super().__init__(count)
+        self._directory = directory
+        self._temporary = Path("/tmp", self.name)  # Ray makes Unix sockets below it: their paths have at most 107 bytes
+        self._firsts: dict[int, psutil.Process] = {}
+        self.token = directory / "auth_token" if has_token else None
+        self._certificate = directory / "ray.crt" if has_tls else None
+        if self.token is not None:
+            self.token.write_text(secrets.token_hex(32))
+            self.token.chmod(0o600)
+        if self._certificate is not None:
+            self._make_certificate(self._certificate)
+
+    @property
+    def head_address(self) -> str:
+        return f"{self.address(0)}:{_PORT}"
+
+    def make(self) -> None:
+        self._temporary.mkdir()
+        super().make()
+        for node in range(self.count):
+            self.boot(node)
+
+    def boot(self, node: int) -> None:
+        """Start a machine that was lost, or was never started. It runs nothing yet."""
+        enter = ["ip", "netns", "exec", self._namespace(node), "unshare", "--mount", "--pid", "--fork", "--mount-proc"]
+        boot = subprocess.Popen(
+            [*enter, "--kill-child", "sh", "-c", _BOOT, str(self._temporary)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.processes.append(boot)
+        assert boot.stdout is not None
+        with boot.stdout as said:
+            assert said.readline() == b"up\n"
+        (self._firsts[node],) = psutil.Process(boot.pid).children()
+
+    def start(self, node: int, command: Sequence[str], *, log: Path, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        """Start a command on a machine; its output is appended to `log`.
+
+        The process returned is the parent of the command, in the same process group: signal both with `os.killpg`.
+        """
+        enter = ["nsenter", "--target", str(self._firsts[node].pid), "--mount", "--pid", "--net", f"--wdns={Path.cwd()}"]
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [*enter, *command],
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=heed_signals,
+                umask=0o022,
+            )
+        self.processes.append(process)
+        return process
+
+    def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return `environ` with what a driver needs to reach the cluster."""
+        values = {**environ, "RAY_ADDRESS": self.head_address, "RAY_TMPDIR": str(self._temporary), "RAY_worker_niceness": "0"}
+        values |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        values |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "15", "RAY_prestart_worker_first_driver": "0"}
+        if self.token is not None:
+            values |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        if self._certificate is not None:
+            both = dict.fromkeys(("RAY_TLS_SERVER_CERT", "RAY_TLS_CA_CERT"), str(self._certificate))
+            values |= {"RAY_USE_TLS": "1", "RAY_TLS_SERVER_KEY": str(self._certificate.with_suffix(".key")), **both}
+        return values
+
+    def start_head(
+        self, node: int = 0, *words: str, num_cpus: int = 0, environ: Mapping[str, str] = os.environ
+    ) -> "subprocess.Popen[bytes]":
+        """Start the cluster on machine 0."""
+        assert node == 0, "the other machines seek the head on machine 0"
+        head = ("--head", f"--port={_PORT}", "--include-dashboard=false")
+        return self._start_ray(node, [*head, f"--num-cpus={num_cpus}", *words], environ)
+
+    def join(
+        self,
+        node: int,
+        *words: str,
+        num_cpus: int = 1,
+        resources: Mapping[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> "subprocess.Popen[bytes]":
+        """Have a machine join the cluster."""
+        given = [f"--resources={json.dumps(dict(resources or {}))}", f"--num-cpus={num_cpus}"]
+        if labels:
+            given.append(f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}")
+        return self._start_ray(node, [f"--address={self.head_address}", *given, *words], environ)
+
+    def _start_ray(self, node: int, words: Sequence[str], environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        log = self._directory / f"ray_{node}.out"
+        offset = log.stat().st_size if log.exists() else 0
+        variables = self.environ(environ)
+        del variables["RAY_ADDRESS"]
+        command = [RAY, "start", "--block", f"--node-ip-address={self.address(node)}", *_SMALL, *words]
+        started = self.start(node, command, log=log, environ=variables)
+
+        def is_up() -> bool:
+            assert started.poll() is None, log.read_text()
+            return b"Ray runtime started" in log.read_bytes()[offset:]
+
+        wait_until(is_up, timeout_s=START_S, waiting_for=f"Ray on machine {node}")
+        return started
+
+    def find(self, node: int, *words: str) -> int:
+        """Return the host's pid of the process of a machine whose command line has these words."""
+        for pid in self.pids(node):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:  # it ended meanwhile
+                continue
+            if all(word in command for word in words):
+                return pid
+        raise AssertionError(f"no process of machine {node} has {words} in its command line")
+
+    def kill_actor(self, node: int, name: str = "NodeActor") -> None:
+        """Kill the process of an actor on a machine, and nothing else."""
+        os.kill(self.find(node, f"ray::{name}"), signal.SIGKILL)
+
+    def kill_raylet(self, node: int) -> None:
+        os.kill(self.find(node, "raylet/raylet", "--raylet_socket_name"), signal.SIGKILL)
+
+    def kill_gcs(self, node: int = 0) -> None:
+        os.kill(self.find(node, "gcs/gcs_server"), signal.SIGKILL)
+
+    def roles(self, node: int) -> list[int]:
+        """Return the processes that the actor of a machine has started."""
+        return descendants(self.find(node, "ray::NodeActor"))
+
+    def remove(self) -> None:
+        super().remove()
+        for process in self.processes:
+            process.wait(20)
+        self._temporary.rmdir()  # it fails if a machine wrote there outside its own mount
+
+    def _make_certificate(self, path: Path) -> None:
+        """Make one certificate for all machines. It is its own authority."""
+        names = ",".join(f"IP:{address}" for address in ("127.0.0.1", *map(self.address, range(self.count))))
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+        command += ["-subj", "/CN=trivet", "-addext", f"subjectAltName={names}", "-keyout", str(path.with_suffix(".key"))]
+        subprocess.run([*command, "-out", str(path)], check=True, capture_output=True)
+
+
+@contextmanager
+def make_ray_nodes(count: int, *, directory: Path, has_token: bool = True, has_tls: bool = False) -> Iterator[RayNodes]:
+    """Make machines for a block, and remove them with all that runs on them."""
+    nodes = RayNodes(count, directory=directory, has_token=has_token, has_tls=has_tls)
+    try:
+        nodes.make()
+        yield nodes
+    finally:
+        nodes.remove()
