@@ -57,7 +57,11 @@ def connect(config: RayConfig, *, namespace: str, lost_after_s: float) -> Genera
         raise ConfigError(f"the Ray cluster at {address} cannot be used: {exc}") from exc
     try:
         gcs_address = str(ray.get_runtime_context().gcs_address)
-        if not config.allow_open and is_open(gcs_address, timeout_s=_OPEN_CHECK_TIMEOUT_S):
+        try:
+            is_refused = not config.allow_open and is_open(gcs_address, timeout_s=_OPEN_CHECK_TIMEOUT_S)
+        except ConnectionError as exc:
+            raise NodesMissing(str(exc)) from exc
+        if is_refused:
             raise ConfigError(f"the Ray cluster at {gcs_address} answers without a token: {_HOW_TO_CLOSE}")
         yield str(ray.util.get_node_ip_address())
     finally:
