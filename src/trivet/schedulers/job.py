@@ -36,11 +36,11 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.shared import CkptConfig
 from trivet.config.sources import ENVIRONMENT_PREFIX
-from trivet.errors import ConfigError, NodesMissing, TrivetError
+from trivet.errors import ConfigError, Diverged, NodesMissing, TrivetError
 from trivet.exits import describe_exit
 from trivet.process.lifetime import module_command, tied_command
 from trivet.schedulers.lost_script import MAX_WATCHERS, LostScriptAction, replace_lost_script
-from trivet.schedulers.node_variables import SLURM_INDEX, SLURM_JOB
+from trivet.schedulers.node_variables import JOB_RETRIED, SLURM_INDEX, SLURM_JOB
 from trivet.schedulers.starts import (
     END_TIMEOUT_S,
     POLL_INTERVAL_S,
@@ -57,6 +57,8 @@ from trivet.schedulers.starts import (
 from trivet.shown_text import print_error
 from trivet.storage.durable import hash_file, write_atomically, write_json_atomically
 
+_BEFORE = ".before.json"
+"""Ending of the note of what the output directory held at the job's first start."""
 _END_POLL_INTERVAL_S = 5.0
 """Seconds between two checks for the first node's exit code. Hundreds of nodes list one directory for days."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -149,7 +151,7 @@ def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decide
     config = load_config(COMMANDS[command][1], ["@", str(configuration)]).config
     output_dir = getattr(config, "output_dir", None)
     assert isinstance(output_dir, Path)
-    now, note = read_progress(RunLayout(output_dir)), pid_file.with_suffix(".before.json")
+    now, note = read_progress(RunLayout(output_dir)), pid_file.with_suffix(_BEFORE)
     if not note.exists():
         write_json_atomically(note, now)
     else:
@@ -252,6 +254,11 @@ def main() -> None:
     parser.add_argument(
         "--script-lost", choices=get_args(LostScriptAction), default="cancel", help="what to do with the job then"
     )
+    parser.add_argument(
+        "--heed-final-code",
+        action="store_true",
+        help="end with the exit code 2 or 3 of an earlier start: KubeRay retries after any",
+    )
     args = parser.parse_args()
     # The configuration is complete. A variable would set a key again, [slurm] among them: the job would submit itself.
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in OWN_VARIABLES]:
@@ -273,6 +280,15 @@ def main() -> None:
 
 def _run_first_node(args: argparse.Namespace, *, start: str) -> None:
     decided, code = decided_file(args.pid_file, os.environ), code_file(args.pid_file, os.environ)
+    if args.heed_final_code and (final := read_end(code, decided=decided)) in (ConfigError.exit_code, Diverged.exit_code):
+        print(
+            f"an earlier start of this job {describe_exit(final)}, which another start would repeat; to try again, write the"
+            f" manifest anew, or remove {code}",
+            file=sys.stderr,
+        )
+        raise SystemExit(final)
+    if args.pid_file.with_suffix(_BEFORE).exists():
+        os.environ[JOB_RETRIED] = "1"
     for path in (code, decided):  # of an earlier start with the same name; its code alone would say that this start has ended
         path.unlink(missing_ok=True)
     config = decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided, start=start)

@@ -13,6 +13,8 @@ JOB_SIZE, JOB_HEAD, JOB_NODES = "JOBSET_JOB_SIZE", "JOBSET_HEAD", "JOBSET_NODES"
 SET_ID, RESTARTS = "JOBSET_UID", "JOBSET_RESTARTS"
 """The id of the JobSet, which no other one has, and how often all of its pods were recreated."""
 
+JOB_RETRIED = "JOB_RETRIED"
+"""Set by `schedulers.job` when an earlier start of the job left a note, because Job, RayJob and SkyPilot do not count starts."""
 SLURM_INDEX, SLURM_RESTARTS, SLURM_JOB = "SLURM_PROCID", "SLURM_RESTART_COUNT", "SLURM_JOB_ID"
 """The number of a task of SLURM, how often its job was queued again (unset for a job that never was), and the job's number."""
 SKYPILOT_INDEX, SKYPILOT_HOSTS = "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
@@ -20,8 +22,8 @@ SKYPILOT_INDEX, SKYPILOT_HOSTS = "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
 
 
 def is_restarted_job(environ: Mapping[str, str]) -> bool:
-    """Return whether the scheduler says that it has started this job before. SkyPilot does not say so."""
-    return any(environ.get(name, "0") not in ("", "0") for name in (RESTARTS, SLURM_RESTARTS))
+    """Return whether the scheduler says that it has started this job before, or an earlier start has left a note."""
+    return any(environ.get(name, "0") not in ("", "0") for name in (RESTARTS, SLURM_RESTARTS, JOB_RETRIED))
 
 
 def pod_exit_code(exit_code: int, environ: Mapping[str, str]) -> int:

@@ -328,3 +328,19 @@ def test_the_command_takes_the_place_of_this_process_and_no_variable_changes_it(
     assert became == [[sys.executable, "-P", "-m", "trivet.launcher.commands.sft", "@", str(tmp_path / "17.0.toml")]]
     assert "TRIVET_SLURM__PARTITION" not in os.environ
     assert os.environ["TRIVET_VENVS"] == "/venvs"
+
+
+@pytest.mark.parametrize(("noted", "expected"), [(2, 2), (3, 3), (75, None), (1, None)])
+def test_a_start_that_heeds_a_final_code_ends_with_it(tmp_path: Path, monkeypatch, capsys, noted: int, expected: int | None):
+    pid_file = tmp_path / "notes" / "run.pid"
+    pid_file.parent.mkdir()
+    (pid_file.parent / "run.0.code").write_text(f"{noted} abc\n")
+    words = ["job", "rl", str(tmp_path / "absent.toml"), "--pid-file", str(pid_file), "--heed-final-code"]
+    monkeypatch.setattr("sys.argv", words)
+    for name in ("SLURM_PROCID", "SKYPILOT_NODE_RANK", "JOBSET_NODE_BASE", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        job.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == (expected or 2)  # another start reads the configuration, which is not there
+    assert ("would repeat" in said, "absent.toml" in said) == (expected is not None, expected is None)

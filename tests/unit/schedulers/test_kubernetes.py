@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from trivet.cli import main as cli
 from trivet.config.load import load_config
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
@@ -18,6 +19,7 @@ from trivet.schedulers.submit import submit
 NEEDED = ["--kubernetes.image", "registry.example/trivet:1", "--kubernetes.volume-claim", "runs", "--output-dir", "run-1"]
 RL = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x", *NEEDED]
 NODES = ["--deployment.type", "multi_node", "--deployment.num-train-nodes", "2", "--deployment.num-infer-replicas", "3"]
+FINAL = {"action": "FailJob", "onExitCodes": {"containerName": "trivet", "operator": "In", "values": [2, 3]}}
 FILE = """
 output_dir = "run-1"
 [orchestrator]
@@ -49,6 +51,8 @@ def test_each_configuration_has_a_name_of_its_own_and_does_not_change():
 
 
 def pod(found: dict[str, Any], job: str = "trainer") -> dict[str, Any]:
+    if found["kind"] == "Job":
+        return found["spec"]["template"]["spec"]
     return jobs(found)[job]["template"]["spec"]["template"]["spec"]
 
 
@@ -57,11 +61,11 @@ def variables(found: dict[str, Any], job: str = "trainer") -> dict[str, Any]:
     return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
 
 
-def test_a_run_on_one_node_is_one_pod():
-    found = jobset("--kubernetes.name", "my-run")
-    assert list(jobs(found)) == ["trainer"]
+def test_a_run_on_one_node_is_a_job_that_fails_for_what_is_final():
+    found = jobset("--kubernetes.name", "my-run", "--kubernetes.max-restarts", "7")
+    assert (found["apiVersion"], found["kind"], found["spec"]["backoffLimit"]) == ("batch/v1", "Job", 7)
+    assert found["spec"]["podFailurePolicy"]["rules"] == [FINAL]
     assert pod(found)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
-    assert found["spec"]["network"]["subdomain"] == "my-run"
 
 
 def test_the_nodes_of_a_run_are_jobs_that_know_their_numbers():
@@ -90,8 +94,7 @@ def test_the_set_ends_with_the_nodes_that_train_and_is_not_started_again_for_wha
         spec = jobs(found)[name]["template"]["spec"]
         assert spec["backoffLimit"] == limit
         assert spec["template"]["spec"]["restartPolicy"] == "Never"
-    rule = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2, 3]}}
-    assert jobs(found)["trainer"]["template"]["spec"]["podFailurePolicy"]["rules"] == [rule]
+    assert jobs(found)["trainer"]["template"]["spec"]["podFailurePolicy"]["rules"] == [FINAL]
     assert "podFailurePolicy" not in jobs(found)["inference"]["template"]["spec"]
 
 
@@ -105,7 +108,7 @@ def test_files_are_on_the_volume_and_the_configuration_beside_it():
     assert container["workingDir"] == "/data/me"
     assert container["command"] == [
         *("python", "-P", "-m", "trivet.schedulers.job", "rl", "/run/trivet/rl.toml"),
-        *("--pid-file", "run-1/kubernetes/trivet-$(JOBSET_UID).pid"),
+        *("--pid-file", "run-1/kubernetes/trivet-$(JOB_UID).pid"),
     ]
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     assert mounts == {"configuration": "/run/trivet", "runs": "/data", "shm": "/dev/shm"}
@@ -170,14 +173,14 @@ def test_fine_tuning_needs_commits_to_be_started_again(tmp_path: Path, monkeypat
         submit(load_config(SftConfig, NEEDED), command="sft", is_dry_run=False)
     for flags in (["--ckpt.interval", "10"], ["--kubernetes.max-restarts", "0"]):
         assert submit(load_config(SftConfig, [*NEEDED, *flags]), command="sft", is_dry_run=False) == 0
-    assert "trivet.schedulers.job" in (tmp_path / "run-1" / "kubernetes" / "jobset.yaml").read_text()
+    assert "trivet.schedulers.job" in (tmp_path / "run-1" / "kubernetes" / "job.yaml").read_text()
 
 
 def test_an_override_is_merged_by_key_and_by_name():
     overrides = """{"priorityClassName": "high", "containers": [
         {"name": "trivet", "securityContext": {"runAsUser": 7}, "command": ["sleep", "1"],
          "resources": {"limits": {"rdma/ib": 1}}, "volumeMounts": [{"name": "runs", "mountPath": "/models"}],
-         "env": [{"name": "JOBSET_NODES", "value": "9"}, {"name": "B", "value": "2"}]},
+         "env": [{"name": "JOB_UID", "value": "9"}, {"name": "B", "value": "2"}]},
         {"name": "watcher", "image": "w"}], "volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}]}"""
     found = jobset("--kubernetes.pod-overrides", overrides.replace("\n", ""))
     own, other = pod(found)["containers"]
@@ -188,7 +191,7 @@ def test_an_override_is_merged_by_key_and_by_name():
     )
     assert own["resources"]["limits"] == {"nvidia.com/gpu": 2, "rdma/ib": 1}
     assert {each["mountPath"] for each in own["volumeMounts"]} == {"/run/trivet", "/runs", "/dev/shm", "/models"}
-    assert (variables_of(own)["JOBSET_NODES"], variables_of(own)["B"]) == ("9", "2")
+    assert (variables_of(own)["JOB_UID"], variables_of(own)["B"]) == ("9", "2")
     assert other == {"name": "watcher", "image": "w"}
     assert pod(found)["volumes"][-1] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
 
@@ -203,14 +206,12 @@ def test_the_command_writes_the_manifest_and_says_how_to_apply_it(tmp_path: Path
     monkeypatch.setattr("sys.argv", ["rl", "@", "run.toml"])
     assert rl.main() == 0
     directory = Path("run-1/kubernetes")
-    assert (
-        capsys.readouterr().out == f"wrote {directory}/jobset.yaml; start it with: kubectl apply -f {directory}/jobset.yaml\n"
-    )
+    assert capsys.readouterr().out == f"wrote {directory}/job.yaml; start it with: kubectl apply -f {directory}/job.yaml\n"
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {
-        "jobset.yaml": 0o600,
+        "job.yaml": 0o600,
         "rl.toml": 0o600,
     }
-    config_map, found = yaml.safe_load_all((directory / "jobset.yaml").read_text())
+    config_map, found = yaml.safe_load_all((directory / "job.yaml").read_text())
     assert config_map["data"]["rl.toml"] == (directory / "rl.toml").read_text()
     assert pod(found)["volumes"][0]["configMap"]["name"] == config_map["metadata"]["name"]
     in_pod = load_config(RLConfig, ["@", str(directory / "rl.toml")]).config
@@ -224,4 +225,48 @@ def test_a_dry_run_shows_the_resolved_configuration_too(tmp_path: Path, monkeypa
     assert rl.main() == 0
     said = capsys.readouterr().out
     assert "rollouts_per_example = 4" in said
-    assert "# wrote run-1/kubernetes/jobset.yaml" in said
+    assert "# wrote run-1/kubernetes/job.yaml" in said
+
+
+RAY = [*NODES, "--deployment.engine", "ray"]
+
+
+def test_the_nodes_of_a_run_on_ray_are_pods_of_worker_groups():
+    flags = ["--deployment.max-infer-replicas", "4", "--deployment.num-env-nodes", "1", "--deployment.max-env-nodes", "9"]
+    found = jobset(*RAY, *flags, "--deployment.env-resources", '{"sandbox": 1}', "--kubernetes.max-restarts", "7")
+    spec, cluster = found["spec"], found["spec"]["rayClusterSpec"]
+    assert (found["kind"], spec["backoffLimit"], spec["shutdownAfterJobFinishes"]) == ("RayJob", 7, True)
+    assert (cluster["authOptions"], cluster["enableInTreeAutoscaling"]) == ({"mode": "token"}, True)
+    groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    counts = {name: (each["replicas"], each["minReplicas"], each["maxReplicas"]) for name, each in groups.items()}
+    assert counts == {"train": (2, 2, 2), "infer": (3, 3, 4), "env": (1, 1, 9)}
+    limits = {name: each["template"]["spec"]["containers"][0]["resources"]["limits"] for name, each in groups.items()}
+    assert limits == {"train": {"nvidia.com/gpu": 8}, "infer": {"nvidia.com/gpu": 8}, "env": {"cpu": 8}}
+    assert groups["train"]["rayStartParams"] == {"num-cpus": "1", "num-gpus": "8"}
+    assert groups["env"]["rayStartParams"] == {"num-cpus": "8", "num-gpus": "0", "resources": "'{\"sandbox\": 1.0}'"}
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
+
+
+def test_the_driver_runs_in_the_shared_directory_and_heeds_what_was_final():
+    spec = jobset(*RAY, "--kubernetes.working-dir", "/runs/me")["spec"]
+    words = spec["entrypoint"].split()
+    assert words[:9] == ["env", "-C", "/runs/me", "python", "-P", "-m", "trivet.schedulers.job", "rl", "/run/trivet/rl.toml"]
+    assert (words[9], words[11]) == ("--pid-file", "--heed-final-code")
+    assert words[10].startswith("/runs/me/run-1/kubernetes/trivet-")
+    assert "enableInTreeAutoscaling" not in spec["rayClusterSpec"]
+    head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (container,) = head["containers"]
+    assert "command" not in container
+    assert variables_of(container)["RAY_JOB_STOP_WAIT_TIME_S"] == str(head["terminationGracePeriodSeconds"])
+
+
+def test_trivet_cluster_writes_what_the_command_writes(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(FILE)
+    (tmp_path / "nodes.toml").write_text('[deployment]\ntype = "multi_node"\nengine = "ray"\n')
+    assert cli.main(["cluster", "kubernetes", "run.toml", "@", "nodes.toml", "--kubernetes.name", "mine"]) == 0
+    assert capsys.readouterr().out.endswith("kubectl apply -f run-1/kubernetes/rayjob.yaml\n")
+    _, found = yaml.safe_load_all((tmp_path / "run-1/kubernetes/rayjob.yaml").read_text())
+    assert (found["kind"], found["metadata"]["name"]) == ("RayJob", "mine")
+    assert cli.main(["cluster", "skypilot", "run.toml"]) == 2
+    assert "needs a table [skypilot]" in capsys.readouterr().err

@@ -1,10 +1,13 @@
 """What is written has the fields that the schedulers publish, and no others."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator, ValidationError
+from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job import IoK8sApiBatchV1Job
 from kubeflow_trainer_api.models.io_k8s_api_core_v1_config_map import IoK8sApiCoreV1ConfigMap
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
@@ -34,11 +37,32 @@ SKYPILOT = ["--skypilot.working-dir", "/runs"]
 def test_a_manifest_has_the_published_fields_alone(flags: list[str]):
     """The models drop what they do not know, so that an unknown field is missing afterwards."""
     config = load_config(RLConfig, [*NEEDED, *KUBERNETES, *flags]).config
+    job = JobsetV1alpha2JobSet if flags == NODES else IoK8sApiBatchV1Job
     config_map, found = yaml.safe_load_all(to_yaml(make_manifest(config, command="rl", configuration="a = 1\n")))
-    for written, model in ((config_map, IoK8sApiCoreV1ConfigMap), (found, JobsetV1alpha2JobSet)):
+    for written, model in ((config_map, IoK8sApiCoreV1ConfigMap), (found, job)):
         read = model.from_dict(written)
         assert read is not None
         assert read.to_dict() == written
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--deployment.max-infer-replicas", "4", "--deployment.num-env-nodes", "1", "--deployment.env-resources", '{"a": 1}'],
+        ["--kubernetes.service-account", "r", "--kubernetes.cpus", "4", "--kubernetes.secret-env.WANDB_API_KEY", "wandb/key"],
+        ["--deployment.ray.labels", '{"ray.io/accelerator-type": "H100"}', "--kubernetes.node-selector", '{"pool": "a"}'],
+        ["--kubernetes.tolerations", '[{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]'],
+    ],
+)
+def test_a_ray_job_has_fields_that_kuberay_publishes(flags: list[str]):
+    config = load_config(RLConfig, [*NEEDED, *KUBERNETES, *NODES, "--deployment.engine", "ray", *flags]).config
+    _, found = yaml.safe_load_all(to_yaml(make_manifest(config, command="rl", configuration="a = 1\n")))
+    schema = json.loads((Path(__file__).parent / "rayjob_schema.json").read_text())
+    Draft202012Validator(schema["schema"]).validate(found)
+    found["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replica"] = 1
+    with pytest.raises(ValidationError, match="'replica' was unexpected"):
+        Draft202012Validator(schema["schema"]).validate(found)
 
 
 @pytest.fixture
@@ -59,8 +83,6 @@ def schemas() -> Any:
     ],
 )
 def test_a_task_is_one_by_the_schema_of_skypilot(schemas: Any, flags: list[str]):
-    from jsonschema import Draft202012Validator
-
     config = load_config(RLConfig, [*NEEDED, *SKYPILOT, *flags]).config
     task = yaml.safe_load(to_yaml([make_task(config, command="rl", configuration=Path("/here/rl.toml"))]))
     Draft202012Validator(schemas.get_task_schema()).validate(task)
