@@ -45,6 +45,8 @@ def write(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_ru
     config = loaded.config
     assert not isinstance(config, EvalConfig)
     assert config.skypilot is not None
+    if isinstance(config, RLConfig) and config.deployment.is_multi_node and config.deployment.engine == "ray":
+        raise ConfigError('[skypilot] starts no Ray cluster yet: set deployment.engine = "agents"')
     require_below(config, config.skypilot.working_dir, working_dir=config.skypilot.working_dir, key="skypilot.working_dir")
     require_nothing_hidden(config, file="bucket through which SkyPilot copies it", instead="skypilot.secrets")
     require_no_secret_variable(config.skypilot.task_overrides, key="skypilot.task_overrides", instead="skypilot.secrets")

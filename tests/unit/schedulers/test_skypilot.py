@@ -69,6 +69,7 @@ def test_secrets_are_named_and_overrides_come_last():
             [*H100, "--skypilot.task-overrides", '{"envs": {"A_TOKEN": "x"}}'],
             r"skypilot.task_overrides gives A_TOKEN a value.*skypilot.secrets",
         ),
+        ([*H100, *NODES, "--deployment.engine", "ray"], r"starts no Ray cluster yet"),
         ([*H100, "--inference.server.api-key", "hidden"], r"inference.server.api_key may hold a secret.*skypilot.secrets"),
         (
             [*H100, "--kubernetes.image", "i", "--kubernetes.volume-claim", "c"],
