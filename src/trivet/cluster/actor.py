@@ -17,7 +17,7 @@ import ray
 
 from trivet.cluster.agent import NodeAgent
 from trivet.cluster.fence import Contact, Fence
-from trivet.cluster.messages import ActorSettings, Desired, NodeFacts
+from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts
 from trivet.config.layout import RunLayout
 from trivet.dependencies import own_version
 from trivet.launcher.logs import RunLog
@@ -30,8 +30,6 @@ from trivet.process.lock import holder_of
 from trivet.process.sockets import ReservedPorts
 from trivet.secret import share_secret
 
-LEAVING_FILE = "TRIVET_LEAVING_FILE"
-"""Variable that names a file. Once the file exists, the machine is about to be taken away; `cluster.bring_up` writes it."""
 _OBSERVE_INTERVAL_S = 0.5
 """The driver learns of an exit at once; anything else may be this late."""
 _POLL_INTERVAL_S = 0.1

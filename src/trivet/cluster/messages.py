@@ -13,6 +13,9 @@ from trivet.launcher.plan import ProcessSpec, RecoveryUnit, ReportFile
 from trivet.machine import Machine
 from trivet.wire.status import ProcessReport
 
+LEAVING_FILE = "TRIVET_LEAVING_FILE"
+"""Variable that names a file. Once the file exists, the machine is about to be taken away; `cluster.ray_node` writes it."""
+
 
 class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings with which an actor is made."""

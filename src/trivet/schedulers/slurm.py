@@ -77,6 +77,8 @@ class Job:
     """GPUs of each node."""
     python: str
     """The interpreter that the node runs."""
+    ray_lost_after_s: float | None = None
+    """deployment.lost_after_s of a run on Ray, which each node starts; None: no Ray."""
     submission: str
     """An id of the submission. The job's number would not do: a controller that lost its state gives the same numbers again."""
 
@@ -107,6 +109,7 @@ def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_r
         num_nodes=count_nodes(config),
         num_gpus=count_gpus(config, asked=config.slurm.gpus_per_node),
         python=sys.executable,
+        ray_lost_after_s=_ray_lost_after_s(config),
         submission=secrets.token_hex(4),
     )
     script = directory / f"{command}.sbatch"
@@ -118,6 +121,12 @@ def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_r
     job_id = run_sbatch(script)
     print(f"job {job_id} submitted; its log: {directory / f'{job_id}.log'}, its script: {script}")
     return 0
+
+
+def _ray_lost_after_s(config: RLConfig | SftConfig | EvalConfig) -> float | None:
+    if isinstance(config, RLConfig) and config.deployment.engine == "ray":
+        return config.deployment.lost_after_s
+    return None
 
 
 def _notices(slurm: SlurmConfig) -> Iterator[str]:
@@ -146,7 +155,6 @@ def _check(config: RLConfig | SftConfig | EvalConfig, slurm: SlurmConfig) -> Pat
 def make_script(job: Job) -> str:
     """Return the text of the batch script."""
     slurm = job.config
-    task = module_command("trivet.schedulers.job", job.command, str(job.configuration), python=job.python)
     lines = [
         "#!/bin/bash",
         f"# Runs `{job.command}` as a job of SLURM. Written by the command itself, which overwrites it when it is started again.",
@@ -167,7 +175,7 @@ def make_script(job: Job) -> str:
         *([slurm.pre_run_command] if slurm.pre_run_command else []),
         "set -u",
         f"srun {shlex.join([*_srun_words(job), *slurm.srun_args])} \\",
-        f'  {shlex.join(task)} --pid-file "$pid_file"{_lost_script_words(job)} &',
+        f"  {_task(job)} &",
         "srun_pid=$!",
         "while true; do",
         "  before=$num_signals code=0",
@@ -205,6 +213,18 @@ def _srun_words(job: Job) -> list[str]:
     several = ["--kill-on-bad-exit=0", "--wait=0"] if job.num_nodes > 1 else []
     lost = ["--no-kill"] if _survives_lost_nodes(job) else []  # sbatch's --no-kill keeps the job, not its step
     return [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", *several, *lost, "--cpu-bind=none", "--export=ALL"]
+
+
+def _task(job: Job) -> str:
+    """Return the shell's words for what srun runs on each node."""
+    task = shlex.join(module_command("trivet.schedulers.job", job.command, str(job.configuration), python=job.python))
+    task += ' --pid-file "$pid_file"'
+    if job.ray_lost_after_s is None or job.num_nodes == 1:
+        return task + _lost_script_words(job)
+    name = f'"$SLURM_JOB_ID-{job.submission}.${{SLURM_RESTART_COUNT:-0}}"'
+    amounts = ["--gpus", str(job.num_gpus), "--lost-after-s", f"{job.ray_lost_after_s:g}"]
+    bring_up = module_command("trivet.cluster.bring_up", "--directory", str(job.directory), *amounts, python=job.python)
+    return f"{shlex.join(bring_up)} --job {name}{_lost_script_words(job)} -- {task}"
 
 
 def _lost_script_words(job: Job) -> str:

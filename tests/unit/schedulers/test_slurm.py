@@ -106,14 +106,34 @@ def test_a_job_of_several_nodes_outlives_one_of_them_unless_kill_on_node_fail_is
         assert "--script-host" not in make_script(job)
 
 
+def test_on_ray_each_node_starts_ray_and_only_the_first_runs_the_command(tmp_path):
+    job = replace(make_job(tmp_path, num_nodes=3), ray_lost_after_s=30.0)
+    (line,) = [line for line in make_script(job).splitlines() if "bring_up" in line]
+    node, _, first = line.partition(" -- ")
+    assert "-m trivet.cluster.bring_up" in node
+    assert '--gpus 2 --lost-after-s 30 --job "$SLURM_JOB_ID-1f.${SLURM_RESTART_COUNT:-0}"' in node
+    assert "--script-lost requeue" in node
+    assert first.endswith(f'-m trivet.schedulers.job rl {tmp_path}/rl-1f0c.toml --pid-file "$pid_file" &')
+    assert "bring_up" not in make_script(replace(job, num_nodes=1))
+
+
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"num_nodes": 4}, {"requeue": False}, {"pre_run_command": "module load cuda", "srun_args": ["--mpi=none", "a b"]}],
+    [
+        {},
+        {"num_nodes": 4},
+        {"num_nodes": 4, "ray": True},
+        {"requeue": False},
+        {"pre_run_command": "module load cuda", "srun_args": ["--mpi=none", "a b"]},
+    ],
 )
 @pytest.mark.parametrize("command", ["rl", "eval"])
 def test_a_script_is_clean_for_bash_and_shellcheck(tmp_path, keys, command):
     script = tmp_path / "rl.sbatch"
-    script.write_text(make_script(replace(make_job(tmp_path / "with spaces", **keys), command=command)))
+    ray_lost_after_s = 30.0 if keys.get("ray") else None
+    keys = {name: value for name, value in keys.items() if name != "ray"}
+    job = replace(make_job(tmp_path / "with spaces", **keys), command=command, ray_lost_after_s=ray_lost_after_s)
+    script.write_text(make_script(job))
     subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", script], check=True)

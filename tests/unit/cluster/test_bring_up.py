@@ -1,0 +1,184 @@
+"""Bring a node of a job up, without Ray; tests/integration/test_bring_up.py does it with Ray."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from support.processes import wait_until
+from trivet.cluster import bring_up
+from trivet.cluster.bring_up import Head, await_head, is_over, main
+from trivet.cluster.certificates import certify, make_authority
+from trivet.cluster.ray_node import RayNode, Signals
+from trivet.errors import NodesMissing
+from trivet.storage.durable import write_json_atomically
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield Signals()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch, signals: Signals) -> list[list[str]]:
+    """Have Ray start at once, and start nothing; return the words of each start."""
+    started: list[list[str]] = []
+
+    def start(_: RayNode, words: list[str], **_words: object) -> bool:
+        started.append(words)
+        return True
+
+    monkeypatch.setattr(RayNode, "start", start)
+    monkeypatch.setattr(RayNode, "is_running", lambda _: True)
+    monkeypatch.setattr(RayNode, "stop", lambda _: None)
+    monkeypatch.setattr(bring_up, "own_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(bring_up, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(bring_up, "_POLL_INTERVAL_S", 0.02)
+    return started
+
+
+def words(directory: Path, *command: str, index: int = 0) -> list[str]:
+    return ["--directory", str(directory), "--job", "17.0", "--index", str(index), "--", *command]
+
+
+def head_at(directory: Path, port: int) -> Head:
+    directory.mkdir(exist_ok=True)
+    head = Head("127.0.0.1", port)
+    write_json_atomically(directory / "head.json", head)
+    return head
+
+
+def test_a_job_is_a_name_without_a_slash(tmp_path, signals):
+    with pytest.raises(SystemExit) as raised:
+        main(["--directory", str(tmp_path), "--job", "../17", "--", "true"])
+    assert raised.value.code == 2
+
+
+def test_a_certificate_is_of_the_authority_and_names_its_addresses(tmp_path):
+    authority = make_authority(tmp_path)
+    (tmp_path / "node").mkdir()
+    node = certify(authority, tmp_path / "node", addresses=["10.0.0.7", "127.0.0.1"])
+    issuer, found = (x509.load_pem_x509_certificate(each.certificate.read_bytes()) for each in (authority, node))
+    found.verify_directly_issued_by(issuer)
+    assert isinstance(found.public_key(), ec.EllipticCurvePublicKey)
+    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert list(map(str, names.get_values_for_type(x509.IPAddress))) == ["10.0.0.7", "127.0.0.1"]
+    for key in (authority.key, node.key):
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
+SHOW = """
+import json, os, stat, sys
+from pathlib import Path
+token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (token, token.parent, token.parent / "ca.key")}
+modes["node.key"] = stat.S_IMODE(os.stat(os.environ["RAY_TLS_SERVER_KEY"]).st_mode)
+Path(sys.argv[1]).write_text(json.dumps([modes, os.environ["RAY_ADDRESS"], len(token.read_text()), str(token.parent)]))
+raise SystemExit(75)
+"""
+
+
+def test_the_first_node_keeps_its_secrets_to_its_owner_and_ends_as_its_command(tmp_path, without_ray):
+    old = tmp_path / "ray-17.0"
+    old.mkdir()
+    (old / "token").write_text("of an earlier start")
+    assert main(words(tmp_path, sys.executable, "-c", SHOW, str(tmp_path / "shown"))) == 75
+    modes, address, length, directory = json.loads((tmp_path / "shown").read_text())
+    assert modes == {"token": 0o600, "ca.key": 0o600, "node.key": 0o600, "ray-17.0": 0o700}
+    assert length == 64
+    (started,) = without_ray
+    assert f"--port={address.rpartition(':')[2]}" in started
+    assert directory == str(old)
+    assert not old.exists()  # the other nodes end
+
+
+def test_a_command_that_a_signal_ended_has_the_shells_exit_code(tmp_path, without_ray):
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert main(words(tmp_path, sys.executable, "-c", program)) == 128 + signal.SIGKILL
+
+
+def test_a_signal_reaches_the_command(tmp_path, without_ray):
+    up = tmp_path / "up"
+    program = "import signal, sys, time, pathlib; signal.signal(15, lambda *_: sys.exit(3)); pathlib.Path(sys.argv[1]).touch()"
+
+    def send() -> None:
+        wait_until(up.exists, timeout_s=20, waiting_for="the command")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert main(words(tmp_path, sys.executable, "-c", program + "; time.sleep(20)", str(up))) == 3
+    sender.join()
+
+
+def test_a_first_node_without_ray_can_be_started_again(tmp_path, without_ray, monkeypatch):
+    monkeypatch.setattr(RayNode, "start", lambda *_, **__: False)
+    assert main(words(tmp_path, "true")) == NodesMissing.exit_code
+
+
+def test_the_address_of_an_earlier_start_is_not_taken(tmp_path, signals, listener, monkeypatch):
+    monkeypatch.setattr(bring_up, "_POLL_INTERVAL_S", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    head_at(tmp_path / "job", port)
+    assert await_head(tmp_path / "job", timeout_s=0.2, signals=signals) is None
+    head = head_at(tmp_path / "job", listener.getsockname()[1])
+    assert await_head(tmp_path / "job", timeout_s=20, signals=signals) == head
+
+
+def test_a_cluster_is_over_when_its_directory_is_gone_or_another(tmp_path):
+    head = head_at(tmp_path / "job", 1)
+    assert not is_over(tmp_path / "job", head)
+    head_at(tmp_path / "job", 2)
+    assert is_over(tmp_path / "job", head)
+    (tmp_path / "job" / "head.json").unlink()
+    assert is_over(tmp_path / "job", head)
+
+
+def test_another_node_joins_notes_that_it_leaves_and_ends_with_0(tmp_path, without_ray, listener, monkeypatch):
+    directory = tmp_path / "ray-17.0"
+    head_at(directory, listener.getsockname()[1])
+    make_authority(directory)
+    leaving: list[bool] = []
+
+    def running(node: RayNode) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        leaving.append(node.leaving.exists())
+        (directory / "head.json").unlink()
+        return True
+
+    monkeypatch.setattr(RayNode, "is_running", running)
+    assert main(words(tmp_path, "unused", index=1)) == 0
+    assert leaving == [True]
+    assert without_ray == [[f"--address=127.0.0.1:{listener.getsockname()[1]}"]]
+
+
+def test_a_node_whose_ray_ends_again_and_again_gives_up_and_replaces_the_lost_script(
+    tmp_path, without_ray, listener, monkeypatch
+):
+    directory, asked = tmp_path / "ray-17.0", []
+    head_at(directory, listener.getsockname()[1])
+    make_authority(directory)
+    monkeypatch.setattr(RayNode, "is_running", lambda _: False)
+    monkeypatch.setattr(bring_up, "replace_lost_script", lambda job, **_: asked.append(job))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert main(["--script-host", "node1", *words(tmp_path, "unused", index=1)]) == 0
+    assert (len(without_ray), asked) == (bring_up._MAX_STARTS, ["17"])
