@@ -3,7 +3,7 @@
 Pure, like `launcher.plan` for one machine: the nodes that came, their ports and the run's identity are given.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,6 +40,8 @@ _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that have the ranks of one machine connect over loopback."""
 _SERVING, _ENVIRONMENTS = "serving", "environments"
 """Kinds of work in which one role replaces another whose node is lost."""
+_DRAIN_SHARE = 0.8
+"""Share of the grace period in which a node finishes the groups that it runs. In the rest its workers end."""
 _SYNC_INTERVAL_S = 1.0
 """Seconds between the orchestrator's checks whether a server came back at another address."""
 
@@ -120,7 +122,7 @@ def plan_over_nodes(
             node=placement.orchestrator_node,
         )
     )
-    processes += _worker_processes(config, python, configs / "orchestrator.toml", placement=placement)
+    processes += _worker_processes(config, python, configs / "orchestrator.toml", placement=placement, known=nodes)
     return RunPlan(
         processes=tuple(processes),
         configs=sections,
@@ -234,18 +236,20 @@ def _env_nodes(config: RLConfig, placement: Placement, own: Node) -> EnvNodesCon
         return None
     return EnvNodesConfig(
         own=own.index,
-        num_required=len(placement.worker_nodes),
+        num_required=config.deployment.num_env_nodes or len(placement.worker_nodes),
         max_nodes=placement.num_nodes,
         host=own.host,
         port=own.ports[ENVIRONMENTS],
-        drain_timeout_s=config.recovery.preemption_grace_s,
+        drain_timeout_s=_DRAIN_SHARE * config.recovery.preemption_grace_s,
     )
 
 
-def _worker_processes(config: RLConfig, python: str, file: Path, *, placement: Placement) -> Iterator[ProcessSpec]:
-    """Yield the process of each node that runs environment workers, unless only the orchestrator's does: it has its own then."""
+def _worker_processes(
+    config: RLConfig, python: str, file: Path, *, placement: Placement, known: Container[int]
+) -> Iterator[ProcessSpec]:
+    """Yield the process of each known node that runs environment workers. The orchestrator runs them itself if no other does."""
     layout = RunLayout(config.output_dir)
-    for node in placement.worker_nodes if placement.has_distant_workers else ():
+    for node in filter(known.__contains__, placement.worker_nodes if placement.has_distant_workers else ()):
         name, own = f"env-workers-{node}", ("--env-nodes.own", str(node))
         yield ProcessSpec(
             name=name,

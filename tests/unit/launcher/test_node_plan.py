@@ -248,7 +248,7 @@ def test_environment_workers_of_other_nodes_connect_to_the_orchestrator() -> Non
     ]
     assert workers[1].argv[-3:] == (str(LAYOUT.configs / "orchestrator.toml"), "--env-nodes.own", "1")
     nodes = orchestrator_section(planned).env_nodes
-    assert nodes == EnvNodesConfig(own=2, num_required=3, max_nodes=3, host="10.0.0.2", port=2101, drain_timeout_s=60.0)
+    assert nodes == EnvNodesConfig(own=2, num_required=3, max_nodes=3, host="10.0.0.2", port=2101, drain_timeout_s=48.0)
     assert {spec.name: spec.work for spec in planned.processes} == {
         "inference": "serving",
         "trainer": "",
@@ -258,6 +258,18 @@ def test_environment_workers_of_other_nodes_connect_to_the_orchestrator() -> Non
         "env-workers-1": "environments",
         "env-workers-2": "environments",
     }
+
+
+def test_nodes_with_environment_workers_that_a_ray_cluster_may_add_are_not_required() -> None:
+    deployment = {"type": "multi_node", "engine": "ray", "gpus_per_node": 0, "num_env_nodes": 1, "max_env_nodes": 3}
+    config = RLConfig.model_validate({"deployment": deployment})
+    placement = place(config)
+    nodes = make_nodes(placement)
+    del nodes[4]  # Ray has not found a place for it
+    planned = plan_over_nodes(config, placement=placement, nodes=nodes, python="python", run=RUN, resume_step=None)
+    assert [spec.name for spec in planned.processes if spec.work == "environments"] == ["env-workers-2", "env-workers-3"]
+    assert (settings := orchestrator_section(planned).env_nodes) is not None
+    assert (settings.num_required, settings.max_nodes) == (1, 5)
 
 
 def test_environment_workers_of_other_nodes_have_the_key_of_the_servers() -> None:

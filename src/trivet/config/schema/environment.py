@@ -230,7 +230,7 @@ class EnvNodesConfig(Section):
     port: int = Field(ge=1, le=65535)
     """The port there, which the launcher holds."""
     drain_timeout_s: float = Field(default=60.0, ge=0, le=MAX_WAIT_S)
-    """Longest time for the groups of a node that leaves, seconds; others run the rest again. It is preemption_grace_s of a run."""
+    """Longest time in which a node that leaves finishes its groups, seconds. What is left then is run elsewhere."""
 
     def _problems(self) -> Iterator[str]:
         if self.own >= self.max_nodes:
