@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from trivet.cluster.messages import Desired, DesiredProcess, Observed, ObservedProcess
 from trivet.errors import ConfigError
 from trivet.launcher.nodes.report_reader import ReportReader
@@ -70,6 +72,8 @@ class NodeAgent:
         self._unix_time = unix_time
         self._session = 0
         self._num_applied = 0
+        self._applied: Desired | None = None
+        """The newest message, without its numbers."""
         self._num_observed = 0
         self._num_sweeps = 0
         self._ports: dict[str, int] = {}
@@ -83,10 +87,11 @@ class NodeAgent:
         return tuple(started.exit_code for started in self._started.values())
 
     def apply(self, desired: Desired) -> bool:
-        """Run what is desired; return False if this or a newer message was applied already."""
-        if desired.number <= self._num_applied:
+        """Run what is desired; return False if it was applied already."""
+        state = msgspec.structs.replace(desired, number=0, seen=0)
+        if desired.number <= self._num_applied or state == self._applied:
             return False
-        self._num_applied = desired.number
+        self._num_applied, self._applied = desired.number, state
         if desired.session != self._session:
             self.end_processes()
             self._session, self._num_sweeps = desired.session, desired.sweeps

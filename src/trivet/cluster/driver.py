@@ -18,7 +18,7 @@ from trivet.config.schema.shared import RunIdentity
 from trivet.dependencies import own_version
 from trivet.errors import ConfigError, NodesMissing
 from trivet.launcher.node_plan import Node, plan_over_nodes
-from trivet.launcher.placement import Placement, place
+from trivet.launcher.placement import place, required_nodes
 from trivet.launcher.plan import RunPlan
 from trivet.process.signals import Interrupts
 from trivet.wire.versions import Step
@@ -43,7 +43,7 @@ class Driver:
         """
         self.known |= self.host.nodes()
         lost = self.host.lost_nodes() if config.deployment.min_train_nodes is not None else frozenset[int]()
-        placement = place(config, lost=lost)
+        placement = place(config, lost=lost, known=self.known)
         return plan_over_nodes(
             config, placement=placement, nodes=self.known, python=self.python, run=run, resume_step=resume_step
         )
@@ -88,7 +88,8 @@ def lead(
         )
         host = ClusterHost(table, check=guard.check)
         held.enter_context(Exchange(table, groups, settings, say=_say))
-        _await_nodes(host, table, config, placement=placement, groups=list(groups.values()), describe=describe_resources)
+        _await_nodes(host, table, config, groups=list(groups.values()), describe=describe_resources)
+        host.joined_nodes()
         yield Driver(host=host, python=python)
 
 
@@ -97,15 +98,15 @@ def _await_nodes(
     table: NodeTable,
     config: RLConfig,
     *,
-    placement: Placement,
     groups: Sequence[BundleGroup],
     describe: Callable[[], str],
 ) -> None:
     timeout_s = config.deployment.start_timeout_s
     deadline = time.monotonic() + timeout_s
-    _say(f"waiting for {placement.num_nodes} nodes on the Ray cluster")
+    required = required_nodes(config)
+    _say(f"waiting for {len(required)} nodes on the Ray cluster")
     with Interrupts(clock=time.monotonic) as interrupts:
-        while missing := host.lost_nodes():
+        while missing := required & host.lost_nodes():
             if interrupts.first is not None:
                 raise SystemExit(128 + interrupts.first)
             _check_machines(table, config)

@@ -99,6 +99,7 @@ class ClusterHost:
         """
         self._table = table
         self._check = check
+        self._known: frozenset[int] = frozenset()
         self._clock = clock
 
     def nodes(self) -> dict[int, Node]:
@@ -118,6 +119,12 @@ class ClusterHost:
     def leaving_nodes(self) -> frozenset[int]:
         """Return the nodes that were asked to end."""
         return self._table.leaving()
+
+    def joined_nodes(self) -> frozenset[int]:
+        """Return the nodes that came for the first time since the last call."""
+        joined = frozenset(self.nodes()) - self._known
+        self._known |= joined
+        return joined
 
     def start(self, spec: ProcessSpec) -> RemoteProcess:
         """Start a process on its node, as `ProcessHost.start`."""

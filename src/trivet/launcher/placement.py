@@ -122,6 +122,14 @@ def place(config: RLConfig, *, lost: frozenset[int] = frozenset(), known: Collec
     )
 
 
+def required_nodes(config: RLConfig) -> frozenset[int]:
+    """Return the nodes without which a run does not start: others may join it."""
+    least = place(config, known=())
+    optional = least.worker_nodes[config.deployment.num_env_nodes :] if config.deployment.num_env_nodes else ()
+    serving = (node for server in least.servers for node in server.nodes)
+    return frozenset((*least.trainer_nodes, *serving, *least.worker_nodes)) - frozenset(optional)
+
+
 def describe_placement(placement: Placement) -> Iterator[str]:
     """Yield a line for each node."""
     for node in range(placement.num_nodes):

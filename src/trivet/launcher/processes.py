@@ -158,6 +158,10 @@ class ProcessHost(Protocol):
         """Return the nodes, without this one, on which a signal has asked the launcher to end."""
         ...
 
+    def joined_nodes(self) -> frozenset[int]:
+        """Return the nodes that came for the first time since the last call."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
@@ -285,6 +289,11 @@ class LocalHost:
 
     @staticmethod
     def leaving_nodes() -> frozenset[int]:
+        """Return no node."""
+        return frozenset()
+
+    @staticmethod
+    def joined_nodes() -> frozenset[int]:
         """Return no node."""
         return frozenset()
 

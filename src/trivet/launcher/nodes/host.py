@@ -145,6 +145,11 @@ class NodeHost:
         self._registry.check()
         return frozenset(self._wanted) - self.nodes().keys()
 
+    @staticmethod
+    def joined_nodes() -> frozenset[int]:
+        """Return no node: the run waits for all at its start."""
+        return frozenset()
+
     def leaving_nodes(self) -> frozenset[int]:
         """Return the nodes that a signal has asked to end."""
         return self._registry.leaving()

@@ -21,7 +21,7 @@ from trivet.errors import CheckpointError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog
 from trivet.launcher.placement import HEAD
-from trivet.launcher.plan import RecoveryUnit, RunPlan
+from trivet.launcher.plan import ProcessSpec, RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory, Scratch, write_configs
 from trivet.storage.durable import write_atomically
 from trivet.telemetry.events import EventWriter, read_events
@@ -134,6 +134,15 @@ class Attempts:
             return
         self.planned = self._plan()
         write_configs({path: config for path, config in self.planned.configs.items() if path.stem in servers})
+
+    def plan_joined(self) -> list[ProcessSpec]:
+        """Plan the current attempt again after nodes came for the first time; return the processes of the units that are new."""
+        before = {spec.unit for spec in self.planned.processes}
+        self.planned = self._plan()
+        joined = [spec for spec in self.planned.processes if spec.unit not in before]
+        names = {spec.unit for spec in joined}
+        write_configs({path: config for path, config in self.planned.configs.items() if path.stem in names})
+        return joined
 
     def has_completed(self, role: str) -> bool:
         """Return whether events.jsonl has a record of `role` that this attempt reached the last step, or a replay its end."""

@@ -165,6 +165,7 @@ class Recovery:
         failed = [role for role in roles if role.exit_code is not None and not self._is_done(role, run)]
         failed = failed or [role for role in roles if self._is_stuck(role) and not self._is_done(role, run)]
         if not failed:
+            yield from self._leave(unit, state, roles, run)
             return
         first = min(failed, key=lambda role: role.ended_at if role.exit_code is not None else run.now)
         if (final := self._why_final(state, first, run)) is not None:
@@ -181,6 +182,19 @@ class Recovery:
         for by_kill in (False, True):  # a stuck role is killed: it would not react to SIGTERM
             if names := tuple(role.name for role in roles if role.exit_code is None and bool(role.stuck) is by_kill):
                 yield StopRoles(roles=names, by_kill=by_kill)
+
+    def _leave(
+        self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
+    ) -> Iterator[RecoveryAction]:
+        """End a unit whose node was asked to end: its roles may finish their work, and start again where a place is found."""
+        leaving = [role for role in roles if role.spec.node in run.leaving_nodes]
+        if unit == TRAINING or not leaving:
+            return
+        state.state, state.due = RoleState.STOPPING, run.now
+        state.deadline = run.now + max(self._config.preemption_grace_s, self._stop_timeout_s)
+        names, cause = tuple(sorted(role.name for role in roles)), f"node {leaving[0].spec.node} is asked to end"
+        yield AnnounceRestart(unit=unit, roles=names, role=leaving[0].name, cause=cause, delay_s=0.0)
+        yield StopRoles(roles=names, by_kill=False)
 
     def _await_stop(self, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation) -> Iterator[RecoveryAction]:
         """Let a stopping unit back off once all roles have ended. At the deadline kill them; on a final exit code end the run."""
@@ -215,8 +229,8 @@ class Recovery:
         self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
     ) -> Iterator[RecoveryAction]:
         """Start a unit again once its nodes are there, or enough of them. End the run when a node stays lost for too long."""
-        missing = {role.spec.node for role in roles} & run.lost_nodes
-        if not missing or (unit == TRAINING and self._can_train_without(missing, run.lost_nodes)):
+        missing = {role.spec.node for role in roles} & (run.lost_nodes | run.leaving_nodes)
+        if not missing or (unit == TRAINING and self._can_train_without(missing, run.lost_nodes | run.leaving_nodes)):
             state.state, state.missing_since = RoleState.RUNNING, None
             yield StartUnit(unit=unit)
             return

@@ -137,6 +137,8 @@ class Supervisor:
         """Observe the roles and carry out the decisions of `Recovery`, until one is to end the run."""
         while True:
             self._update()
+            if self._host.joined_nodes():
+                self._start_joined()
             for unit in self._status.units_down:
                 if self._recovery.is_running(unit) and self._observer.has_progressed(unit):
                     self._status.end_restart(unit)
@@ -151,6 +153,12 @@ class Supervisor:
                 self._status.write_at_once()
             self._status.write_when_due()
             self._clock.sleep(_POLL_INTERVAL_S)
+
+    def _start_joined(self) -> None:
+        """Start servers and environment workers on nodes that came while the run goes on."""
+        for spec in self._attempts.plan_joined():
+            self._start(spec)
+        self._name_servers()
 
     def _update(self) -> None:
         """Update the observer. Log each role that was found stuck, and give its processes time to write their stacks."""

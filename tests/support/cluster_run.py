@@ -1,0 +1,98 @@
+"""Runs `rl` on a Ray cluster: the driver on machine 0, the nodes of the run on the others."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from support.node_run import DEPLOYMENT, ENVIRON, START_S
+from support.processes import wait_until
+from support.ray_nodes import RayNodes
+from support.rl_run import CONFIG
+from trivet.config.layout import RunLayout
+from trivet.process.lifetime import module_command
+
+MODULES = {
+    "trainer": "trivet.trainer.main",
+    "orchestrator": "trivet.orchestrator.main",
+    "inference": "trivet.inference.main",
+    "env-workers": "trivet.orchestrator.environment_node",
+}
+
+
+class ClusterRun:
+    """One run on a Ray cluster, whose machines have one CPU each."""
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        nodes: RayNodes,
+        *,
+        max_steps: int,
+        num_train_nodes: int = 1,
+        num_servers: int = 1,
+        nodes_per_server: int = 1,
+        keys: str = "",
+    ) -> None:
+        self.layout = RunLayout(directory / "outputs")
+        self.nodes = nodes
+        self._config = directory / "rl.toml"
+        self._log = directory / "driver.out"
+        self._directory = directory
+        text = CONFIG.format(max_steps=max_steps, output_dir=self.layout.root, model=model)
+        deployment = DEPLOYMENT.format(
+            num_train_nodes=num_train_nodes, num_servers=num_servers, nodes_per_server=nodes_per_server
+        )
+        self._config.write_text(text + deployment.replace("[deployment]\n", f'[deployment]\nengine = "ray"\n{keys}'))
+
+    def start_ray(self, *machines: int) -> None:
+        """Start the cluster on machine 0, and have others join it."""
+        self.nodes.start_head(0, environ=ENVIRON)
+        for machine in machines:
+            self.join(machine)
+
+    def join(self, machine: int) -> None:
+        """Have a machine join the cluster. Its roles inherit the environment of Ray."""
+        self.nodes.join(machine, environ=ENVIRON)
+
+    def start(self, *flags: str) -> "subprocess.Popen[bytes]":
+        """Start the driver."""
+        command = module_command("trivet.launcher.commands.rl", "@", str(self._config), *flags)
+        return self.nodes.start(0, command, log=self._log, environ=self.nodes.environ(ENVIRON))
+
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def everything(self) -> str:
+        logs = [self._log, *self._directory.glob("ray_*.out"), *sorted(self.layout.logs.rglob("*.stdout"))]
+        logs += sorted(self.layout.logs.rglob("node_*.log"))
+        return "\n\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
+
+    def machine_of(self, role: str) -> int:
+        """Return the machine that runs a role."""
+        return self.machines_of(role)[0]
+
+    def machines_of(self, role: str) -> list[int]:
+        """Return the machines on which processes of a role run."""
+        found: list[int] = []
+        for machine in range(1, self.nodes.count):
+            for pid in self.nodes.pids(machine):
+                try:
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if MODULES[role].encode() in words and machine not in found:
+                    found.append(machine)
+        return found
+
+    def await_step(self, step: int) -> None:
+        self.await_that(lambda: f"trainer SUCCESS Step {step} " in self.output(), f"step {step}")
+
+    def await_said(self, words: str) -> None:
+        self.await_that(lambda: words in self.output(), words)
+
+    def await_that(self, condition: Callable[[], object], what: str) -> None:
+        try:
+            wait_until(condition, timeout_s=START_S, waiting_for=what)
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}: {self.everything()}") from None
