@@ -7,6 +7,7 @@ import pytest
 from support.cluster_run import ClusterRun
 from support.node_run import START_S, prove
 from support.nodes import can_make_nodes
+from support.processes import wait_until
 from support.ray_nodes import make_ray_nodes
 from trivet.checkpoints.run_record import read_run
 
@@ -43,7 +44,7 @@ def test_a_killed_actor_is_replaced_and_the_run_goes_on_without_help(tmp_path: P
         pids = nodes.roles(training)
         nodes.kill_actor(training)
         run.await_said("the actor of node 0 has ended, and its processes with it")
-        assert not set(pids) & set(nodes.pids(training))
+        wait_until(lambda: not set(pids) & set(nodes.pids(training)), timeout_s=5, waiting_for="the end of its processes")
         assert driver.wait(START_S) == 0, run.everything()
         record = read_run(run.layout)
         assert record is not None

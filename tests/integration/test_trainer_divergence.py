@@ -70,6 +70,6 @@ def test_a_recorded_batch_that_is_not_finite_ends_both_ranks_with_3_and_names_st
     )
     assert ended.returncode == 3, ended.stderr[-3000:]
     assert "the loss of step 2 is nan (row 1 sample 2: the advantage is nan at 7 of 7 tokens)" in ended.stderr
-    assert "Lower optim.lr, or" in ended.stderr
+    assert "Its largest advantage is nan, which comes from the rewards" in ended.stderr
     assert f"the last good weights are {tmp_path / 'out' / 'weights' / 'step_1'}" in ended.stderr
     assert published_versions(RunLayout(tmp_path / "out")) == [1]

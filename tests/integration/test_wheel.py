@@ -85,7 +85,7 @@ def test_the_wheel_carries_configurations_environments_and_templates(wheel: Path
     for name in ENVIRONMENTS:
         folder = f"trivet/example_environments/{name.replace('-', '_')}"
         expected |= {f"{folder}/pyproject.toml", f"{folder}/README.md"}
-    expected |= {"trivet/tools/templates/workspace_pyproject.toml", "trivet/view/static/index.html", "trivet_commands.pth"}
+    expected |= {"trivet/cli/templates/workspace_pyproject.toml", "trivet/view/static/index.html", "trivet_commands.pth"}
     assert expected - names == set()
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 

@@ -373,7 +373,13 @@ FAMILIES = (
     Family(
         name="DeepSeek-V3",
         config_class="DeepseekV3Config",
-        served_changes={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+        served_changes={
+            "head_dim": 64,  # of the rotary positions
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
         special="multi-head latent attention, experts beside a shared one, balanced by a buffer",
         changes={
             **_ROUTED,

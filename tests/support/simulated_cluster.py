@@ -145,8 +145,8 @@ class SimulatedCluster:
 
     def run(self) -> None:
         """Run until the plan's end, as often as the scheduler has to start the job."""
-        before = observer.answers, agent_module.ReportReader
-        observer.answers, agent_module.ReportReader = self._answers, DirectReader  # type: ignore[assignment, misc]
+        before = observer.is_healthy, agent_module.ReportReader
+        observer.is_healthy, agent_module.ReportReader = self._answers, DirectReader  # type: ignore[assignment, misc]
         try:
             while True:
                 try:
@@ -164,7 +164,7 @@ class SimulatedCluster:
         except TimeIsUpError:
             self.training.finish()
         finally:
-            observer.answers, agent_module.ReportReader = before  # type: ignore[misc]
+            observer.is_healthy, agent_module.ReportReader = before  # type: ignore[misc]
 
     def _lead(self) -> int:
         plan, deployment = self.plan, self.config.deployment

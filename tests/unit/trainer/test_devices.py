@@ -171,7 +171,8 @@ def assert_close_to_plain(lever: dict[str, Any], directory: Path, world: World, 
     plain, ours = (learner_of(directory, world, **options) for options in ({}, lever))
     assert train(ours, oracle, range(1, 4)) == pytest.approx(train(plain, oracle, range(1, 4)), rel=1e-3)
     for one, other in zip(weights_of(ours), weights_of(plain), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-3)  # a step of AdamW is at most its learning rate, 1e-2
+        # A step of AdamW is at most its learning rate, 1e-2. Where a gradient is nearly zero, a rounding turns a part of it.
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
 
 
 @pytest.mark.usefixtures("_deterministic")

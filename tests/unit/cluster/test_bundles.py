@@ -1,0 +1,77 @@
+"""The nodes of a run are bundles of a Ray cluster, which follow from the configuration alone."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trivet.cluster.bundles import group_bundles
+from trivet.config.schema.rl import RLConfig
+from trivet.launcher.placement import place, required_nodes
+
+
+def make_config(**deployment: Any) -> RLConfig:
+    return RLConfig.model_validate({"deployment": {"type": "multi_node", "engine": "ray", "gpus_per_node": 8, **deployment}})
+
+
+def describe(**deployment: Any) -> list[str]:
+    config = make_config(**deployment)
+    return [group.describe() for group in group_bundles(config.deployment, place(config))]
+
+
+def test_training_nodes_are_one_group_and_every_server_is_its_own() -> None:
+    assert describe(num_train_nodes=2, num_infer_replicas=2) == [
+        "trainer: 2 bundles of 8 GPU, 1 CPU",
+        "inference: 1 bundle of 8 GPU, 1 CPU",
+        "inference-1: 1 bundle of 8 GPU, 1 CPU",
+    ]
+
+
+def test_servers_of_a_machine_are_parts_of_it() -> None:
+    found = describe(num_infer_replicas=2, servers_per_node=4)
+    assert found[1:] == ["inference: 1 bundle of 2 GPU, 1 CPU", "inference-1: 1 bundle of 2 GPU, 1 CPU"]
+
+
+def test_a_server_over_machines_has_a_bundle_on_each() -> None:
+    config = RLConfig.model_validate(
+        {
+            "deployment": {"type": "multi_node", "engine": "ray", "gpus_per_node": 8, "num_infer_nodes": 2},
+            "inference": {"parallel": {"tp": 16}},
+        }
+    )
+    groups = group_bundles(config.deployment, place(config))
+    assert groups[1].nodes == (1, 2)
+
+
+def test_environment_nodes_have_cpus_and_the_resources_of_their_sandboxes() -> None:
+    found = describe(num_env_nodes=2, env_cpus_per_node=16, env_resources={"sandbox": 1}, gpus_per_node=0)
+    assert found[2:] == ["env-workers-2: 1 bundle of 16 CPU, 1 sandbox", "env-workers-3: 1 bundle of 16 CPU, 1 sandbox"]
+
+
+def test_labels_are_for_machines_with_gpus() -> None:
+    config = make_config(num_env_nodes=1, ray={"labels": {"ray.io/accelerator-type": "H100"}})
+    labels = {group.name: dict(group.labels) for group in group_bundles(config.deployment, place(config))}
+    wanted = {"ray.io/accelerator-type": "H100"}
+    assert labels == {"trainer": wanted, "inference": wanted, "env-workers-2": {}}
+
+
+def test_a_run_starts_without_the_nodes_that_may_join_it() -> None:
+    config = make_config(num_infer_replicas=1, max_infer_replicas=3, num_env_nodes=1, max_env_nodes=4)
+    assert place(config).num_nodes == 1 + 3 + 4
+    assert required_nodes(config) == {0, 1, 4}
+    assert [server.name for server in place(config, known={0, 1, 4}).servers] == ["inference"]
+    assert [server.name for server in place(config, known={0, 1, 3, 4}).servers] == ["inference", "inference-2"]
+
+
+@pytest.mark.parametrize(
+    ("deployment", "problem"),
+    [
+        ({"num_infer_replicas": 2, "max_infer_replicas": 1}, "must be >= num_infer_replicas"),
+        ({"max_env_nodes": 2}, "at least 1"),
+        ({"env_worker_nodes": [1]}, "num_env_nodes"),
+        ({"engine": "agents", "num_env_nodes": 1}, 'needs engine = "ray"'),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(deployment: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        make_config(**deployment)

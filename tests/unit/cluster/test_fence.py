@@ -1,0 +1,53 @@
+"""A node that the driver does not hear ends its processes before the driver starts others in their place."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from support.processes import wait_until
+from trivet.cluster.fence import Contact
+
+_PROGRAM = """
+import subprocess, sys, threading, time
+from trivet.cluster.fence import Fence
+missed = threading.Event()
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"], stdout=subprocess.PIPE)
+child.stdout.readline()
+Fence(missed.is_set, lost_after_s=2.0, on_end=lambda: print("noted", flush=True))
+time.sleep(0.5)
+print("alive" if child.poll() is None else "ended", flush=True)
+missed.set()
+print(child.wait(30), flush=True)
+late = subprocess.Popen(["sleep", "60"])  # a start that was under way
+print(late.wait(30), flush=True)
+missed.clear()
+time.sleep(0.5)
+after = subprocess.Popen(["sleep", "60"])
+time.sleep(0.5)
+print("alive" if after.poll() is None else "ended", flush=True)
+after.kill()
+"""
+
+
+def test_contact_counts_from_the_state_that_the_driver_has_received() -> None:
+    contact = Contact(lost_after_s=30.0, now=0.0)
+    assert not contact.is_missed(now=15.0)
+    assert contact.is_missed(now=15.1)
+    contact.note_observed(1, now=10.0)
+    contact.note_observed(2, now=12.0)
+    assert contact.is_missed(now=20.0)  # the driver may not have received them
+    contact.note_seen(1)
+    assert not contact.is_missed(now=25.0)
+    assert contact.is_missed(now=25.1)
+    contact.note_seen(2)
+    contact.note_seen(1)  # it was overtaken
+    assert not contact.is_missed(now=27.0)
+
+
+def test_processes_end_while_the_driver_is_missed_and_may_run_again_after(tmp_path: Path) -> None:
+    log = tmp_path / "fence.out"
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdout=output, stderr=subprocess.STDOUT)
+    wait_until(lambda: process.poll() is not None, timeout_s=60, waiting_for="the end of the program")
+    lines = log.read_text().splitlines()
+    assert sorted(lines) == sorted(["alive", "noted", "-9", "-9", "alive"]), lines
