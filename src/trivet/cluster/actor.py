@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import ray
 
-from trivet.cluster.agent import NodeAgent
+from trivet.cluster.agent import NodeProcesses
 from trivet.cluster.fence import Contact, Fence
 from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts
 from trivet.config.layout import RunLayout
@@ -103,10 +103,10 @@ class NodeActor:
             sys.stderr.flush()
             os._exit(1)
 
-    def _make_agent(self, held: ExitStack) -> NodeAgent:
+    def _make_agent(self, held: ExitStack) -> NodeProcesses:
         self._environ = raylet_environment()
         own = {name: value for name, value in self._environ.items() if not name.startswith("RAY_")}
-        return NodeAgent(
+        return NodeProcesses(
             self._settings.node,
             host=LocalHost(
                 python=sys.executable,
@@ -118,7 +118,7 @@ class NodeActor:
             say=self._say,
         )
 
-    def _keep(self, agent: NodeAgent) -> None:
+    def _keep(self, agent: NodeProcesses) -> None:
         exit_codes, due = agent.exit_codes, 0.0
         leaving_file = self._environ.get(LEAVING_FILE)
         while True:

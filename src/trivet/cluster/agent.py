@@ -36,10 +36,10 @@ class _Started:
         return self.child.exit_code if self.child is not None else _START_FAILED
 
 
-class NodeAgent:
+class NodeProcesses:
     """The processes and ports of one node.
 
-    >>> agent = NodeAgent(1, host=host, bind="10.0.0.2", ports=ports, scratch=scratch, say=log.say)
+    >>> agent = NodeProcesses(1, host=host, bind="10.0.0.2", ports=ports, scratch=scratch, say=log.say)
     >>> agent.apply(desired)
     >>> observed = agent.observe()
     """

@@ -7,14 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from trivet.cluster.messages import DesiredProcess, ObservedProcess, SentSignal
-from trivet.cluster.table import NodeLost, NodeTable
+from trivet.cluster.table import NodeTable
 from trivet.exits import NODE_LOST
 from trivet.launcher.node_plan import Node
+from trivet.launcher.nodes.registry import NodeLost
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.processes import HostedProcess, LocalHost, RoleReports
 
 
-class RemoteProcess:
+class ClusterProcess:
     """A process that a node was told to start.
 
     >>> process = host.start(spec)
@@ -126,9 +127,9 @@ class ClusterHost:
         self._known |= joined
         return joined
 
-    def start(self, spec: ProcessSpec) -> RemoteProcess:
+    def start(self, spec: ProcessSpec) -> ClusterProcess:
         """Start a process on its node, as `ProcessHost.start`."""
-        return RemoteProcess(self._table, spec, clock=self._clock)
+        return ClusterProcess(self._table, spec, clock=self._clock)
 
     def stop(
         self, processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False
@@ -138,21 +139,21 @@ class ClusterHost:
 
     def end_orphans(self, *, spared: Collection[HostedProcess] = ()) -> None:
         """Kill what outlived the processes that started it, on every node."""
-        self._table.sweep({process.number for process in spared if isinstance(process, RemoteProcess)})
+        self._table.sweep({process.number for process in spared if isinstance(process, ClusterProcess)})
 
     def show_stacks(self, process: HostedProcess, pids: Iterable[int]) -> None:
         """Have processes write their stacks into their logs, as `ProcessHost.show_stacks`."""
-        assert isinstance(process, RemoteProcess)
+        assert isinstance(process, ClusterProcess)
         process.show_stacks(pids)
 
     def find_stopped(self, processes: Sequence[HostedProcess]) -> list[tuple[int, ...]]:
         """Return the stopped processes of each, as `ProcessHost.find_stopped`."""
-        found = [process.observed() for process in processes if isinstance(process, RemoteProcess)]
+        found = [process.observed() for process in processes if isinstance(process, ClusterProcess)]
         return [observed.stopped if observed is not None else () for observed in found]
 
     def read_reports(self, process: HostedProcess) -> RoleReports:
         """Return what the processes of a role report, as `ProcessHost.read_reports`."""
-        assert isinstance(process, RemoteProcess)
+        assert isinstance(process, ClusterProcess)
         if (observed := process.observed()) is None:
             return RoleReports()
         return RoleReports(readable=tuple(self._table.reports_of(observed, process.spec.node)), stamps=observed.stamps)

@@ -11,6 +11,7 @@ import msgspec
 
 from trivet.cluster.messages import Desired, DesiredProcess, NodeFacts, Observed, ObservedProcess
 from trivet.launcher.node_plan import Node
+from trivet.launcher.nodes.registry import NodeLost
 from trivet.launcher.plan import ProcessSpec
 from trivet.wire.status import ProcessReport
 
@@ -43,10 +44,6 @@ class _NodeState:
         self.session += 1
         self.observed, self.is_dirty = None, True
         self.processes.clear()
-
-
-class NodeLost(Exception):
-    """Raised within the launcher when a process is started on a node that is not there; `args[0]` is the node."""
 
 
 class NodeTable:

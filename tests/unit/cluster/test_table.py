@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.fake_roles import FakeClock, make_spec
-from trivet.cluster.host import ClusterHost, RemoteProcess
+from trivet.cluster.host import ClusterHost, ClusterProcess
 from trivet.cluster.messages import Desired, NodeFacts, Observed, ObservedProcess
 from trivet.cluster.table import NodeTable
 from trivet.config.layout import RunLayout
@@ -69,12 +69,12 @@ class Cluster:
         )
         self.table.receive(1, observed, now=self.clock.now(), unix_time=self.clock.now())
 
-    def start(self, name: str = "inference") -> RemoteProcess:
+    def start(self, name: str = "inference") -> ClusterProcess:
         process = self.host.start(replace(make_spec(self.layout, name), node=1))
         self.exchange()
         return process
 
-    def note(self, process: RemoteProcess, **changes: object) -> None:
+    def note(self, process: ClusterProcess, **changes: object) -> None:
         self.processes[process.number] = ObservedProcess(**{"number": process.number, "pid": 700 + process.number, **changes})
         self.exchange()
 
