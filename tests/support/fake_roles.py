@@ -111,6 +111,9 @@ class FakeHost:
     def leaving_nodes(self) -> frozenset[int]:
         return frozenset(self.leaving)
 
+    def joined_nodes(self) -> frozenset[int]:
+        return frozenset()
+
     def read_reports(self, process: FakeChild) -> RoleReports:
         return read_reports(process.spec.reports)
 

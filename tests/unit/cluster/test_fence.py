@@ -11,7 +11,8 @@ _PROGRAM = """
 import subprocess, sys, threading, time
 from trivet.cluster.fence import Fence
 missed = threading.Event()
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"], stdout=subprocess.PIPE)
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
 child.stdout.readline()
 Fence(missed.is_set, lost_after_s=2.0, on_end=lambda: print("noted", flush=True))
 time.sleep(0.5)

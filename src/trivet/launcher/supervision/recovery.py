@@ -186,9 +186,10 @@ class Recovery:
     def _leave(
         self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
     ) -> Iterator[RecoveryAction]:
-        """End a unit whose node was asked to end: its roles may finish their work, and start again where a place is found."""
+        """End a unit whose node was asked to end, if others do its work: its roles finish theirs first, and start again elsewhere."""
+        gone = run.leaving_nodes | run.lost_nodes
         leaving = [role for role in roles if role.spec.node in run.leaving_nodes]
-        if unit == TRAINING or not leaving:
+        if unit == TRAINING or not leaving or not self._have_others(unit, roles, run, without=gone):
             return
         state.state, state.due = RoleState.STOPPING, run.now
         state.deadline = run.now + max(self._config.preemption_grace_s, self._stop_timeout_s)
@@ -234,9 +235,7 @@ class Recovery:
             state.state, state.missing_since = RoleState.RUNNING, None
             yield StartUnit(unit=unit)
             return
-        works = {role.spec.work for role in roles if role.spec.work}
-        others = [role for role in run.roles.values() if role.unit != unit and role.spec.node not in run.lost_nodes]
-        if unit != TRAINING and any(role.spec.work in works for role in others):
+        if unit != TRAINING and self._have_others(unit, roles, run, without=run.lost_nodes):
             state.missing_since = None
             return
         if state.missing_since is None:
@@ -246,6 +245,15 @@ class Recovery:
             nodes = ", ".join(map(str, sorted(missing)))
             reason = f"node {nodes} was lost and did not return within {timeout_s:g} s (deployment.return_timeout_s)"
             yield FinishRun(outcome=RunState.FAILED, exit_code=NodesMissing.exit_code, reason=reason, role=roles[0].name)
+
+    @staticmethod
+    def _have_others(
+        unit: RecoveryUnit, roles: Sequence[RoleObservation], run: RunObservation, *, without: Collection[int]
+    ) -> bool:
+        """Return whether another unit does the work of this one, on nodes that are not among `without`."""
+        works = {role.spec.work for role in roles if role.spec.work}
+        others = (role for role in run.roles.values() if role.unit != unit and role.spec.node not in without)
+        return any(role.spec.work in works for role in others)
 
     def _can_train_without(self, missing: Collection[int], lost: Collection[int]) -> bool:
         """Return whether training can continue without `missing`: these nodes only had trainer ranks, and enough nodes remain.

@@ -175,6 +175,20 @@ def test_a_node_without_which_the_run_goes_on_may_end() -> None:
     assert history.at(10) == []
 
 
+def test_a_server_whose_node_is_asked_to_end_ends_if_another_serves_and_starts_again_elsewhere() -> None:
+    history = over_nodes(num_servers=2)
+    history.leaving_nodes = frozenset({2})
+    announced, stopped = history.at(10)
+    assert isinstance(announced, AnnounceRestart)
+    assert announced.cause == "node 2 is asked to end"
+    assert stopped == StopRoles(roles=("inference",), by_kill=False)
+    history.ends("inference", 0, at=12)
+    assert history.at(12) == []
+    assert history.at(100) == []  # its node still goes
+    history.leaving_nodes = frozenset()
+    assert history.at(200) == [StartUnit(unit=RecoveryUnit("inference"))]
+
+
 def test_a_failure_before_the_first_step_is_tried_again_as_a_lost_node_may_be_behind_it() -> None:
     history = over_nodes().ends("trainer", 1, at=10, has_progressed=False, last_log_line="connection closed by peer")
     announced, _ = history.at(10)
