@@ -186,7 +186,7 @@ class Recovery:
     def _leave(
         self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
     ) -> Iterator[RecoveryAction]:
-        """End a unit whose node was asked to end, if others do its work: its roles finish theirs first, and start again elsewhere."""
+        """End a unit whose node was asked to end, if others do its work. Its roles finish theirs, and start again elsewhere."""
         gone = run.leaving_nodes | run.lost_nodes
         leaving = [role for role in roles if role.spec.node in run.leaving_nodes]
         if unit == TRAINING or not leaving or not self._have_others(unit, roles, run, without=gone):
