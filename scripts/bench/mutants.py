@@ -2,7 +2,7 @@
 
 Each fault changes one place of one module: a comparison, an operator, a number, a truth value, a condition, or a statement that is
 left out. `COUNT` faults of each module are drawn with a seed. A fault is found if one of the unit tests of its package
-that import it fails or does not end. The ceiling is 100 % less the faults that change no behaviour, which nobody has counted.
+that name it fails or does not end. The ceiling is 100 % less the faults that change no behaviour, which nobody has counted.
 
 The last line is one JSON object; docs/benchmarks/mutants.json keeps those of two revisions. A module is changed while its tests run
 and restored afterwards, so use a checkout in which nobody works:
@@ -87,8 +87,8 @@ def tests_pass(tests: list[str], *, timeout_s: float) -> bool:
 
 def examine(path: Path) -> dict[str, object]:
     """Return how many faults were drawn and found, and where the others are."""
-    directory, module = Path("tests/unit", *path.parts[2:-1]), ".".join(path.with_suffix("").parts[1:])
-    tests = sorted(str(file) for file in directory.rglob("test_*.py") if module in file.read_text()) or [str(directory)]
+    directory = Path("tests/unit", *path.parts[2:-1])
+    tests = sorted(str(file) for file in directory.rglob("test_*.py") if path.stem in file.read_text()) or [str(directory)]
     assert tests_pass(tests, timeout_s=1800), f"{path}: {tests} fail without a fault"
     source, drawn, missed = path.read_text(), mutants(path.read_text()), []
     try:

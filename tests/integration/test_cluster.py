@@ -1,16 +1,20 @@
 """One run on a Ray cluster: real Ray, real roles, real vLLM and gloo, each machine a namespace that can be lost."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from support.cluster_run import ClusterRun
-from support.node_run import START_S, prove
+from support.node_run import ENVIRON, START_S, prove
 from support.nodes import can_make_nodes
 from support.processes import wait_until
 from support.ray_nodes import make_ray_nodes
 from trivet.checkpoints.run_record import read_run
 
+NO_FENCE = Path(__file__).parents[1] / "support" / "no_fence"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_make_nodes(), reason="making network namespaces needs root and ip")]
 
 
@@ -49,4 +53,77 @@ def test_a_killed_actor_is_replaced_and_the_run_goes_on_without_help(tmp_path: P
         record = read_run(run.layout)
         assert record is not None
         assert record.attempt == 2
+        prove(run.layout)
+
+
+def test_a_run_goes_back_to_its_checkpoint_on_the_machines_that_are_left(tmp_path: Path, tiny_model: Path) -> None:
+    with make_ray_nodes(4, directory=tmp_path) as nodes:
+        run = ClusterRun(tmp_path, tiny_model, nodes, max_steps=16, num_train_nodes=2, keys="min_train_nodes = 1\n")
+        run.start_ray(1, 2, 3)
+        driver = run.start()
+        run.await_step(8)
+        first = run.machine_of("orchestrator")  # no machine is special: the one of rank 0 is lost
+        nodes.lose(first)
+        run.await_said("attempt 2 from step 6")
+        assert driver.wait(START_S) == 0, run.everything()
+        assert "inference" not in "".join(line for line in run.output().splitlines() if "restarted from" in line)
+        prove(run.layout)
+
+
+@pytest.mark.parametrize("has_fence", [True, False])
+def test_a_machine_that_is_cut_off_runs_nothing_once_others_do_its_work(
+    tmp_path: Path, tiny_model: Path, has_fence: bool
+) -> None:
+    with make_ray_nodes(4, directory=tmp_path) as nodes:
+        run = ClusterRun(tmp_path, tiny_model, nodes, max_steps=16, num_train_nodes=2, keys="min_train_nodes = 1\n")
+        run.start_ray(1, 2, 3, path="" if has_fence else f"{NO_FENCE}{os.pathsep}")
+        driver = run.start()
+        run.await_step(8)
+        (cut,) = set(run.machines_of("trainer")) - {run.machine_of("orchestrator")}
+        nodes.disconnect(cut)
+        overlaps = 0
+        deadline = time.monotonic() + START_S
+        while "attempt 2 from step 6" not in run.output() or not set(run.machines_of("trainer")) - {cut}:
+            assert time.monotonic() < deadline, run.everything()
+            time.sleep(0.2)
+        for _ in range(10):
+            overlaps += cut in run.machines_of("trainer")
+            time.sleep(0.2)
+        assert bool(overlaps) is not has_fence
+        nodes.connect(cut)
+        assert driver.wait(START_S) == 0, run.everything()
+        prove(run.layout)
+
+
+def test_nothing_is_left_on_any_machine_after_the_driver_is_killed(tmp_path: Path, tiny_model: Path) -> None:
+    with make_ray_nodes(3, directory=tmp_path) as nodes:
+        run = ClusterRun(tmp_path, tiny_model, nodes, max_steps=1000)
+        run.start_ray(1, 2)
+        driver = run.start()
+        run.await_step(2)
+        os.killpg(driver.pid, signal.SIGKILL)
+        roles = ("trainer", "orchestrator", "inference")
+        wait_until(lambda: not any(map(run.machines_of, roles)), timeout_s=5, waiting_for="the end of all roles")
+        resumed = run.start("--ckpt.resume-step", "-1", "--max-steps", "8")
+        assert resumed.wait(START_S) == 0, run.everything()
+        prove(run.layout)
+
+
+def test_environment_nodes_of_their_own_are_lost_and_join(tmp_path: Path, tiny_model: Path) -> None:
+    keys = "num_env_nodes = 1\nmax_env_nodes = 2\nenv_cpus_per_node = 1\nenv_resources = { sandbox = 1 }\n"
+    with make_ray_nodes(5, directory=tmp_path) as nodes:
+        run = ClusterRun(tmp_path, tiny_model, nodes, max_steps=40, keys=keys)
+        run.start_ray(1, 2)
+        nodes.join(3, resources={"sandbox": 1}, environ=ENVIRON)
+        driver = run.start()
+        run.await_step(2)
+        assert run.machines_of("env-workers") == [3]
+        nodes.join(4, resources={"sandbox": 1}, environ=ENVIRON)
+        run.await_that(lambda: set(run.machines_of("env-workers")) == {3, 4}, "the second environment node")
+        nodes.lose(3)
+        assert driver.wait(START_S) == 0, run.everything()
+        record = read_run(run.layout)
+        assert record is not None
+        assert record.attempt == 1  # the trainer never noticed
+        assert not list(run.layout.logs.glob("env_workers/*[!@1-9].log"))  # none ran beside the orchestrator
         prove(run.layout)

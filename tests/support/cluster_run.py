@@ -45,15 +45,19 @@ class ClusterRun:
         )
         self._config.write_text(text + deployment.replace("[deployment]\n", f'[deployment]\nengine = "ray"\n{keys}'))
 
-    def start_ray(self, *machines: int) -> None:
-        """Start the cluster on machine 0, and have others join it."""
+    def start_ray(self, *machines: int, path: str = "") -> None:
+        """Start the cluster on machine 0, and have others join it.
+
+        Args:
+            path: the beginning of PYTHONPATH on the other machines.
+        """
         self.nodes.start_head(0, environ=ENVIRON)
         for machine in machines:
-            self.join(machine)
+            self.join(machine, path=path)
 
-    def join(self, machine: int) -> None:
+    def join(self, machine: int, *, path: str = "") -> None:
         """Have a machine join the cluster. Its roles inherit the environment of Ray."""
-        self.nodes.join(machine, environ=ENVIRON)
+        self.nodes.join(machine, environ={**ENVIRON, "PYTHONPATH": f"{path}{ENVIRON['PYTHONPATH']}"})
 
     def start(self, *flags: str) -> "subprocess.Popen[bytes]":
         """Start the driver."""

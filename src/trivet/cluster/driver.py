@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from trivet.cluster.bundles import BundleGroup, group_bundles
 from trivet.cluster.guard import DriverGuard
 from trivet.cluster.host import ClusterHost
-from trivet.cluster.messages import ActorSettings
+from trivet.cluster.messages import ActorSettings, NodeFacts
 from trivet.cluster.table import NodeTable
 from trivet.config.layout import RunLayout
 from trivet.config.schema.rl import RLConfig
@@ -87,7 +88,7 @@ def lead(
             does_log_json=config.log.json_logging,
         )
         host = ClusterHost(table, check=guard.check)
-        held.enter_context(Exchange(table, groups, settings, say=_say))
+        held.enter_context(Exchange(table, groups, settings, check=partial(check_machine, output_dir=layout.root), say=_say))
         _await_nodes(host, table, config, groups=list(groups.values()), describe=describe_resources)
         host.joined_nodes()
         yield Driver(host=host, python=python)
@@ -109,7 +110,6 @@ def _await_nodes(
         while missing := required & host.lost_nodes():
             if interrupts.first is not None:
                 raise SystemExit(128 + interrupts.first)
-            _check_machines(table, config)
             if time.monotonic() > deadline:
                 wanted = "; ".join(group.describe() for group in groups if not missing.isdisjoint(group.nodes))
                 reasons = "".join(f"; node {node}: {problem}" for node, problem in table.problems().items())
@@ -118,27 +118,25 @@ def _await_nodes(
                     f"(deployment.start_timeout_s): the run wants {wanted}; free in the cluster: {describe()}{reasons}"
                 )
             time.sleep(_POLL_INTERVAL_S)
-    _check_machines(table, config)
 
 
-def _check_machines(table: NodeTable, config: RLConfig) -> None:
-    """Refuse machines that do not fit the run.
+def check_machine(node: int, facts: NodeFacts, *, output_dir: Path) -> None:
+    """Refuse a machine that does not fit the run, and warn of one that would slow it down.
 
     Raises:
-        ConfigError: one has another version, or does not share the output directory.
+        ConfigError: it has another version, or does not share the output directory.
     """
-    for node, facts in table.facts().items():
-        if facts.version != own_version():
-            raise ConfigError(
-                f"node {node} ({facts.name}) has trivet {facts.version}, this machine {own_version()}: install one version on all"
-            )
-        if not facts.does_see_lock:
-            raise ConfigError(
-                f"node {node} ({facts.name}) does not see that this process has locked {str(Path(config.output_dir))!r}: mount the"
-                " shared file system so that locks hold between machines, or choose an output_dir where they do"
-            )
-        if facts.niceness > 0:
-            _say(f"WARNING node {node} ({facts.name}) has niceness {facts.niceness}: start Ray with RAY_worker_niceness=0")
+    if facts.version != own_version():
+        raise ConfigError(
+            f"node {node} ({facts.name}) has trivet {facts.version}, this machine {own_version()}: install one version on all"
+        )
+    if not facts.does_see_lock:
+        raise ConfigError(
+            f"node {node} ({facts.name}) does not see that this process has locked {str(output_dir)!r}: mount the shared file"
+            " system so that locks hold between machines, or choose an output_dir where they do"
+        )
+    if facts.niceness > 0:
+        _say(f"WARNING node {node} ({facts.name}) has niceness {facts.niceness}: start Ray with RAY_worker_niceness=0")
 
 
 def _say(message: str) -> None:

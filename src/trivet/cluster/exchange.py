@@ -61,22 +61,30 @@ class _Slot:
 class Exchange:
     """The actors of a run's nodes.
 
-    >>> with Exchange(table, groups, settings, say=say):
+    >>> with Exchange(table, groups, settings, check=check_machine, say=say):
     ...     supervise(ClusterHost(table))
     """
 
     def __init__(
-        self, table: NodeTable, groups: Mapping[Any, BundleGroup], settings: ActorSettings, *, say: Callable[[str], None]
+        self,
+        table: NodeTable,
+        groups: Mapping[Any, BundleGroup],
+        settings: ActorSettings,
+        *,
+        check: Callable[[int, NodeFacts], None],
+        say: Callable[[str], None],
     ) -> None:
         """Make an actor for each bundle, without waiting for a place.
 
         Args:
             groups: Ray's placement groups, and what they are for.
             settings: those of every actor, besides the number of its node.
+            check: raises when a machine does not fit the run.
             say: prints a message about a node.
         """
         self._table = table
         self._settings = settings
+        self._check = check
         self._say = say
         self._slots = {
             node: _Slot(group=placed, bundle=bundle, num_gpus=group.num_gpus)
@@ -172,6 +180,7 @@ class Exchange:
         if call == slot.facts:
             facts = msgspec.msgpack.decode(answer, type=NodeFacts)
             slot.facts, slot.machine, slot.begun_at = None, facts.ray_node, time.monotonic()
+            self._check(node, facts)
             self._table.describe(node, facts)
             return
         slot.calls.remove(call)

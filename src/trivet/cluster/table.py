@@ -230,11 +230,6 @@ class NodeTable:
             for report in process.reports
         ]
 
-    def facts(self) -> dict[int, NodeFacts]:
-        """Return the machine of each node that has been described."""
-        with self._lock:
-            return {node: state.facts for node, state in self._nodes.items() if state.facts is not None}
-
     def leaving(self) -> frozenset[int]:
         """Return the nodes that were asked to end."""
         with self._lock:
