@@ -100,11 +100,11 @@ def test_nothing_is_left_on_any_machine_after_the_driver_is_killed(tmp_path: Pat
         run = ClusterRun(tmp_path, tiny_model, nodes, max_steps=1000)
         run.start_ray(1, 2)
         driver = run.start()
-        run.await_step(2)
+        run.await_step(8)
         os.killpg(driver.pid, signal.SIGKILL)
         roles = ("trainer", "orchestrator", "inference")
         wait_until(lambda: not any(map(run.machines_of, roles)), timeout_s=5, waiting_for="the end of all roles")
-        resumed = run.start("--ckpt.resume-step", "-1", "--max-steps", "8")
+        resumed = run.start("--ckpt.resume-step", "-1", "--max-steps", "12")
         assert resumed.wait(START_S) == 0, run.everything()
         prove(run.layout)
 

@@ -73,7 +73,7 @@ def lead(
         from trivet.cluster.exchange import Exchange, remove_groups
 
         table = NodeTable(
-            {node: placement.listeners_on(node) for node in range(placement.num_nodes)}, lost_after_s=lost_after_s
+            {node: placement.possible_listeners_on(node) for node in range(placement.num_nodes)}, lost_after_s=lost_after_s
         )
         guard = held.enter_context(
             DriverGuard({"the Ray cluster": reach_cluster, "output_dir": touch_lock}, lost_after_s=lost_after_s)

@@ -68,6 +68,13 @@ class Placement:
             names.append(ENVIRONMENTS)
         return tuple(names)
 
+    def possible_listeners_on(self, node: int) -> tuple[str, ...]:
+        """Return the names of the listeners that `node` has now, or has once it is the first of the nodes that train."""
+        names = dict.fromkeys(self.listeners_on(node))
+        if node in self.trainer_nodes:
+            names |= dict.fromkeys(self.listeners_on(self.trainer_nodes[0]))
+        return tuple(names)
+
     def roles_on(self, node: int) -> tuple[str, ...]:
         """Describe the roles of `node` for people."""
         roles = [_describe_server(server, node) for server in self.servers if node in server.nodes]

@@ -75,3 +75,10 @@ def test_a_run_starts_without_the_nodes_that_may_join_it() -> None:
 def test_numbers_that_do_not_fit_are_refused(deployment: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         make_config(**deployment)
+
+
+def test_every_node_that_trains_holds_the_ports_of_the_first_whose_place_it_may_take() -> None:
+    placement = place(make_config(num_train_nodes=2, num_env_nodes=1))
+    assert placement.listeners_on(1) == ()
+    assert placement.possible_listeners_on(1) == placement.listeners_on(0) == ("transport", "rendezvous", "environments")
+    assert placement.possible_listeners_on(2) == placement.listeners_on(2) == ("inference",)
