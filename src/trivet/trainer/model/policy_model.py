@@ -197,6 +197,8 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=torch_dtype(config.optimization_dtype))
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
     is_whole = world.size == 1 and world.device.type == "cpu" and config.lora is None and config.compile is None
+    # Autograd computes checkpointed blocks again without `casting`, while FSDP casts there too.
+    is_whole = is_whole and (config.ac is None or compute_dtype == torch_dtype(config.optimization_dtype))
     # Lanes share the random state, so a checkpointed block would draw other dropout masks when it is computed again.
     has_lanes = is_whole and packs_rows(attention) and not (keeps_dropout and random_rates)
     model = PolicyModel(
