@@ -17,7 +17,7 @@ import ray
 
 from trivet.cluster.agent import NodeProcesses
 from trivet.cluster.fence import Contact, Fence
-from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts
+from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts, Observed
 from trivet.config.layout import RunLayout
 from trivet.dependencies import own_version
 from trivet.launcher.logs import RunLog
@@ -97,7 +97,9 @@ class NodeActor:
         """Keep the node as desired, to the end of the run. An error ends the actor: the driver makes another in its place."""
         try:
             with ExitStack() as held:
-                self._keep(self._make_agent(held))
+                agent = self._make_agent(held)
+                self._keep(agent)
+            self._publish(msgspec.structs.replace(agent.observe(), is_over=True))
         except BaseException:  # noqa: BLE001  # the process ends
             traceback.print_exc()
             sys.stderr.flush()
@@ -134,11 +136,13 @@ class NodeActor:
                 continue
             agent.is_leaving = leaving_file is not None and Path(leaving_file).exists()
             exit_codes, due = agent.exit_codes, time.monotonic() + _OBSERVE_INTERVAL_S
-            observed = agent.observe()
-            with self._changed:
-                self._contact.note_observed(observed.number, now=time.monotonic())
-                self._observed = observed.number, msgspec.msgpack.encode(observed)
-                self._changed.notify_all()
+            self._publish(agent.observe())
+
+    def _publish(self, observed: Observed) -> None:
+        with self._changed:
+            self._contact.note_observed(observed.number, now=time.monotonic())
+            self._observed = observed.number, msgspec.msgpack.encode(observed)
+            self._changed.notify_all()
 
     def _note_fence(self) -> None:
         seconds = self._settings.lost_after_s / 2

@@ -1,6 +1,6 @@
 """Starts Ray on one node of a job, and on the first node the command that drives the run.
 
-    python -m trivet.cluster.bring_up --directory outputs/slurm --job 17.0 --index 0 --nodes 2 -- COMMAND…
+    python -m trivet.cluster.bring_up --directory outputs/slurm --job 17.0 --index 0 -- COMMAND…
 
 Every node of the job runs this program. The first one makes a directory for this start of the job, which only its owner may read:
 with a token, an authority for certificates and the address of the cluster. The others wait for that address. When the command has

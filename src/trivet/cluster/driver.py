@@ -70,7 +70,7 @@ def lead(
     with ExitStack() as held:
         lost_after_s = deployment.lost_after_s
         address = held.enter_context(connect(deployment.ray, namespace=run.id, lost_after_s=lost_after_s))
-        from trivet.cluster.exchange import Exchange, remove_groups
+        from trivet.cluster.exchange import Exchange
 
         table = NodeTable(
             {node: placement.possible_listeners_on(node) for node in range(placement.num_nodes)}, lost_after_s=lost_after_s
@@ -79,7 +79,6 @@ def lead(
             DriverGuard({"the Ray cluster": reach_cluster, "output_dir": touch_lock}, lost_after_s=lost_after_s)
         )
         groups = place_groups(group_bundles(deployment, placement))
-        held.callback(remove_groups, groups)
         settings = ActorSettings(
             node=0,
             output_dir=str(layout.root.absolute()),

@@ -9,13 +9,12 @@ when nothing was heard from it for `deployment.lost_after_s`, because its fence 
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trivet.cluster.actor import NodeActor
@@ -102,10 +101,10 @@ class Exchange:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Have every node end its processes and wait a moment until it has. Ray ends the actors with the driver."""
+        """Have every node end its processes, and wait a moment until it has. Ray ends the actors and bundles with the driver."""
         self._table.finish()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        while self._table.has_news and self._thread.is_alive() and time.monotonic() < deadline:
+        while not self._table.is_finished and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL_S)
         self._is_closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -129,7 +128,7 @@ class Exchange:
                 self._send()
                 self._receive()
         except RayError as exc:
-            self._table.fail(NodesMissing(f"the Ray cluster does not answer any more: {exc}"))
+            self._table.fail(NodesMissing(f"the nodes cannot be reached through Ray any more: {exc}"))
         except Exception as exc:  # noqa: BLE001  # `NodeTable.check` raises it in the supervisor
             self._table.fail(exc)
 
@@ -160,7 +159,7 @@ class Exchange:
                 answer = ray.get(call, timeout=_GET_TIMEOUT_S)
             except ActorUnavailableError:
                 self._forget(slot, call)  # it may or may not have arrived, and is sent again
-            except (ActorDiedError, RayTaskError) as exc:
+            except ActorDiedError as exc:
                 self._replace(node, exc)
             except GetTimeoutError:
                 continue
@@ -206,10 +205,3 @@ class Exchange:
     def _is_reached(machine: str) -> bool:
         """Return whether Ray still reaches a machine."""
         return any(node["NodeID"] == machine and node["Alive"] for node in ray.nodes())
-
-
-def remove_groups(groups: Mapping[Any, BundleGroup]) -> None:
-    """Give the bundles back to Ray, as far as it answers."""
-    for group in groups:
-        with suppress(Exception):
-            ray.util.remove_placement_group(group)

@@ -157,3 +157,5 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     is_leaving: bool = False
     """Whether the node was asked to end, such as by a notice that its machine will be taken away."""
     processes: tuple[ObservedProcess, ...] = ()
+    is_over: bool = False
+    """Whether the node has ended its processes and given back what it held, because the run is over."""

@@ -86,6 +86,10 @@ class RayNode:
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(math.ceil(max(_RECONNECT_S, lost_after_s))),
             "RAY_health_check_period_ms": str(round(1000 * _HEALTH_PERIOD_S)),
             "RAY_health_check_failure_threshold": str(math.ceil(lost_after_s / _HEALTH_PERIOD_S) + 1),
+            # Ray's ports for Prometheus answer everybody, also with a token and TLS.
+            "RAY_enable_metrics_collection": "0",
+            "AUTOSCALER_METRIC_PORT": "-1",
+            "DASHBOARD_METRIC_PORT": "-1",
             LEAVING_FILE: str(self.leaving),
         }
         counts = {"--num-gpus": num_gpus, "--num-cpus": num_cpus}

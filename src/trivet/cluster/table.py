@@ -157,10 +157,10 @@ class NodeTable:
                 state.is_dirty = True
 
     @property
-    def has_news(self) -> bool:
-        """Whether a node that is there was not yet sent what it should run now."""
+    def is_finished(self) -> bool:
+        """Whether every node that is there has ended its processes and given back what it held."""
         with self._lock:
-            return any(state.is_dirty and state.observed is not None for state in self._nodes.values())
+            return all(state.observed is None or state.observed.is_over for state in self._nodes.values())
 
     def start(self, spec: ProcessSpec, *, now: float) -> tuple[int, int]:
         """Have a process started; return its number and the session of its node.

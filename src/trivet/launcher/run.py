@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from trivet.launcher.processes import LocalHost, ProcessHost, role_environment
 from trivet.launcher.run_directory import RunDirectory, Scratch, wait_of_job
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.supervisor import Supervisor
-from trivet.machine import inspect_machine
+from trivet.machine import Machine, inspect_machine
 from trivet.process.lifetime import adopt_orphans, module_command, tied_command
 from trivet.process.lock import DEAD_MACHINE_S, LockWait
 from trivet.process.signals import show_stacks_on_signal
@@ -151,7 +151,7 @@ def start(config: RLConfig) -> int:
     return _run(config, identity=node) if node.index == HEAD else join.join(config, node)
 
 
-def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:  # noqa: C901  # until the agents go
+def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
     """Run as the only node (`identity` is None) or as the first of several; return the exit code."""
     show_stacks_on_signal()
     is_on_ray = config.deployment.is_multi_node and config.deployment.engine == "ray"
@@ -206,15 +206,7 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:  # noqa: 
         )
         attempts.begin()
         record_choice(layout, config)
-        layout.logs.mkdir(parents=True, exist_ok=True)
-        file = held.enter_context(layout.log_file("rl.log").open("a"))
-        log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
-        origin = "from the start model" if step is None else f"from the checkpoint of step {step}"
-        log.say(f"run {run.id} attempt {run.attempt} {origin}, output in {layout.root}, logs in {layout.logs}")
-        is_on_gpu = bool(machine.gpus) and config.trainer.device != "cpu"
-        log.say(f"computes in {describe_dtype(config.trainer.model.compute_dtype, machine, is_on_gpu=is_on_gpu)}")
-        for notice in (*attempts.planned.notices, *attempts.notices):
-            log.say(f"notice: {notice}")
+        log = held.enter_context(_open_log(attempts, machine))
         adopt_orphans()
         host: ProcessHost = leader.host if leader is not None else local
         exit_code = Supervisor(attempts, host=host, log=log).run()
@@ -223,6 +215,22 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:  # noqa: 
         if exit_code == 0:
             log.say(f"weights: {layout.weights}  metrics: {layout.metrics}  rollouts: {layout.root / 'rollouts'}")
         return exit_code
+
+
+@contextmanager
+def _open_log(attempts: Attempts, machine: Machine) -> Generator[RunLog, None, None]:
+    """Open the launcher's log, with lines about the start of the run."""
+    config, layout, run, step = attempts.config, attempts.layout, attempts.run, attempts.from_step
+    layout.logs.mkdir(parents=True, exist_ok=True)
+    with layout.log_file("rl.log").open("a") as file:
+        log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
+        origin = "from the start model" if step is None else f"from the checkpoint of step {step}"
+        log.say(f"run {run.id} attempt {run.attempt} {origin}, output in {layout.root}, logs in {layout.logs}")
+        is_on_gpu = bool(machine.gpus) and config.trainer.device != "cpu"
+        log.say(f"computes in {describe_dtype(config.trainer.model.compute_dtype, machine, is_on_gpu=is_on_gpu)}")
+        for notice in (*attempts.planned.notices, *attempts.notices):
+            log.say(f"notice: {notice}")
+        yield log
 
 
 def _open_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLease":

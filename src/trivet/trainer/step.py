@@ -165,8 +165,7 @@ def _accumulate(
                 return None
             row_loss = learner.loss(scores, row)
             share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
-            with model.casting():
-                share.backward()
+            share.backward()
         return RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach(), values=row_loss.values)
 
     num_long = sum(row.num_tokens > max_tokens for row in rows)  # a long row is computed alone, with all cores

@@ -109,6 +109,18 @@ def test_blocks_that_are_computed_again_are_so_in_their_own_lane(tiny_model: Pat
             assert (parameter.grad - ours).norm() <= 1e-5 * ours.norm() + 1e-9
 
 
+def test_blocks_are_computed_again_in_the_dtype_of_the_first_time(tiny_model: Path, make_learner, oracle, world: World) -> None:
+    rows = oracle.layouts(oracle.make_examples(count=9, vocab_size=100))["a row each"]
+    learner = make_learner(tiny_model, compute_dtype="bfloat16")
+    plain = train_step(learner, rows, step=1).loss
+    expected = [gather_tensor(parameter.grad) for parameter in learner.model.parameters()]
+    config = {"name": str(tiny_model), "compute_dtype": "bfloat16", "ac": {"freq": 1}}
+    learner.model = load_policy(TrainerModelConfig.model_validate(config), world)
+    assert train_step(learner, rows, step=1).loss == pytest.approx(plain, rel=1e-2)
+    for ours, parameter in zip(expected, learner.model.parameters(), strict=True):
+        assert (gather_tensor(parameter.grad) - ours).norm() <= 0.05 * ours.norm() + 1e-6
+
+
 def test_modules_compute_with_casts_and_parameters_get_their_gradients() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
     config = LlamaConfig(vocab_size=50, pad_token_id=3, tie_word_embeddings=True, **sizes)

@@ -5,18 +5,15 @@ watches the lease. It touches no file. When the lease is lost, it ends the proce
 end the run in order, and then ends this process.
 """
 
-import contextlib
 import os
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 
+from trivet.cluster.fence import end_descendants
 from trivet.errors import TrivetError
 from trivet.launcher.nodes.lease import HeadLease
-from trivet.process.lifetime import descendants, read_processes
 
 _POLL_INTERVAL_S = 0.5
 _STOP_SHARE = 0.2
@@ -24,30 +21,8 @@ _STOP_SHARE = 0.2
 another node may lead."""
 _ORDERLY_END_S = 10.0
 """Seconds that the main thread has after that to write the status and end this process."""
-_STOP_POLL_INTERVAL_S = 0.1
 _PRINT_TIMEOUT_S = 1.0
 """Seconds that the reason may take to be printed: the output may be a file in the directory that does not answer."""
-
-
-def end_descendants(timeout_s: float) -> None:
-    """End all descendants of this process: SIGTERM, then after `timeout_s` SIGKILL. No file outside /proc is read."""
-    deadline = time.monotonic() + timeout_s
-    _signal(_running_descendants(), signal.SIGTERM)
-    while (running := _running_descendants()) and time.monotonic() < deadline:
-        time.sleep(_STOP_POLL_INTERVAL_S)
-    _signal(running, signal.SIGKILL)
-
-
-def _running_descendants() -> list[int]:
-    """Return the descendants that still run. Zombies are left out: the main thread, which would reap them, may hang."""
-    table = read_processes()
-    return [pid for pid in descendants(os.getpid(), table=table) if table[pid].state != "Z"]
-
-
-def _signal(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 class LeaseGuard:

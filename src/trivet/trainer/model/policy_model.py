@@ -112,10 +112,7 @@ class PolicyModel(torch.nn.Module):
             self._casts = MasterCasts(list(self.parameters()), dtype)
 
     def casting(self) -> AbstractContextManager[object]:
-        """Return a context in which modules compute with casts of their parameters, if `cast_masters` has made any.
-
-        A backward pass needs it too, because checkpointed blocks are computed again there.
-        """
+        """Return a context in which modules compute with casts of their parameters, if `cast_masters` has made any."""
         return self._casts or nullcontext()
 
     @property
