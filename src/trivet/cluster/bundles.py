@@ -49,11 +49,12 @@ def _groups(deployment: DeploymentConfig, placement: Placement) -> Iterator[Bund
     def resources(num_gpus: int) -> dict[str, float]:
         return {**({"GPU": float(num_gpus)} if num_gpus else {}), "CPU": _ROLE_CPUS}
 
+    # First, while the few machines with their resources are free: Ray places groups in their order.
+    for node in placement.worker_nodes if placement.has_distant_workers else ():
+        amounts = {"CPU": float(deployment.env_cpus_per_node), **deployment.env_resources}
+        yield BundleGroup(name=f"env-workers-{node}", nodes=(node,), resources=amounts, labels={})
     yield BundleGroup(
         name="trainer", nodes=placement.trainer_nodes, resources=resources(deployment.gpus_per_node), labels=labels
     )
     for server in placement.servers:
         yield BundleGroup(name=server.name, nodes=server.nodes, resources=resources(len(server.gpu_ids)), labels=labels)
-    for node in placement.worker_nodes if placement.has_distant_workers else ():
-        amounts = {"CPU": float(deployment.env_cpus_per_node), **deployment.env_resources}
-        yield BundleGroup(name=f"env-workers-{node}", nodes=(node,), resources=amounts, labels={})

@@ -45,7 +45,7 @@ def test_a_server_over_machines_has_a_bundle_on_each() -> None:
 
 def test_environment_nodes_have_cpus_and_the_resources_of_their_sandboxes() -> None:
     found = describe(num_env_nodes=2, env_cpus_per_node=16, env_resources={"sandbox": 1}, gpus_per_node=0)
-    assert found[2:] == ["env-workers-2: 1 bundle of 16 CPU, 1 sandbox", "env-workers-3: 1 bundle of 16 CPU, 1 sandbox"]
+    assert found[:2] == ["env-workers-2: 1 bundle of 16 CPU, 1 sandbox", "env-workers-3: 1 bundle of 16 CPU, 1 sandbox"]
 
 
 def test_labels_are_for_machines_with_gpus() -> None:

@@ -8,24 +8,28 @@ from support.processes import wait_until
 from trivet.cluster.fence import Contact
 
 _PROGRAM = """
-import subprocess, sys, threading, time
+import os, subprocess, sys, threading, time
 from trivet.cluster.fence import Fence
 missed = threading.Event()
+
+def say(word):  # in one call, because two threads say something
+    os.write(1, f"{word}\\n".encode())
+
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
 child.stdout.readline()
-Fence(missed.is_set, lost_after_s=2.0, on_end=lambda: print("noted", flush=True))
+Fence(missed.is_set, lost_after_s=2.0, on_end=lambda: say("noted"))
 time.sleep(0.5)
-print("alive" if child.poll() is None else "ended", flush=True)
+say("alive" if child.poll() is None else "ended")
 missed.set()
-print(child.wait(30), flush=True)
+say(child.wait(30))
 late = subprocess.Popen(["sleep", "60"])  # a start that was under way
-print(late.wait(30), flush=True)
+say(late.wait(30))
 missed.clear()
 time.sleep(0.5)
 after = subprocess.Popen(["sleep", "60"])
 time.sleep(0.5)
-print("alive" if after.poll() is None else "ended", flush=True)
+say("alive" if after.poll() is None else "ended")
 after.kill()
 """
 
