@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 import ray
 
+from trivet.cluster.addresses import address_towards, interface_of
 from trivet.cluster.agent import NodeProcesses
 from trivet.cluster.fence import Contact, Fence
 from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts, Observed
 from trivet.config.layout import RunLayout
 from trivet.dependencies import own_version
 from trivet.launcher.logs import RunLog
-from trivet.launcher.nodes.addresses import address_towards, interface_of
 from trivet.launcher.processes import LocalHost, role_environment
 from trivet.launcher.run_directory import Scratch
 from trivet.machine import inspect_machine

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from trivet.cluster.messages import Desired, DesiredProcess, Observed, ObservedProcess
+from trivet.cluster.report_reader import ReportReader
 from trivet.errors import ConfigError
-from trivet.launcher.nodes.report_reader import ReportReader
 from trivet.launcher.processes import Child, LocalHost
 from trivet.launcher.run_directory import Scratch
 from trivet.process.sockets import ReservedPorts

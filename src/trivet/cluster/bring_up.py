@@ -22,10 +22,10 @@ from typing import get_args
 
 import msgspec
 
+from trivet.cluster.addresses import address_towards, own_address
 from trivet.cluster.certificates import make_authority
 from trivet.cluster.ray_node import RayNode, Signals
 from trivet.errors import NodesMissing, TrivetError
-from trivet.launcher.nodes.addresses import address_towards, own_address
 from trivet.process.lifetime import adopt_orphans, tied_command
 from trivet.process.sockets import ReservedPorts
 from trivet.schedulers.lost_script import MAX_WATCHERS, LostScriptAction, replace_lost_script

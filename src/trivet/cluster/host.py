@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from trivet.cluster.messages import DesiredProcess, ObservedProcess, SentSignal
-from trivet.cluster.table import NodeTable
+from trivet.cluster.table import NodeLost, NodeTable
 from trivet.exits import NODE_LOST
 from trivet.launcher.node_plan import Node
-from trivet.launcher.nodes.registry import NodeLost
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.processes import HostedProcess, LocalHost, RoleReports
 

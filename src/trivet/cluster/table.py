@@ -11,7 +11,6 @@ import msgspec
 
 from trivet.cluster.messages import Desired, DesiredProcess, NodeFacts, Observed, ObservedProcess
 from trivet.launcher.node_plan import Node
-from trivet.launcher.nodes.registry import NodeLost
 from trivet.launcher.plan import ProcessSpec
 from trivet.wire.status import ProcessReport
 
@@ -244,3 +243,7 @@ class NodeTable:
                 for node, state in self._nodes.items()
                 if state.observed is not None and state.observed.port_error
             }
+
+
+class NodeLost(Exception):
+    """Raised within the launcher when a node is asked for that is not there; `args[0]` is its index."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trivet.cluster.report_reader import ReportReader
 from trivet.errors import ConfigError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.nodes.messages import (
@@ -24,7 +25,6 @@ from trivet.launcher.nodes.messages import (
     SignalProcess,
     StartProcess,
 )
-from trivet.launcher.nodes.report_reader import ReportReader
 from trivet.launcher.processes import Child, LocalHost
 from trivet.launcher.run_directory import Scratch
 from trivet.process.sockets import ReservedPorts

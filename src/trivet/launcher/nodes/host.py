@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from trivet.cluster.table import NodeLost
 from trivet.exits import NODE_LOST
 from trivet.launcher.node_plan import Node
 from trivet.launcher.nodes.messages import EndOrphans, EndRun, HoldPorts, RemoteState, ShowStacks, SignalProcess, StartProcess
-from trivet.launcher.nodes.registry import NodeLost, NodeRegistry
+from trivet.launcher.nodes.registry import NodeRegistry
 from trivet.launcher.placement import HEAD
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.processes import HostedProcess, LocalHost, RoleReports

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 
+from trivet.cluster.addresses import address_towards, interface_of
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
 from trivet.config.schema.rl import RLConfig
 from trivet.dependencies import own_version
 from trivet.errors import ConfigError, NodesMissing, TrivetError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.nodes.addresses import address_towards, interface_of
 from trivet.launcher.nodes.agent import NodeAgent
 from trivet.launcher.nodes.control import ControlClient
 from trivet.launcher.nodes.head_contact import HeadContact

@@ -7,13 +7,13 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from trivet.cluster.addresses import interface_of, own_address
 from trivet.config.layout import RunLayout
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.dependencies import own_version
 from trivet.errors import ConfigError, NodesMissing
 from trivet.launcher.node_plan import Node, plan_over_nodes
-from trivet.launcher.nodes.addresses import interface_of, own_address
 from trivet.launcher.nodes.control import ControlServer
 from trivet.launcher.nodes.host import NodeHost
 from trivet.launcher.nodes.identity import NodeIdentity

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from trivet.cluster.table import NodeLost
 from trivet.launcher.node_plan import Node
 from trivet.launcher.nodes.messages import Beat, Hello, Order, Orders, Refused, RemoteState
 from trivet.wire.status import ProcessReport
@@ -248,10 +249,6 @@ class NodeRegistry:
         """Return whether every node that is there has carried out all its orders."""
         with self._lock:
             return all(agent.is_lost or agent.num_done == len(agent.orders) for agent in self._agents.values())
-
-
-class NodeLost(Exception):
-    """Raised within the launcher when a node is asked for that is not there; `args[0]` is its index."""
 
 
 def _shift(report: ProcessReport, seconds: float) -> ProcessReport:

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from trivet.cluster.table import NodeLost
 from trivet.launcher.nodes.messages import Beat, EndRun, Hello, HoldPorts, Orders, Refused, RemoteState, ShowStacks
-from trivet.launcher.nodes.registry import NodeLost, NodeRegistry
+from trivet.launcher.nodes.registry import NodeRegistry
 from trivet.wire.status import ProcessReport
 
 FIRST, SECOND = b"first agent", b"second agent"

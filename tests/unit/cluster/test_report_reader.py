@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from support.processes import wait_until
-from trivet.launcher.nodes.report_reader import ReportReader
+from trivet.cluster.report_reader import ReportReader
 from trivet.launcher.processes import Child, RoleReports
 
 NEVER, FIRST = RoleReports(), RoleReports(stamps={"trainer": (1, 2)})

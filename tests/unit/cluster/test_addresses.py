@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from trivet.cluster import addresses
+from trivet.cluster.addresses import address_towards, interface_of, own_address
 from trivet.errors import ConfigError
-from trivet.launcher.nodes import addresses
-from trivet.launcher.nodes.addresses import address_towards, interface_of, own_address
 
 DEFAULT_ROUTE = "192.0.2.1"
 
