@@ -1,8 +1,8 @@
 """Finds the servers of a run, checks the admitted servers, and admits the others once they serve the target policy.
 
 `client.base_url` lists the servers, or `client.elastic` names a DNS name or a file where servers may come and go. An admitted
-server that fails a check is marked unhealthy. A server that is not admitted is asked with growing pauses to load the target policy,
-and admitted when it serves it. `ServerPool` calls this module. If no server is left for too long, an error ends the run.
+server that fails a check is marked unhealthy. A server that is not admitted is asked every second whether it is there, then to load
+the target policy, with growing pauses while it fails, and admitted when it serves it. `ServerPool` calls this module. If no server is left for too long, an error ends the run.
 """
 
 import asyncio
@@ -31,8 +31,12 @@ _CHECK_INTERVAL_S = 5.0
 _MAX_TIMEOUTS = 3
 """Checks in a row without an answer that make a server unhealthy. One is not enough, because a busy machine answers late."""
 _FIRST_PAUSE_S = 1.0
-"""Seconds before the second attempt to admit a server; doubled with each attempt, up to `_MAX_PAUSE_S`."""
+"""Seconds before a server that failed to load the policy is asked again; doubled each time, up to `_MAX_PAUSE_S`."""
 _MAX_PAUSE_S = 30.0
+_ABSENT_INTERVAL_S = 1.0
+"""Seconds between two questions whether a server is there: rollouts may wait for it, and the question costs nothing."""
+_ABSENT_TIMEOUT_S = 5.0
+"""Longest wait for that answer. A connection that was begun while the machine was cut off would come about late."""
 _NO_SERVER_POLL_INTERVAL_S = 1.0
 """Seconds between two questions whether any server is admitted."""
 _NO_SERVER_REPORT_INTERVAL_S = 60.0
@@ -199,9 +203,7 @@ class ServerMonitor:
                         await self._check(server)
                 continue
             await self._pool.may_wake.wait()
-            if not await self._try_to_admit(server):
-                server.num_attempts += 1
-                await self._sleep(backoff_s(server.num_attempts, first_s=_FIRST_PAUSE_S, max_s=_MAX_PAUSE_S))
+            await self._sleep(await self._try_to_admit(server))
 
     async def _check(self, server: Server) -> None:
         problem = await server.find_problem(
@@ -210,22 +212,27 @@ class ServerMonitor:
         if problem is not None:
             self._pool.mark_unhealthy(server, problem)
 
-    async def _try_to_admit(self, server: Server) -> bool:
-        """Load the target policy on a server and admit it. Return False if the server failed, so that a pause must follow."""
+    async def _try_to_admit(self, server: Server) -> float:
+        """Load the target policy on a server and admit it. Return the seconds until the next attempt, if another is needed."""
         target = self._pool.target
         try:
-            await server.client.check_health(timeout_s=_CHECK_TIMEOUT_S)
+            await server.client.check_health(timeout_s=_ABSENT_TIMEOUT_S)
+        except InferenceError as exc:
+            server.last_error = str(exc)
+            return _ABSENT_INTERVAL_S
+        try:
             async with server.change_lock:
                 if not self._pool.may_wake.is_set():
-                    return True  # `_watch` tries again once the servers may wake
+                    return 0.0  # `_watch` tries again once the servers may wake
                 await server.ensure_policy(target)
         except ForeignPolicy:
             raise
         except InferenceError as exc:
             server.last_error = str(exc)
-            return False
+            server.num_attempts += 1
+            return backoff_s(server.num_attempts, first_s=_FIRST_PAUSE_S, max_s=_MAX_PAUSE_S)
         # If the target has changed meanwhile, `_watch` tries again at once; if servers must sleep now, once they may wake.
         if target is self._pool.target and self._pool.may_wake.is_set():
             self._pool.admit(server)
             logger.info("server admitted url=%s version=%s", server.root, target.version)
-        return True
+        return 0.0

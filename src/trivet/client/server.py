@@ -45,7 +45,7 @@ class Server:
     num_timeouts: int = 0
     """Checks in a row that the server did not answer in time."""
     num_attempts: int = 0
-    """Attempts to admit the server since it was marked unhealthy, or since the start."""
+    """Times in a row that it was there and did not load the target policy."""
     status: PolicyStatus | None = None
     """The server's answer when it last served the policy that it was asked for; None before."""
     last_error: str = "was never asked"

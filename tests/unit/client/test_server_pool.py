@@ -72,6 +72,16 @@ async def test_a_server_that_fails_a_load_is_set_aside_and_the_others_go_on(site
     await crash
 
 
+@simulated(A, B, limit_s=300)
+async def test_a_server_that_was_away_for_long_takes_rollouts_as_soon_as_it_is_back(site: Site) -> None:
+    crash = asyncio.create_task(site.servers[A].crash(120.0))
+    await asyncio.sleep(0)
+    assert await site.pool.is_at_fault(A)
+    await crash
+    await asyncio.sleep(3)
+    assert site.pool.roots == [A, B]
+
+
 @simulated(A, B, limit_s=400)
 async def test_a_server_that_stops_answering_is_set_aside_after_some_time_and_a_late_answer_is_forgiven(site: Site) -> None:
     site.servers[A].is_frozen = True
