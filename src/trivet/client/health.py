@@ -2,7 +2,8 @@
 
 `client.base_url` lists the servers, or `client.elastic` names a DNS name or a file where servers may come and go. An admitted
 server that fails a check is marked unhealthy. A server that is not admitted is asked every second whether it is there, then to load
-the target policy, with growing pauses while it fails, and admitted when it serves it. `ServerPool` calls this module. If no server is left for too long, an error ends the run.
+the target policy, with growing pauses while it fails, and admitted when it serves it. `ServerPool` calls this module. If no server
+is left for too long, an error ends the run.
 """
 
 import asyncio
