@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cluster_run import ClusterRun
-from support.node_run import ENVIRON, START_S, prove
+from support.cluster_run import ENVIRON, START_S, ClusterRun, prove
 from support.nodes import can_make_nodes
 from support.processes import wait_until
 from support.ray_nodes import make_ray_nodes

@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.node_run import ENVIRON, START_S, NodeRun, prove
+from support.cluster_run import ENVIRON, START_S, prove
+from support.node_run import NodeRun
 from support.nodes import Nodes, can_make_nodes, make_nodes
 from support.tiny_models import tiny_model_writer
 from trivet.checkpoints.run_record import read_run

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from support.cluster_run import ENVIRON, START_S
 from support.groups import make_group
 from support.histories import assert_proven
 from support.node_chaos import AWAIT_MOUNT, SLOW_DIRECTORY, can_mount
-from support.node_run import ENVIRON, START_S
 from support.nodes import Nodes, can_make_nodes, make_nodes
 from support.processes import wait_until
 from support.rl_run import CONFIG

@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from support.chaos import fill
-from support.node_run import ENVIRON, NodeRun
+from support.cluster_run import ENVIRON
+from support.node_run import NodeRun
 from support.processes import wait_until
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import COMMITTED

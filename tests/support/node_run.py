@@ -1,40 +1,15 @@
 """Runs the launcher `rl` on several nodes, as a scheduler does: the same command on each of them."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from support.cluster_run import DEPLOYMENT, ENVIRON, START_S
 from support.nodes import Nodes
 from support.processes import wait_until
-from support.rl_run import CONFIG, ENVIRONMENTS
+from support.rl_run import CONFIG
 from trivet.config.layout import RunLayout
 from trivet.process.lifetime import module_command
-
-DEPLOYMENT = """
-[deployment]
-type = "multi_node"
-num_train_nodes = {num_train_nodes}
-num_infer_nodes = {nodes_per_server}
-num_infer_replicas = {num_servers}
-gpus_per_node = 0
-start_timeout_s = 90
-lost_after_s = 10
-
-[recovery]
-max_restarts = 10
-
-[inference.parallel]
-tp = {nodes_per_server}
-"""
-START_S = 300.0
-ENVIRON = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ENVIRONMENTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    "WANDB_MODE": "disabled",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 class NodeRun:
@@ -99,10 +74,3 @@ class NodeRun:
             wait_until(condition, timeout_s=START_S, waiting_for=what)
         except AssertionError as exc:
             raise AssertionError(f"{exc}: {self.everything()}") from None
-
-
-def prove(layout: RunLayout) -> None:
-    """Prove the run's history with `trivet check`."""
-    command = module_command("trivet.cli.main", "check", str(layout.root), python=sys.executable)
-    checked = subprocess.run(command, capture_output=True, text=True, env=ENVIRON, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
