@@ -1,7 +1,6 @@
 """The nodes of a run as the host of its processes: the supervisor starts and signals processes through it, wherever they are."""
 
 import signal
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
@@ -11,7 +10,7 @@ from trivet.cluster.table import NodeLost, NodeTable
 from trivet.exits import NODE_LOST
 from trivet.launcher.node_plan import Node
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.processes import HostedProcess, LocalHost, RoleReports
+from trivet.launcher.processes import SYSTEM_CLOCK, Clock, HostedProcess, LocalHost, RoleReports
 
 
 class ClusterProcess:
@@ -89,9 +88,7 @@ class ClusterHost:
     frozenset({1})
     """
 
-    def __init__(
-        self, table: NodeTable, *, check: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, table: NodeTable, *, check: Callable[[], None] = lambda: None, clock: Clock = SYSTEM_CLOCK) -> None:
         """Begin with no process.
 
         Args:
@@ -104,7 +101,7 @@ class ClusterHost:
 
     def nodes(self) -> dict[int, Node]:
         """Return the nodes that are there and hold their ports."""
-        return self._table.present(now=self._clock())
+        return self._table.present(now=self._clock.now())
 
     def lost_nodes(self) -> frozenset[int]:
         """Return the nodes that are not there, or not yet with their ports.
@@ -114,7 +111,7 @@ class ClusterHost:
         """
         self._check()
         self._table.check()
-        return frozenset(self._table.nodes) - self.nodes().keys()
+        return frozenset(self._table.nodes).difference(self.nodes())
 
     def leaving_nodes(self) -> frozenset[int]:
         """Return the nodes that were asked to end."""
@@ -128,13 +125,13 @@ class ClusterHost:
 
     def start(self, spec: ProcessSpec) -> ClusterProcess:
         """Start a process on its node, as `ProcessHost.start`."""
-        return ClusterProcess(self._table, spec, clock=self._clock)
+        return ClusterProcess(self._table, spec, clock=self._clock.now)
 
     def stop(
         self, processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False
     ) -> Sequence[HostedProcess]:
         """End all processes, as `ProcessHost.stop`."""
-        return LocalHost.stop(processes, timeout_s=timeout_s, is_hurried=is_hurried)
+        return LocalHost.stop(processes, timeout_s=timeout_s, is_hurried=is_hurried, clock=self._clock)
 
     def end_orphans(self, *, spared: Collection[HostedProcess] = ()) -> None:
         """Kill what outlived the processes that started it, on every node."""

@@ -224,14 +224,18 @@ class LocalHost:
 
     @staticmethod
     def stop(
-        processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False
+        processes: Sequence[HostedProcess],
+        *,
+        timeout_s: float,
+        is_hurried: Callable[[], bool] = lambda: False,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> Sequence[HostedProcess]:
         """End all processes, as `ProcessHost.stop`."""
 
         def await_end(running: Sequence[HostedProcess], timeout_s: float, is_over: Callable[[], bool]) -> list[HostedProcess]:
-            deadline = time.monotonic() + timeout_s
-            while any(process.exit_code is None for process in running) and time.monotonic() < deadline and not is_over():
-                time.sleep(_POLL_INTERVAL_S)
+            deadline = clock.now() + timeout_s
+            while any(process.exit_code is None for process in running) and clock.now() < deadline and not is_over():
+                clock.sleep(_POLL_INTERVAL_S)
             return [process for process in running if process.exit_code is None]
 
         for process in processes:

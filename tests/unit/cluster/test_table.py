@@ -12,6 +12,7 @@ from trivet.cluster.messages import Desired, NodeFacts, Observed, ObservedProces
 from trivet.cluster.table import NodeTable
 from trivet.config.layout import RunLayout
 from trivet.exits import NODE_LOST
+from trivet.launcher.processes import Clock
 from trivet.wire.status import ProcessReport
 
 LOST_AFTER_S = 30.0
@@ -37,7 +38,7 @@ class Cluster:
     def __init__(self, directory: Path) -> None:
         self.clock = FakeClock()
         self.table = NodeTable({1: ("inference",)}, lost_after_s=LOST_AFTER_S)
-        self.host = ClusterHost(self.table, clock=self.clock.now)
+        self.host = ClusterHost(self.table, clock=Clock(now=self.clock.now, sleep=self.clock.sleep))
         self.layout = RunLayout(directory)
         self.number = 0
         self.processes: dict[int, ObservedProcess] = {}
