@@ -1,59 +1,50 @@
-"""A run over many nodes in virtual time: supervision and agents are the real ones, machines and processes are not.
+"""A run over many machines in virtual time: supervision and agents are the real ones, machines, Ray and processes are not.
 
-Real: `Supervisor`, `Recovery`, `Attempts`, the plan over nodes, `NodeHost`, `NodeRegistry`, and on each other node `NodeAgent` and
-`HeadContact`. Stand-ins: sockets (a message arrives at once), the processes (`simulated_training`), and the scheduler that has
-a lost node come back or queues the job again. Time passes in the supervisor's sleeps alone, and jumps to what happens next when no
-unit of the run stops or waits for its restart.
+Real: `Supervisor`, `Recovery`, `Attempts`, the plan over nodes, `Driver`, `ClusterHost`, `NodeTable`, and on each node
+`NodeProcesses` and `Contact`. Stand-ins: Ray (`simulated_nodes`), the processes (`simulated_training`), and the scheduler that has
+a lost machine replaced or queues the job again. Time passes in the supervisor's sleeps alone, and jumps to what happens next when
+no unit of the run stops or waits for its restart.
 """
 
 import io
 import itertools
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from support.simulated_nodes import FIRST_PORT, NUM_CPUS, DirectReader, SameScratch, SimulatedHost, SimulatedNode, address_of
-from support.simulated_training import ClusterPlan, Timeline, Training
+from support.simulated_nodes import EXCHANGE_INTERVAL_S, PORT, DirectReader, SimulatedRay, address_of
+from support.simulated_training import DRIVER, ClusterPlan, Timeline, Training
+from trivet.cluster import agent as agent_module
+from trivet.cluster.driver import Driver
+from trivet.cluster.host import ClusterHost
+from trivet.cluster.table import NodeTable
 from trivet.config.layout import RunLayout
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.launcher.logs import RunLog
-from trivet.launcher.node_plan import Node
-from trivet.launcher.nodes import agent as agent_module
-from trivet.launcher.nodes.host import NodeHost
-from trivet.launcher.nodes.lead import Lead
-from trivet.launcher.nodes.registry import NodeRegistry
-from trivet.launcher.placement import HEAD, Placement, place
-from trivet.launcher.plan import TRAINING, RecoveryUnit, RunPlan
+from trivet.launcher.placement import place
+from trivet.launcher.plan import RecoveryUnit, RunPlan
 from trivet.launcher.processes import Clock
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.supervision import observer
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.supervisor import Supervisor
-from trivet.machine import Machine
 from trivet.wire.status import RoleState
 from trivet.wire.versions import Step
 
-_BEAT_INTERVAL_S = 25.0
-"""Agents say something at least this often, and whenever the head looks: nobody reads what they say in between."""
 _LEAP_S = 300.0
 """The longest sleep while nothing is wrong. The watchdog takes it for a launcher that was stopped, and waits longer."""
 _WAITING_LEAP_S = 10.0
 """The longest sleep while a unit waits for its node."""
 _BUSY_LEAP_S = 1.0
-"""The longest sleep while a unit stops, or when something happened within `_BUSY_S`: orders and answers take two messages."""
+"""The longest sleep while a unit stops, or when something happened within `_BUSY_S`: an order is answered a moment later."""
 _BUSY_S = 3.5
 _PROBE_TIMEOUT_S = 1.0
 """A server on a lost node does not refuse a connection: who asks it waits for as long as `observer` allows."""
 
 
-class HeadLostError(BaseException):
-    """The head's own node is lost: its launcher ends wherever it is."""
-
-
-class TimeIsUpError(BaseException):
-    """The simulated time is over."""
+class DriverGoneError(BaseException):
+    """The driver's machine is lost, or the simulated time is over: the driver's code ends wherever it is."""
 
 
 @dataclass(kw_only=True)
@@ -61,7 +52,6 @@ class SimulatedAttempts(Attempts):
     """The attempts of a run whose checkpoints are numbers. Nothing but run.json is written."""
 
     training: Training
-    restarts_all: bool
 
     @property
     def last_commit(self) -> Step | None:
@@ -71,10 +61,7 @@ class SimulatedAttempts(Attempts):
         return self.training.committed
 
     def _plan(self) -> RunPlan:
-        planned = replace(Attempts._plan(self), configs={})  # nobody reads them
-        if not self.restarts_all:
-            return planned
-        return replace(planned, processes=tuple(replace(spec, unit=TRAINING) for spec in planned.processes), server_urls={})
+        return replace(Attempts._plan(self), configs={})  # nobody reads them
 
     def begin_next(self, log: RunLog) -> None:
         Attempts.begin_next(self, log)
@@ -86,15 +73,6 @@ class SimulatedAttempts(Attempts):
         return False
 
     def name_servers(self, *, without: object = ()) -> None: ...
-
-
-@dataclass(kw_only=True)
-class Ends:
-    """How often the launcher ended before the time was up, and why."""
-
-    head_lost: int = 0
-    codes: dict[int, int] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
 
 
 class SimulatedCluster:
@@ -112,35 +90,32 @@ class SimulatedCluster:
         self.training = Training(plan, self.timeline)
         self.pids = itertools.count(1000)
         self.log_text = io.StringIO()
-        self.log = RunLog(io.StringIO(), self.log_text, now=lambda: f"{self.timeline.now:.0f}")
-        self.gpus = tuple(map(str, range(plan.gpus_per_node)))
         self.config = _config(plan, layout)
-        self.placement: Placement = place(self.config)
-        self.nodes = [SimulatedNode(self, index) for index in range(self.placement.num_nodes) if index != HEAD]
-        slots = {server.name: server for server in self.placement.servers}
-        self._servers_at = {
-            f"http://{address_of(server.node)}:{FIRST_PORT + self.placement.listeners_on(server.node).index(name)}/v1": (
-                name,
-                server.node,
-            )
-            for name, server in slots.items()
-        }
-        self.local = SimulatedHost(cluster=self)
-        self.ends = Ends()
-        self.head_rounds_s: list[float] = []
-        """CPU seconds of the head in each round of its supervisor."""
-        self.plans_s: list[float] = []
-        """CPU seconds of planning once: the launcher does it for each server that it restarts."""
+        self.gone: set[int] = set()
+        """Machines that are lost, and not replaced yet."""
+        self.cut_off: set[int] = set()
+        """Machines that run, and that the driver does not reach."""
+        self.ends: list[str] = []
+        """Why the driver ended before the time was up, each time."""
+        self._placement = place(self.config)
+        self._servers = {f"http://{address_of(server.node)}:{PORT}/v1": server for server in self._placement.servers}
+        num_train, num_env = plan.num_train_nodes, plan.num_env_nodes
+        first = num_train + -(-plan.num_servers // plan.servers_per_machine)
+        serving = (num_train + number // plan.servers_per_machine for number in range(plan.num_servers))
+        self._machines = dict(enumerate((*range(num_train), *serving, *range(first, first + num_env))))
+        """The machine of each node. Servers share machines."""
+        self._log = RunLog(io.StringIO(), self.log_text, now=lambda: f"{self.timeline.now:.0f}")
         self._layout = layout
         self._attempt = 0
-        self._is_head_there, self._is_ending = True, False
+        self._is_driver_there = True
         self._recovery: Recovery | None = None
         self._units: tuple[RecoveryUnit, ...] = ()
-        self._states: tuple[RoleState, ...] = ()
-        self._changed_at = 0.0
-        self._woken_at = 0.0
-        for at, node in plan.losses:
-            self.timeline.at(at, lambda node=node: self._lose(node))
+        for at, machine in plan.losses:
+            self.timeline.at(at, lambda machine=machine: self._lose(machine))
+        for at, machine, seconds in plan.cuts:
+            self.timeline.at(at, lambda machine=machine, seconds=seconds: self._cut(machine, seconds))
+        for at, node in plan.actors_ended:
+            self.timeline.at(at, lambda node=node: self.ray.end_actor(node))
         layout.root.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
@@ -150,152 +125,126 @@ class SimulatedCluster:
         try:
             while True:
                 try:
-                    code = self._lead()
-                except HeadLostError:
-                    self.ends.head_lost += 1
-                    self._await_agents()
-                else:
-                    self.ends.codes[code] = self.ends.codes.get(code, 0) + 1
-                    said = [
-                        line for line in self.log_text.getvalue().splitlines() if line.endswith("; stopping what still runs")
-                    ]
-                    self.ends.reasons.append(said[-1])
+                    self.ends.append(f"exit code {self._lead()}")
+                except DriverGoneError:
+                    if self.timeline.now >= self.plan.end_s:
+                        break
+                    self.ends.append("driver lost")
                 self._await_requeue()
-        except TimeIsUpError:
             self.training.finish()
         finally:
             observer.is_healthy, agent_module.ReportReader = before  # type: ignore[misc]
 
     def _lead(self) -> int:
-        plan, deployment = self.plan, self.config.deployment
+        placement = self._placement
         self._attempt += 1
-        self._woken_at = time.process_time()
-        wanted = {node.index: self.placement.listeners_on(node.index) for node in self.nodes}
-        num_gpus = dict.fromkeys(wanted, plan.gpus_per_node)
-        self.registry = NodeRegistry(num_gpus, config_digest="same", version="1", lost_after_s=deployment.lost_after_s)
-        host: NodeHost = NodeHost(
-            self.local,  # type: ignore[arg-type]  # acts as one
-            self.registry,
-            wanted=wanted,
-            clock=lambda: self.timeline.now,
-            sleep=self._sleep,
+        clock = Clock(now=lambda: self.timeline.now, unix_time=lambda: self.timeline.now, sleep=self._sleep)
+        table = NodeTable(
+            {node: placement.possible_listeners_on(node) for node in range(placement.num_nodes)},
+            lost_after_s=self.config.deployment.lost_after_s,
         )
-        for node in self.nodes:
-            node.join()
+        host = ClusterHost(table, clock=clock)
+        self.ray = SimulatedRay(self, table, self._machines)
+        self.ray.place_all()
         while host.lost_nodes():
             self._sleep(0.2)
-        lead = Lead(host=host, own=self._head_node(), python="python", known={})
-        plans: dict[object, RunPlan] = {}
-
-        def make_plan(config: RLConfig, run: RunIdentity, resume_step: Step | None) -> RunPlan:
-            key = (run.attempt, resume_step, frozenset(host.lost_nodes()))
-            if key not in plans:  # ports and addresses stay: what is the same need not be planned again for each server
-                begun = time.process_time()
-                plans[key] = lead.plan(config, run, resume_step)
-                self.plans_s.append(time.process_time() - begun)
-            return plans[key]
-
+        host.joined_nodes()
         self.training.begin(self.training.committed, attempt=self._attempt)
         attempts = SimulatedAttempts(
             config=self.config,
             directory=RunDirectory(self._layout),
             run=RunIdentity(id="simulated", attempt=self._attempt),
             from_step=self.training.committed,
-            make_plan=make_plan,
-            scratch=SameScratch(),  # type: ignore[arg-type]
+            make_plan=Driver(host=host, python="python").plan,
+            scratch=None,
             training=self.training,
-            restarts_all=plan.restarts_all,
         )
         self._units = tuple(dict.fromkeys(spec.unit for spec in attempts.planned.processes))
-        supervisor = Supervisor(
-            attempts,
-            host=host,
-            log=self.log,
-            clock=Clock(now=lambda: self.timeline.now, unix_time=lambda: self.timeline.now, sleep=self._sleep),
-        )
+        supervisor = Supervisor(attempts, host=host, log=self._log, clock=clock)
         self._recovery = supervisor._recovery
         try:
-            code = supervisor.run()
+            return supervisor.run()
         finally:
             self._attempt, self._recovery = attempts.run.attempt, None
-        host.end_run(code)
-        return code
-
-    def _head_node(self) -> Node:
-        ports = {name: 5000 + offset for offset, name in enumerate(self.placement.listeners_on(HEAD))}
-        machine = Machine(gpus=self.gpus, num_cpus=NUM_CPUS)
-        return Node(index=HEAD, name="head", host=address_of(HEAD), interface="eth0", machine=machine, ports=ports)
 
     def _sleep(self, seconds: float) -> None:
-        """Let time pass: to what happens next, at most as long as the head would not notice the difference."""
-        if self._is_ending:
-            return  # the launcher is gone: what its clean-up waits for does not matter
+        """Let time pass: to what happens next, at most as long as the driver would not notice the difference."""
         self._check()
-        self.head_rounds_s.append(time.process_time() - self._woken_at)
+        self.ray.exchange()
         now = self.timeline.now
         until = self.timeline.next_noticed(before=min(now + max(seconds, self._leap_s()), self.plan.end_s))
         while self.timeline.now < until:
-            self.timeline.advance(min(until, self.timeline.now + _BEAT_INTERVAL_S))
-            for node in self.nodes:
-                node.beat()
-        self._woken_at = time.process_time()
+            self.timeline.advance(min(until, self.timeline.now + EXCHANGE_INTERVAL_S))
+            self.ray.exchange()
         self._check()
 
     def _check(self) -> None:
-        self._is_ending = not self._is_head_there or self.timeline.now >= self.plan.end_s
-        if not self._is_head_there:
-            raise HeadLostError
-        if self._is_ending:
-            raise TimeIsUpError
+        if not self._is_driver_there or self.timeline.now >= self.plan.end_s:
+            raise DriverGoneError
 
     def _leap_s(self) -> float:
         if self._recovery is None:
             return 0.0
-        states = tuple(self._recovery.state_of(unit) for unit in self._units)
-        if states != self._states:
-            self._states, self._changed_at = states, self.timeline.now
-        if RoleState.STOPPING in states or self.timeline.now - max(self.timeline.happened_at, self._changed_at) < _BUSY_S:
+        states = {self._recovery.state_of(unit) for unit in self._units}
+        if RoleState.STOPPING in states or self.timeline.now - self.timeline.happened_at < _BUSY_S:
             return _BUSY_LEAP_S
         return _WAITING_LEAP_S if RoleState.BACKING_OFF in states else _LEAP_S
 
-    def _lose(self, index: int) -> None:
-        self.timeline.after(self.config.deployment.lost_after_s + 0.01, lambda: None)  # the head looks at that moment
-        if index == HEAD:
-            self._is_head_there = False
-            self.local.end_all()
-            return
-        node = self.nodes[index - 1]
-        if node.is_there:
-            node.lose()
-            self.timeline.after(self.plan.return_s, lambda: node.is_there or node.join())
+    def _lose(self, machine: int) -> None:
+        """Lose a machine; another one takes its place after a while."""
+        if machine == DRIVER:
+            self._exchange_now()
+            self._is_driver_there = False
+        elif machine not in self.gone:
+            self._await_notice()
+            self.gone.add(machine)
+            self.ray.lose(machine)
+            self.timeline.after(self.plan.return_s, lambda: self._replace(machine))
 
-    def _await_agents(self) -> None:
-        """The agents miss the head, and end before the job starts again."""
-        while not all(not node.is_there or node.miss_head() for node in self.nodes):
-            self.timeline.advance(self.timeline.now + 0.5)
-        assert not any(node.host.running for node in self.nodes)
+    def _replace(self, machine: int) -> None:
+        self.gone.discard(machine)
+        self.ray.place_all()
+
+    def _cut(self, machine: int, seconds: float) -> None:
+        """Cut a machine off from the driver for some seconds."""
+        self._exchange_now()
+        self._await_notice()
+        self.cut_off.add(machine)
+        self.timeline.after(self.config.deployment.lost_after_s / 2 + 0.01, lambda: None)  # the node looks at that moment
+        self.timeline.after(seconds, lambda: self.cut_off.discard(machine))
+
+    def _await_notice(self) -> None:
+        self.timeline.after(self.config.deployment.lost_after_s + 0.01, lambda: None)  # the driver looks at that moment
+
+    def _exchange_now(self) -> None:
+        """Have every node know that the driver has just heard it: the driver tells it in the next message."""
+        for _ in range(2):
+            self.ray.exchange(must=True)
 
     def _await_requeue(self) -> None:
+        """Let the nodes end what the driver left behind, and the job start again."""
         self.training.stopping(None)
+        self.timeline.advance(self.timeline.now + self.config.deployment.lost_after_s / 2 + 0.01)
+        for actor in self.ray.actors.values():
+            actor.check_fence()
+        assert not any(process.exit_code is None for actor in self.ray.actors.values() for process in actor.host.running)
         self.timeline.advance(self.timeline.now + self.plan.requeue_s)
-        self._is_head_there, self._is_ending = True, False
-        if self.timeline.now >= self.plan.end_s:
-            raise TimeIsUpError
+        self._is_driver_there = True
 
     def _answers(self, base_url: str) -> bool:
-        name, node = self._servers_at[base_url]
-        if not self.nodes[node - 1].is_there:
+        server = self._servers[base_url]
+        if self._machines[server.node] in self.gone:
             self.timeline.advance(self.timeline.now + _PROBE_TIMEOUT_S)
-        return self.training.is_serving(name)
+        return self.training.is_serving(server.name)
 
 
 def _config(plan: ClusterPlan, layout: RunLayout) -> RLConfig:
     deployment: dict[str, Any] = {
         "type": "multi_node",
+        "engine": "ray",
         "num_train_nodes": plan.num_train_nodes,
         "num_infer_replicas": plan.num_servers,
-        "servers_per_node": plan.servers_per_node,
-        "gpus_per_node": plan.gpus_per_node,
-        "min_train_nodes": None if plan.restarts_all else plan.min_train_nodes,
+        "num_env_nodes": plan.num_env_nodes,
+        "min_train_nodes": plan.min_train_nodes,
     }
     return RLConfig.model_validate({"output_dir": str(layout.root), "deployment": deployment})

@@ -1,25 +1,34 @@
-"""The nodes of a simulated cluster: the real agent on each, and processes that are only what they are said to be."""
+"""The nodes of a simulated cluster: actors with the real agent, a stand-in for Ray, and processes that are only objects."""
 
 import itertools
 import signal
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from trivet.launcher.nodes.agent import NodeAgent
-from trivet.launcher.nodes.head_contact import HeadContact
-from trivet.launcher.nodes.messages import Hello, Orders
+from trivet.cluster.agent import NodeProcesses
+from trivet.cluster.fence import Contact
+from trivet.cluster.messages import NodeFacts
+from trivet.cluster.table import NodeTable
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.processes import HostedProcess, RoleReports
-from trivet.wire.status import ProcessReport
+from trivet.launcher.processes import RoleReports
+from trivet.wire.status import RUNNING_GROUPS, ProcessReport
 from trivet.wire.versions import Step
 
 if TYPE_CHECKING:
     from support.simulated_cluster import SimulatedCluster
 
-NUM_CPUS = 192
-FIRST_PORT = 4000
-"""Every node has the same ports free, in this order."""
+PORT = 4000
+"""The first port of every node."""
+EXCHANGE_INTERVAL_S = 25.0
+"""The cluster exchanges states at least this often, though nobody looks: a node that is silent for longer may count as lost."""
+_RECENT_S = 4.0
+"""A node without news, which was asked so recently, is not asked. Together with the interval it is shorter than `lost_after_s`."""
+_ACTOR_START_S = 8.0
+"""From a free bundle until its new actor answers: measured with imports under load."""
+_ACTOR_ENDED_S = 0.5
+"""From the end of an actor's process until Ray says so."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -29,9 +38,9 @@ class SimulatedProcess:
     spec: ProcessSpec
     pid: int
     cluster: "SimulatedCluster"
-    log_offset: int = 0
+    attempt: int
+    started_at: float
     exit_code: int | None = None
-    started_at: float = 0.0
     said: ProcessReport | None = None
 
     def signal_group(self, number: signal.Signals) -> None:
@@ -52,14 +61,14 @@ class SimulatedProcess:
 
     def reports(self) -> RoleReports:
         """Return what a role says each second, of every process that reports."""
-        now, training = self.cluster.timeline.now, self.cluster.training
-        stamps = {report.process: (self.pid, int(now)) for report in self.spec.reports}
-        if self.said is None or (self.spec.does_finish and self.said.step != training.step):
-            name, step = self.spec.name, Step(training.step) if self.spec.does_finish else Step(0)
+        now, training, name = self.cluster.timeline.now, self.cluster.training, self.spec.name
+        step = Step(training.step) if self.spec.does_finish else Step(0)
+        activity = RUNNING_GROUPS if training.is_serving(name) else ""
+        if self.said is None or (self.said.step, self.said.activity) != (step, activity):
             self.said = ProcessReport(
-                role=name, pid=self.pid, attempt=training.attempt, time=now, since=self.started_at, step=step
+                role=name, pid=self.pid, attempt=self.attempt, time=now, since=self.started_at, step=step, activity=activity
             )
-        return RoleReports(readable=(self.said,), stamps=stamps)
+        return RoleReports(readable=(self.said,), stamps={report.process: (self.pid, int(now)) for report in self.spec.reports})
 
 
 @dataclass(kw_only=True)
@@ -71,46 +80,31 @@ class SimulatedHost:
 
     def start(self, spec: ProcessSpec) -> SimulatedProcess:
         cluster = self.cluster
-        process = SimulatedProcess(spec=spec, pid=next(cluster.pids), cluster=cluster, started_at=cluster.timeline.now)
+        process = SimulatedProcess(
+            spec=spec,
+            pid=next(cluster.pids),
+            cluster=cluster,
+            attempt=cluster.training.attempt,
+            started_at=cluster.timeline.now,
+        )
         self.running = [other for other in self.running if other.exit_code is None] + [process]
         cluster.training.started(process)
         return process
-
-    def stop(
-        self, processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False
-    ) -> Sequence[HostedProcess]:
-        for process in processes:
-            process.signal_group(signal.SIGKILL)
-        return []
 
     def end_all(self) -> None:
         """Lose every process at once."""
         for process in self.running:
             process.end(-signal.SIGKILL)
-        self.running.clear()
 
-    def end_orphans(self, *, spared: Collection[HostedProcess] = ()) -> None: ...
+    def end_orphans(self, *, spared: Collection[SimulatedProcess] = ()) -> None: ...
 
-    def show_stacks(self, process: HostedProcess, pids: Iterable[int]) -> None: ...
+    def show_stacks(self, process: SimulatedProcess, pids: Iterable[int]) -> None: ...
 
-    def find_stopped(self, processes: Sequence[HostedProcess]) -> list[tuple[int, ...]]:
+    def find_stopped(self, processes: Sequence[SimulatedProcess]) -> list[tuple[int, ...]]:
         return [()] * len(processes)
-
-    def lost_nodes(self) -> frozenset[int]:
-        return frozenset()
-
-    leaving_nodes = lost_nodes
 
     def read_reports(self, process: SimulatedProcess) -> RoleReports:
         return process.reports()
-
-
-class _Ports:
-    def __init__(self) -> None:
-        self._free = itertools.count(FIRST_PORT)
-
-    def reserve(self, host: str, *, preferred: int) -> int:
-        return preferred or next(self._free)
 
 
 class DirectReader:
@@ -129,94 +123,116 @@ class DirectReader:
     def newest(self, order: int) -> RoleReports:
         return self._read(self._children[order])
 
-    def close(self) -> None: ...
 
+class SimulatedActor:
+    """The actor of one node: the real agent and contact with the driver."""
 
-class SameScratch:
-    def redirect(self, spec: ProcessSpec) -> ProcessSpec:
-        return spec
-
-
-class SimulatedNode:
-    """A node that is not the first: the real agent, which speaks to the head's registry without sockets."""
-
-    def __init__(self, cluster: "SimulatedCluster", index: int) -> None:
-        self._cluster = cluster
-        self.index = index
+    def __init__(self, cluster: "SimulatedCluster", node: int) -> None:
+        self._timeline = cluster.timeline
+        self._node = node
+        free = itertools.count(PORT)
         self.host = SimulatedHost(cluster=cluster)
-        self.is_there = True
-        self._life = 0
-        self._agent: NodeAgent | None = None
-
-    @property
-    def _key(self) -> bytes:
-        return b"%d/%d" % (self.index, self._life)
-
-    def join(self) -> None:
-        """Start the command of this node: introduce a new agent to the head."""
-        cluster, self._life = self._cluster, self._life + 1
-        self.is_there = True
-        self.host.end_all()
-        hello = Hello(
-            index=self.index,
-            name=f"host-{self.index}-{self._life}",
-            host=address_of(self.index),
-            interface="eth0",
-            gpus=cluster.gpus,
-            num_cpus=NUM_CPUS,
-            instance=f"{self.index}/{self._life}",
-            version="1",
-            config_digest="same",
-            does_see_lock=True,
-        )
-        now = cluster.timeline.now
-        answer = cluster.registry.receive(self._key, hello, now=now, unix_time=now)
-        if not isinstance(answer, Orders):  # its last agent is not counted as lost yet
-            cluster.timeline.after(1.0, self.join)
-            return
-        self._contact = HeadContact(lost_after_s=answer.lost_after_s, now=now)
-        self._agent = NodeAgent(
-            self.index,
+        self._contact = Contact(lost_after_s=cluster.config.deployment.lost_after_s, now=self._timeline.now)
+        self._agent = NodeProcesses(
+            node,
             host=self.host,  # type: ignore[arg-type]  # acts as one
-            bind=address_of(self.index),
-            ports=_Ports(),  # type: ignore[arg-type]
-            scratch=SameScratch(),  # type: ignore[arg-type]
-            open_log=lambda: cluster.log,
-            unix_time=lambda: cluster.timeline.now,
+            bind=address_of(node),
+            ports=SimpleNamespace(reserve=lambda _, preferred: preferred or next(free)),  # type: ignore[arg-type]
+            scratch=SimpleNamespace(redirect=lambda spec: spec),  # type: ignore[arg-type]
+            say=lambda _: None,
+            unix_time=lambda: self._timeline.now,
         )
-        self._agent.say = lambda message: None  # type: ignore[method-assign]
+        self._exchanged_at = -_RECENT_S
+        self._exit_codes: tuple[int | None, ...] = ()
 
-    def beat(self) -> None:
-        """Say how this node stands, and carry out what the head answers."""
-        agent = self._agent
-        if agent is None:
+    def exchange(self, table: NodeTable, *, must: bool = False) -> None:
+        """Take what the node should run and answer with what it runs, if there is news of one of them or the time has come."""
+        now, agent = self._timeline.now, self._agent
+        must = must or now - self._exchanged_at >= _RECENT_S or agent.exit_codes != self._exit_codes
+        if (desired := table.next_message(self._node, only_news=not must)) is None:
             return
-        now = self._cluster.timeline.now
-        beat = agent.beat()
-        self._contact.sent(beat.number, now=now)
-        answer = self._cluster.registry.receive(self._key, beat, now=now, unix_time=now)
-        if not isinstance(answer, Orders):
+        self._contact.note_seen(desired.seen)
+        agent.apply(desired)
+        observed = agent.observe()
+        self._contact.note_observed(observed.number, now=now)
+        table.receive(self._node, observed, now=now, unix_time=now)
+        self._exchanged_at, self._exit_codes = now, agent.exit_codes
+
+    def check_fence(self) -> None:
+        """End the processes of the node if it misses the driver."""
+        if self._contact.is_missed(now=self._timeline.now):
             self.host.end_all()
-            self._agent = None
-            self.join()
+
+
+class SimulatedRay:
+    """Places an actor in the bundle of each node, and replaces it, as `cluster.exchange` has Ray do it."""
+
+    def __init__(self, cluster: "SimulatedCluster", table: NodeTable, machines: Mapping[int, int]) -> None:
+        """Begin with no actor.
+
+        Args:
+            machines: the machine of each node.
+        """
+        self._cluster = cluster
+        self._timeline = cluster.timeline
+        self._table = table
+        self._machines = machines
+        self.actors: dict[int, SimulatedActor] = {}
+
+    def place_all(self) -> None:
+        """Have an actor made for each node that has none and whose machine is there."""
+        for node in self._machines:
+            self._place(node)
+
+    def _place(self, node: int) -> None:
+        if not self._is_wanted(node):
             return
-        self._contact.seen(answer.beat)
-        agent.carry_out(answer)
+        if self._table.is_lost(node, now=self._timeline.now):
+            self._timeline.after(_ACTOR_START_S, lambda: self._begin(node))
+        else:  # it was silent for a moment only: its processes may run
+            self._timeline.after(1.0, lambda: self._place(node))
 
-    def miss_head(self) -> bool:
-        """Do what an agent does that hears nothing; return whether it is gone."""
-        now = self._cluster.timeline.now
-        if self._contact.must_end_processes(now=now):
-            self.host.end_all()
-        return self._contact.must_end_agent(now=now)
+    def _is_wanted(self, node: int) -> bool:
+        cluster = self._cluster
+        return cluster.ray is self and node not in self.actors and self._machines[node] not in cluster.gone
 
-    def lose(self) -> None:
-        """Lose the node with all that runs on it, just after its last message."""
-        self.beat()
-        self.is_there, self._agent = False, None
-        self.host.end_all()
+    def _begin(self, node: int) -> None:
+        if self._is_wanted(node):
+            facts = NodeFacts(
+                name=f"host-{node}",
+                host=address_of(node),
+                interface="eth0",
+                gpus=tuple("01234567"),
+                num_cpus=192,
+                version="1",
+                does_see_lock=True,
+                ray_node=f"{self._machines[node]}",
+                niceness=0,
+            )
+            self._table.describe(node, facts)
+            self.actors[node] = SimulatedActor(self._cluster, node)
+
+    def lose(self, machine: int) -> None:
+        """Lose the actors of a machine with all that they run, just after their last answer."""
+        for node in [node for node in self.actors if self._machines[node] == machine]:
+            actor = self.actors.pop(node)
+            actor.exchange(self._table, must=True)
+            actor.host.end_all()
+
+    def end_actor(self, node: int) -> None:
+        """End the process of an actor whose machine Ray still reaches."""
+        self.actors.pop(node).host.end_all()
+        self._timeline.after(_ACTOR_ENDED_S, lambda: (self._table.end(node), self._place(node)))
+
+    def exchange(self, *, must: bool = False) -> None:
+        """Exchange states with every node that the driver reaches. A node that is cut off watches itself."""
+        for node, actor in self.actors.items():
+            if self._machines[node] in self._cluster.cut_off:
+                actor.check_fence()
+            else:
+                actor.exchange(self._table, must=must)
 
 
 def address_of(index: int) -> str:
     """Return the address of a node."""
-    return f"10.{index // 65536}.{index // 256 % 256}.{index % 256}"
+    return f"10.0.{index // 256}.{index % 256}"

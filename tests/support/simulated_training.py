@@ -15,7 +15,12 @@ from trivet.launcher.plan import ORCHESTRATOR, TRAINER
 from trivet.wire.versions import Step
 
 if TYPE_CHECKING:
-    from support.simulated_cluster import SimulatedProcess
+    from support.simulated_nodes import SimulatedProcess
+
+
+DRIVER = -1
+"""The machine of the driver, which runs no role. The others are numbered: first those that train, then those that serve, then those
+with environment workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,35 +28,43 @@ class ClusterPlan:
     """A cluster, what it loses when, and how long things take. Times are in seconds."""
 
     num_train_nodes: int
+    min_train_nodes: int | None
     num_servers: int
-    servers_per_node: int
-    gpus_per_node: int
-    losses: Sequence[tuple[float, int]]
-    """Times at which a node is lost, and its number."""
-    end_s: float
-    min_train_nodes: int | None = None
-    restarts_all: bool = False
-    """Any loss restarts every process of the run."""
-    return_s: float
-    """From the loss of a node until another one in its place runs the command."""
-    requeue_s: float
-    """From the end of the job until its nodes run the command again."""
-    server_start_s: float
-    trainer_start_s: float
-    """From the start of the ranks until the first batch could be trained on."""
-    orchestrator_start_s: float
-    term_s: float
-    """From SIGTERM to the end of a process."""
+    servers_per_machine: int
+    num_env_nodes: int
     batch_s: float
     """Time in which all servers together fill a batch."""
-    train_s: float
+    end_s: float
+    losses: Sequence[tuple[float, int]] = ()
+    """Times at which a machine is lost, and its number."""
+    cuts: Sequence[tuple[float, int, float]] = ()
+    """Times at which a machine is cut off, its number, and for how long."""
+    actors_ended: Sequence[tuple[float, int]] = ()
+    """Times at which the process of an actor ends, and the number of its node."""
+    return_s: float = 90.0
+    """From the loss of a machine until Ray has another one in its place: a scheduler has to notice the loss too."""
+    requeue_s: float = 150.0
+    """From the end of the job until it has a cluster and a driver again. SLURM alone waits for two minutes."""
+    server_start_s: float = 180.0
+    """vLLM: imports, 14 GB and more to load, graphs to capture."""
+    env_start_s: float = 20.0
+    trainer_start_s: float = 90.0
+    """From the start of the ranks until the first batch could be trained on: imports from a shared file system, a checkpoint."""
+    orchestrator_start_s: float = 30.0
+    term_s: float = 5.0
+    """From SIGTERM to the end of a process."""
+    train_s: float = 60.0
     """Time of a step on all nodes that train."""
-    commit_every: int
-    """Steps."""
-    commit_s: float
+    commit_every: int = 2
+    """Steps. Young's interval for a commit that costs 2 s and a training node lost every 50 minutes is 140 s."""
+    commit_s: float = 10.0
     """From the end of a step until its checkpoint is committed, beside the next step."""
 
 
+_POOLS = "env-workers"
+"""Beginning of the names of pools of environment workers."""
+_POOLS_WITHIN_S = 60.0
+"""How long an orchestrator that starts waits for all pools (`environments.nodes.node_pools`)."""
 _AT_WORK = ("start", "wait for a batch", "steps")
 """What the trainer does while nothing is lost."""
 
@@ -62,7 +75,7 @@ class Timeline:
     def __init__(self) -> None:
         self.now = 0.0
         self.happened_at = 0.0
-        """When something happened last that the head can notice."""
+        """When something happened last that the driver can notice."""
         self._planned: list[tuple[float, int, Callable[[], object], bool]] = []
         self._numbers = itertools.count()
 
@@ -70,7 +83,7 @@ class Timeline:
         """Plan something.
 
         Args:
-            is_noticed: the head can notice it, and must not sleep on.
+            is_noticed: the driver can notice it, and must not sleep on.
         """
         heapq.heappush(self._planned, (moment, next(self._numbers), happens, is_noticed))
 
@@ -78,7 +91,7 @@ class Timeline:
         self.at(self.now + seconds, happens, is_noticed=is_noticed)
 
     def next_noticed(self, *, before: float) -> float:
-        """Return when the next thing happens that the head can notice; `before` when that is later."""
+        """Return when the next thing happens that the driver can notice; `before` when that is later."""
         return min((moment for moment, _, _, is_noticed in self._planned if is_noticed and moment < before), default=before)
 
     def advance(self, until: float) -> None:
@@ -106,11 +119,12 @@ class Training:
         self.committed: Step | None = None
         self.spent_s: defaultdict[str, float] = defaultdict(float)
         """Seconds by what the trainer did, or waited for."""
-        self.server_downs: list[tuple[str, float, float]] = []
-        """Name of each server that went, when, and when it served again."""
+        self.downs: list[tuple[str, float, float]] = []
+        """Name of each server or pool of environment workers that went, when, and when it was ready again."""
         self._kept: dict[int, float] = {}
         self._activity, self._since = "start", 0.0
         self._servers: dict[str, SimulatedProcess] = {}
+        """Servers and pools of environment workers."""
         self._serving: set[str] = set()
         self._down_since: dict[str, float] = {}
         self._roles: set[SimulatedProcess] = set()
@@ -147,17 +161,23 @@ class Training:
     def started(self, process: "SimulatedProcess") -> None:
         spec, plan = process.spec, self._plan
         if not spec.does_finish:
+            before = self._servers.get(spec.name)
+            assert before is None or before.exit_code is not None, f"two copies of {spec.name} run"
             self._servers[spec.name] = process
-            self._timeline.after(plan.server_start_s, lambda: self._serve(process))
+            start_s = plan.env_start_s if spec.name.startswith(_POOLS) else plan.server_start_s
+            self._timeline.after(start_s, lambda: self._serve(process))
             return
         if not self._roles:
             self._token += 1
             self.enter("start")
+        assert all(other.attempt == process.attempt for other in self._roles), "ranks of two attempts run"
         self._roles.add(process)
         token = self._token
         if spec.name == ORCHESTRATOR:
             self._timeline.after(
-                plan.orchestrator_start_s, lambda: token == self._token and self._begin_filling(), is_noticed=False
+                plan.orchestrator_start_s,
+                lambda: self._begin_filling(token, until=self._timeline.now + _POOLS_WITHIN_S),
+                is_noticed=False,
             )
         if spec.name == TRAINER:
             self._timeline.after(plan.trainer_start_s, lambda: token == self._token and self._get_ready(), is_noticed=False)
@@ -198,12 +218,18 @@ class Training:
         if process.exit_code is not None or self._servers[name] is not process:
             return
         if name in self._down_since:
-            self.server_downs.append((name, self._down_since.pop(name), self._timeline.now))
+            self.downs.append((name, self._down_since.pop(name), self._timeline.now))
         self._note_filled()
         self._serving.add(name)
         self._step_when_full()
 
-    def _begin_filling(self) -> None:
+    def _begin_filling(self, token: int, *, until: float) -> None:
+        """Begin once every pool of environment workers is there; `until` then with those that are."""
+        if token != self._token:
+            return
+        if self._num_pools() < self._plan.num_env_nodes and self._timeline.now < until:
+            self._timeline.after(1.0, lambda: self._begin_filling(token, until=until), is_noticed=False)
+            return
         self._filling_since = self._timeline.now
         self._step_when_full()
 
@@ -212,8 +238,14 @@ class Training:
         self.enter("wait for a batch")
         self._step_when_full()
 
+    def _num_pools(self) -> int:
+        return sum(name.startswith(_POOLS) for name in self._serving)
+
     def _rate(self) -> float:
-        return len(self._serving) / self._plan.num_servers / self._plan.batch_s
+        """Return the batches a second: servers and environment workers together are as fast as those with the smaller share."""
+        num_pools, plan = self._num_pools(), self._plan
+        share = (len(self._serving) - num_pools) / plan.num_servers
+        return min(share, num_pools / plan.num_env_nodes if plan.num_env_nodes else 1.0) / plan.batch_s
 
     def _note_filled(self) -> None:
         if self._filling_since is not None:
