@@ -331,8 +331,8 @@ class Observer:
             return self.is_answering(unit)
         if unit == TRAINING:
             return self.last_step() > (self._attempts.from_step or 0)
-        roles = [role for role in self.roles.values() if role.observation.unit == unit]
-        return any(report.activity == RUNNING_GROUPS for role in roles for report in role.reports.readable)
+        workers = self.roles.get(unit)  # a unit of their own, with their name
+        return workers is not None and any(report.activity == RUNNING_GROUPS for report in workers.reports.readable)
 
     def last_step(self) -> int:
         """Return the last step that the trainer of this attempt has finished, 0 for none."""
