@@ -82,7 +82,7 @@ class Nodes:
 
     def start(self, index: int, pool: StandInPool, *, secret: RunSecret = SECRET, **changes: object) -> PoolServer:
         config = self.config.model_copy(update={"own": index, **changes})
-        server = PoolServer(pool, config, secret=secret)  # type: ignore[arg-type]
+        server = PoolServer(pool, config, secret=secret, read_config=lambda: self.config)  # type: ignore[arg-type]
         self.serving[index] = asyncio.create_task(server.run())
         return server
 
@@ -113,6 +113,7 @@ def play(scenario: Scenario, *, num_required: int = 1, timeout_s: float = 10.0) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_server, "_BEAT_INTERVAL_S", 0.02)
+        patch.setattr(pool_server, "_FOLLOW_INTERVAL_S", 0.02)
         patch.setattr("trivet.environments.nodes.node_pools._CHECK_INTERVAL_S", 0.05)
         asyncio.run(run())
 

@@ -8,6 +8,7 @@ takes no new groups, finishes those that run and exits with 0; a second SIGTERM,
 import asyncio
 import os
 import signal
+import tomllib
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -88,17 +89,27 @@ def start(config: OrchestratorConfig) -> int:
 
 async def _serve(config: OrchestratorConfig, nodes: EnvNodesConfig) -> int:
     """Serve until the launcher ends the process. Return 0 after an orderly end; 143 when SIGTERM came while workers loaded."""
-    servers: list[PoolServer] = []
+    layout, servers = RunLayout(config.output_dir), list[PoolServer]()
 
     async def work() -> int:
         async with open_own_workers(config, name_suffix=f"@{nodes.own}") as pool:
             process_report.begin(RUNNING_GROUPS)
-            servers.append(PoolServer(pool, nodes, secret=find_secret(RunLayout(config.output_dir), environ=os.environ)))
+            secret = find_secret(layout, environ=os.environ)
+            servers.append(PoolServer(pool, nodes, secret=secret, read_config=lambda: read_nodes(layout)))
             await servers[0].run()
         return 0
 
     show_tasks_on_signal()
     return await run_until_signalled(work(), handlers={signal.SIGTERM: lambda: any(server.drain() for server in servers)})
+
+
+def read_nodes(layout: RunLayout) -> EnvNodesConfig:
+    """Return what the launcher has written last about the nodes, with the address of the orchestrator.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return EnvNodesConfig.model_validate(tomllib.loads((layout.configs / "orchestrator.toml").read_text())["env_nodes"])
 
 
 if __name__ == "__main__":

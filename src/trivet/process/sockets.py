@@ -131,14 +131,19 @@ def listen_encrypted(endpoint: "zmq.Socket[Any]", *, host: str, port: int, key: 
     endpoint.bind(_address(host, port))
 
 
-def connect_encrypted(endpoint: "zmq.Socket[Any]", *, host: str, port: int, key: bytes) -> None:
-    """Make `endpoint` connect to the process that listens there with the same `key`, now or as soon as there is one."""
+def connect_encrypted(endpoint: "zmq.Socket[Any]", *, host: str, port: int, key: bytes) -> str:
+    """Make `endpoint` connect to the process that listens there with the same `key`, now or as soon as there is one.
+
+    Returns:
+        The address, as `endpoint.disconnect` takes it.
+    """
     import zmq
 
     endpoint.setsockopt(zmq.IPV6, 1)  # in addition to IPv4
     endpoint.curve_serverkey, _ = key_pair(key)
     endpoint.curve_publickey, endpoint.curve_secretkey = zmq.curve_keypair()
-    endpoint.connect(_address(host, port))
+    endpoint.connect(address := _address(host, port))
+    return address
 
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:

@@ -1,6 +1,7 @@
 """Runs the groups that the orchestrator, on another node, gives to the pool of this one.
 
-It connects to the orchestrator (`nodes.node_pools`), and connects again whenever the line was cut. What a session left is cancelled
+It connects to the orchestrator (`nodes.node_pools`), and connects again whenever the line was cut, or to another node when the
+orchestrator was started there because its own was lost. What a session left is cancelled
 when the orchestrator begins another: it runs those groups elsewhere. Answers that a cut swallowed show in the next beat. A node
 that drains says so in its beats. The orchestrator ends the session once it has every answer, so no group is lost or run twice.
 """
@@ -8,6 +9,7 @@ that drains says so in its beats. The orchestrator ends the session once it has 
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +31,8 @@ from trivet.wire.workers import AskPrompt, CallAnswer, CallFailed, Cancel, Group
 logger = logging.getLogger(__name__)
 
 _BEAT_INTERVAL_S = 1.0
+_FOLLOW_INTERVAL_S = 5.0
+"""How often the configuration is read for the address of the orchestrator."""
 _LEAVE_TIMEOUT_S = 5.0
 """Longest time for the orchestrator to take note that a node has given up the calls which it could not finish in time."""
 
@@ -37,11 +41,17 @@ class PoolServer:
     """Serves a pool, whose environments are loaded, to the orchestrator.
 
     >>> async with open_worker_pool(settings, log_of=log_of, limits=limits) as pool:
-    ...     await PoolServer(pool, config, secret=secret).run()
+    ...     await PoolServer(pool, config, secret=secret, read_config=read_config).run()
     """
 
-    def __init__(self, pool: EnvironmentPool, config: EnvNodesConfig, *, secret: RunSecret) -> None:
-        """Connect, without waiting for the orchestrator."""
+    def __init__(
+        self, pool: EnvironmentPool, config: EnvNodesConfig, *, secret: RunSecret, read_config: Callable[[], EnvNodesConfig]
+    ) -> None:
+        """Connect, without waiting for the orchestrator.
+
+        Args:
+            read_config: returns the newest configuration, with the address of the orchestrator. It may hang or raise OSError.
+        """
         self._pool = pool
         self._config = config
         self._instance = time.time_ns()
@@ -57,7 +67,9 @@ class PoolServer:
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         self._context = zmq.asyncio.Context()
         self._socket = open_socket(self._context, zmq.DEALER)
-        connect_encrypted(self._socket, host=config.host, port=config.port, key=secret.derive(KEY_PURPOSE))
+        self._key = secret.derive(KEY_PURPOSE)
+        self._read_config = read_config
+        self._address = connect_encrypted(self._socket, host=config.host, port=config.port, key=self._key)
 
     async def run(self) -> None:
         """Serve until `drain` was called and the calls have ended, or until cancelled.
@@ -72,6 +84,7 @@ class PoolServer:
                     tasks.create_task(self._beat(), name="beat"),
                     tasks.create_task(self._send(), name="send-answers"),
                     tasks.create_task(self._listen(tasks), name="take-orders"),
+                    tasks.create_task(self._follow(), name="follow-orchestrator"),
                 ]
                 await self._drain_requested.wait()
                 await self._finish_session()
@@ -95,6 +108,19 @@ class PoolServer:
                     await self._session_over.wait()
                     return
             self._cancel_calls()
+
+    async def _follow(self) -> None:
+        """Connect to the orchestrator wherever the launcher has started it last."""
+        newest = self._config
+        while True:
+            await asyncio.sleep(_FOLLOW_INTERVAL_S)
+            before = newest
+            with suppress(OSError):  # the shared directory does not answer now
+                newest = await asyncio.to_thread(self._read_config)
+            if (newest.host, newest.port) != (before.host, before.port):
+                logger.info("the orchestrator is at %s:%d now", newest.host, newest.port)
+                self._socket.disconnect(self._address)
+                self._address = connect_encrypted(self._socket, host=newest.host, port=newest.port, key=self._key)
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         while True:

@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from support.groups import make_sample
 from support.node_pools import SECRET, Nodes, StandInPool, ask, play, until
+from support.processes import find_free_port
 from trivet.environments.nodes import node as node_module
 from trivet.environments.nodes import pool_server
 from trivet.environments.nodes.node_pools import NodePools
@@ -138,7 +139,8 @@ def test_workers_that_were_started_again_are_used_again_and_what_the_old_ones_ha
     play(scenario)
 
 
-def test_another_orchestrator_has_the_nodes_drop_the_groups_of_one_that_was_killed() -> None:
+@pytest.mark.parametrize("does_move", [False, True])
+def test_another_orchestrator_has_the_nodes_drop_the_groups_of_one_that_was_killed(does_move: bool) -> None:
     async def scenario(nodes: Nodes, opening: Callable[[], Any]) -> None:
         there = StandInPool()
         nodes.start(1, there)
@@ -149,6 +151,8 @@ def test_another_orchestrator_has_the_nodes_drop_the_groups_of_one_that_was_kill
             await asyncio.sleep(0)
         group.cancel()
         assert there.running
+        if does_move:  # its node was lost, and it is started on another
+            nodes.config = nodes.config.model_copy(update={"port": find_free_port()})
         async with opening() as pool:
             await until(lambda: there.cancelled == [0])
             again = asyncio.create_task(pool.run_group(ask(0)))
