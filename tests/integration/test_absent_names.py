@@ -6,14 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from support.node_chaos import SLOW_DIRECTORY, can_mount
 from trivet.checkpoints.commit import PARTS, begin_part, commit, finish_part
 from trivet.config.layout import RunLayout
-from trivet.launcher.nodes.lease import Lease
-from trivet.launcher.nodes.messages import Control
 from trivet.secret import make_secret
 from trivet.weights.publish import publish
 from trivet.weights.retention import acknowledge
@@ -24,7 +21,7 @@ ABSENT_S = 60.0
 """How long the file system says that a name is absent once it was."""
 SEEN_WITHIN_S = 10.0
 STARTED_WITHIN_S = 120.0
-NAMES = {"policy", "resumed policy", "evaluated policy", "commit", "reader", "control", "lease"}
+NAMES = {"policy", "resumed policy", "evaluated policy", "commit", "reader"}
 
 
 def write_all(layout: RunLayout) -> None:
@@ -36,8 +33,6 @@ def write_all(layout: RunLayout) -> None:
     commit(layout, Step(1))
     acknowledge(layout, "orchestrator", PolicyVersion(1))
     make_secret(layout.secret)
-    layout.control.write_bytes(msgspec.json.encode(Control(run="run", attempt=1, host="127.0.0.1", port=1)))
-    layout.lease.write_bytes(msgspec.json.encode(Lease(term=1, holder="a", node="b", number=1)))
 
 
 @pytest.mark.skipif(not can_mount() or os.geteuid() != 0, reason="needs root, libfuse 3 and mfusepy")

@@ -13,8 +13,6 @@ from pathlib import Path
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import STABLE, RunLayout
 from trivet.evaluation.targets import complete_steps
-from trivet.launcher.nodes.join import read_control
-from trivet.launcher.nodes.lease import read_lease
 from trivet.storage.durable import is_listed
 from trivet.weights.catalog import latest_version
 from trivet.weights.retention import reader_versions
@@ -30,8 +28,6 @@ def main(output_dir: Path, seconds: float) -> int:
         "evaluated policy": lambda: complete_steps(layout.weights),
         "commit": lambda: committed_steps(layout),
         "reader": lambda: reader_versions(layout),
-        "control": lambda: read_control(layout),
-        "lease": lambda: read_lease(layout.lease),
     }
     deadline = time.monotonic() + seconds
     print("waiting", flush=True)

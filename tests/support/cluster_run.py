@@ -67,7 +67,7 @@ class ClusterRun:
         deployment = DEPLOYMENT.format(
             num_train_nodes=num_train_nodes, num_servers=num_servers, nodes_per_server=nodes_per_server
         )
-        self._config.write_text(text + deployment.replace("[deployment]\n", f'[deployment]\nengine = "ray"\n{keys}'))
+        self._config.write_text(text + deployment.replace("[deployment]\n", f"[deployment]\n{keys}"))
 
     def start_ray(self, *machines: int, path: str = "") -> None:
         """Start the cluster on machine 0, and have others join it.

@@ -44,7 +44,7 @@ def write_run(layout: RunLayout, run: RunIdentity) -> None:
 
 
 def require_newest_attempt(layout: RunLayout, run: RunIdentity) -> None:
-    """Refuse to write for an attempt after a later one has begun, because the first node of the old one lost its connection.
+    """Refuse to write for an attempt after a later one has begun, because the driver of the old one lost its connection.
 
     Roles that were started by hand have no id of a run, and are not refused.
     """

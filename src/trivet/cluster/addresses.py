@@ -45,7 +45,7 @@ def own_address(named: str | None) -> str:
             return address
     raise ConfigError(
         "the address at which other nodes reach this one cannot be told: it has no default route, and its host name leads to"
-        " loopback; set deployment.host"
+        " loopback; give its host name an address in /etc/hosts"
     )
 
 

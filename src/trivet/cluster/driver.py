@@ -63,7 +63,7 @@ def lead(
         NodesMissing: some did not come within `deployment.start_timeout_s`.
         ConfigError: there is no cluster, it is open to strangers, or a machine does not fit the run.
     """
-    # imported here, because a run on one machine needs no Ray
+    # imported here, because Ray reads variables that `connect` sets when it is imported
     from trivet.cluster.ray_cluster import connect, describe_resources, place_groups, reach_cluster
 
     deployment, placement = config.deployment, place(config)

@@ -61,7 +61,7 @@ class RunLayout:
     slurm = _SubPath("slurm")
     """The directory of batch scripts and of their jobs' logs. It exists before the run itself starts."""
     kubernetes = _SubPath("kubernetes")
-    """The directory of a JobSet's manifest and configuration. In the pods, each start also leaves notes for later starts here."""
+    """The directory of a Kubernetes manifest and its configuration. In the pods, each start leaves notes for later ones here."""
     skypilot = _SubPath("skypilot")
     """The directory of a SkyPilot task and its configuration. On the nodes, each start also leaves notes for later starts here."""
     secret = _SubPath(".secret")
@@ -73,10 +73,6 @@ class RunLayout:
     """The file that names the directory of the live run's temporary files."""
     servers = _SubPath(".servers")
     """The file with the addresses of the inference servers of a run over several nodes. A restarted server may have another one."""
-    control = _SubPath(".control.json")
-    """The file with the address at which the first of several nodes listens for the others."""
-    lease = _SubPath(".lease.json")
-    """The file with the lease of the node that leads a run over several nodes: `launcher.nodes.lease.Lease`."""
     run_file = _SubPath("run.json")
     """The file with the run's id and attempt. A resumed run takes its id from here."""
     compute_dtype = _SubPath(".compute_dtype.json")

@@ -119,6 +119,12 @@ REFUSED = {
     "orchestrator.ckpt.wait_for_weights_timeout": "set orchestrator.rollout_transport.timeout_s",
     "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
     "resume": "set ckpt.resume_step; -1 takes the newest committed checkpoint",
+    **_with_prefixes(
+        ["deployment."],
+        ["node_rank", "host", "port"],
+        "the command is started once, and Ray finds the nodes; remove the key, and start Ray with the address that it should use",
+    ),
+    "deployment.env_worker_nodes": "set deployment.num_env_nodes for nodes that run environment workers and nothing else",
     "slurm.template_path": "the script is written by the command; set slurm.pre_run_command, slurm.sbatch_args or slurm.srun_args",
     "slurm.cleanup_grace_period": "set recovery.preemption_grace_s and shutdown_timeout_s",
     "slurm.shared_fs": "the node must see output_dir and this environment; remove the key",
@@ -196,6 +202,7 @@ SINGLE_VALUES = {
     "orchestrator.mask_env_responses": "true",
     **_with_prefixes(_EVAL_PREFIXES, ["per_rollout"], "false"),
     "orchestrator.buffer.skip_verification": "false",
+    "deployment.engine": "ray",
 }
 """The only value that is possible here, by key of prime-rl. Setting it is correct and has no effect."""
 SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile", "bench", "trainer.bench")

@@ -48,7 +48,7 @@ _SYNC_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine of a run, as it introduced itself."""
+    """A part of a machine on which processes of a run start, as its actor has described it."""
 
     index: int
     name: str
@@ -80,12 +80,10 @@ def plan_over_nodes(
         resume_step: a committed step, or None for a fresh run.
 
     Raises:
-        ConfigError: a node has other GPUs than the configuration says; no step is left to do.
+        ConfigError: no step is left to do.
     """
     if resume_step is not None and (problem := steps_problem(config.max_steps, resume_step=resume_step)):
         raise ConfigError(problem)
-    if config.deployment.engine == "agents":  # Ray gives each node the GPUs of its bundle
-        _check_gpus(config, placement, nodes)
     configs = RunLayout(config.output_dir).configs
     leader = nodes[placement.trainer_nodes[0]]
     ports = Ports(inference=0, transport=leader.ports[TRANSPORT])
@@ -130,17 +128,6 @@ def plan_over_nodes(
         servers_file=RunLayout(config.output_dir).servers if urls else None,
         server_urls={RecoveryUnit(name): (url,) for name, url in urls.items()},
     )
-
-
-def _check_gpus(config: RLConfig, placement: Placement, nodes: Mapping[int, Node]) -> None:
-    wanted = config.deployment.gpus_per_node
-    for node in nodes.values():
-        found = len(node.machine.gpus)
-        if found < wanted and placement.roles_on(node.index):
-            raise ConfigError(
-                f"deployment.gpus_per_node is {wanted}, and node {node.index} ({node.name}) shows {found} GPU(s): lower it, or"
-                " ask the scheduler for nodes that have them"
-            )
 
 
 def _count_copies(config: RLConfig, placement: Placement) -> int:
@@ -266,5 +253,5 @@ def _worker_processes(
 
 
 def _interfaces(node: Node) -> dict[str, str]:
-    """Return where ranks of several nodes connect: through the interface that reaches the head. Unknown: as libraries choose."""
+    """Return where ranks of several nodes connect: through the interface that reaches the driver. Unknown: as libraries choose."""
     return dict.fromkeys(_LOOPBACK, node.interface) if node.interface else {}

@@ -1,12 +1,10 @@
-"""Decides which roles each node of a run has. Pure: a configuration in, a placement out, the same on every node."""
+"""Decides which roles each node of a run has. Pure: a configuration in, a placement out."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from trivet.config.schema.rl import RLConfig
 
-HEAD = 0
-"""The node that leads a run: it supervises every process, and is the first of those that train."""
 TRANSPORT, RENDEZVOUS, ENVIRONMENTS = "transport", "rendezvous", "environments"
 """Names of the listeners besides servers. On the first node that trains, the trainer listens for batches and its ranks for each
 other. On the orchestrator's node, it listens for environment workers of other nodes."""
@@ -97,27 +95,23 @@ def place(config: RLConfig, *, lost: frozenset[int] = frozenset(), known: Collec
     """
     deployment = config.deployment
     num_training, per_server = deployment.num_train_nodes, deployment.gpus_per_node // deployment.servers_per_node
-    span, does_share = deployment.num_infer_nodes, deployment.engine == "agents"
+    span = deployment.num_infer_nodes
     servers: list[ServerPlacement] = []
     for number in range(deployment.num_servers if config.inference is not None else 0):
-        # On a Ray cluster every server has nodes of its own, which are parts of machines.
-        place, slot = divmod(number, deployment.servers_per_node) if does_share else (number, 0)
-        nodes = tuple(range(first := num_training + place * span, first + span))
+        nodes = tuple(range(first := num_training + number * span, first + span))
         if number >= deployment.num_infer_replicas and known is not None and not set(nodes) <= set(known):
             continue
         servers.append(
             ServerPlacement(
                 name=f"inference-{number}" if number else "inference",
                 nodes=nodes,
-                gpu_ids=tuple(range(slot * per_server, (slot + 1) * per_server)),
+                gpu_ids=tuple(range(per_server)),
             )
         )
     trainer_nodes = tuple(node for node in range(num_training) if node not in lost)
-    worker_nodes: Sequence[int] | None = deployment.env_worker_nodes
-    if deployment.num_env_nodes:
-        worker_nodes = range(num_training + span * deployment.num_servers, deployment.num_nodes)
-    if config.orchestrator.replay is not None:
-        worker_nodes = None
+    worker_nodes: tuple[int, ...] = ()
+    if deployment.num_env_nodes and config.orchestrator.replay is None:
+        worker_nodes = tuple(range(num_training + span * deployment.num_servers, deployment.num_nodes))
     orchestrator_node = servers[0].node if deployment.orchestrator_on_inference and servers else trainer_nodes[0]
     return Placement(
         num_nodes=deployment.num_nodes,
@@ -125,7 +119,7 @@ def place(config: RLConfig, *, lost: frozenset[int] = frozenset(), known: Collec
         ranks_per_node=deployment.gpus_per_node or config.trainer_cpu_ranks,
         servers=tuple(servers),
         orchestrator_node=orchestrator_node,
-        worker_nodes=tuple(sorted(worker_nodes)) if worker_nodes else (orchestrator_node,),
+        worker_nodes=worker_nodes or (orchestrator_node,),
     )
 
 

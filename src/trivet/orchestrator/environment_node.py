@@ -71,7 +71,7 @@ def main() -> int:
 def check(config: OrchestratorConfig) -> None:
     """Check before anything starts that the program belongs to a node and that its environments are installed."""
     if config.env_nodes is None:
-        raise ConfigError("the launcher of a run over several nodes starts this: set deployment.env_worker_nodes")
+        raise ConfigError("the launcher of a run over several nodes starts this: set deployment.num_env_nodes")
     for env in config.environments.values():
         require_environment(env)
 

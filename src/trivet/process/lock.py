@@ -77,8 +77,6 @@ class LockWait:
     timeout_s: float = 0.0
     error: Callable[[str], TrivetError] = RunDirectoryBusy
     """Makes the error that is raised after that time, from a text that names the holder."""
-    on_wait: Callable[[], None] = lambda: None
-    """Called about ten times a second during the wait. If it raises, the wait ends with its error."""
 
 
 class FileLock:
@@ -131,7 +129,6 @@ class FileLock:
                 if waited_s >= _REPORT_AFTER_S and not is_reported:
                     is_reported = True
                     logger.warning("waiting at most %.0f s: %s", self._wait.timeout_s, self._describe_holder())
-                self._wait.on_wait()
                 self._sleep(_POLL_INTERVAL_S)
         except BaseException:
             self.close()

@@ -11,7 +11,7 @@ from trivet.launcher.placement import place, required_nodes
 
 
 def make_config(**deployment: Any) -> RLConfig:
-    return RLConfig.model_validate({"deployment": {"type": "multi_node", "engine": "ray", "gpus_per_node": 8, **deployment}})
+    return RLConfig.model_validate({"deployment": {"type": "multi_node", "gpus_per_node": 8, **deployment}})
 
 
 def describe(**deployment: Any) -> list[str]:
@@ -35,7 +35,7 @@ def test_servers_of_a_machine_are_parts_of_it() -> None:
 def test_a_server_over_machines_has_a_bundle_on_each() -> None:
     config = RLConfig.model_validate(
         {
-            "deployment": {"type": "multi_node", "engine": "ray", "gpus_per_node": 8, "num_infer_nodes": 2},
+            "deployment": {"type": "multi_node", "gpus_per_node": 8, "num_infer_nodes": 2},
             "inference": {"parallel": {"tp": 16}},
         }
     )
@@ -68,8 +68,6 @@ def test_a_run_starts_without_the_nodes_that_may_join_it() -> None:
     [
         ({"num_infer_replicas": 2, "max_infer_replicas": 1}, "must be >= num_infer_replicas"),
         ({"max_env_nodes": 2}, "at least 1"),
-        ({"env_worker_nodes": [1]}, "num_env_nodes"),
-        ({"engine": "agents", "num_env_nodes": 1}, 'needs engine = "ray"'),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(deployment: dict[str, Any], problem: str) -> None:

@@ -42,19 +42,18 @@ def test_a_filter_can_be_taken_away() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_serving", "num_nodes"),
+    ("changes", "num_nodes"),
     [
-        ({}, 1, 2),
-        ({"num_train_nodes": 4}, 1, 5),
-        ({"num_infer_replicas": 3}, 3, 4),
-        ({"num_infer_replicas": 3, "servers_per_node": 2}, 2, 3),
-        ({"num_infer_nodes": 2, "num_infer_replicas": 3}, 6, 7),
-        ({"num_infer_nodes": 0, "num_train_nodes": 2}, 0, 2),
+        ({}, 2),
+        ({"num_train_nodes": 4}, 5),
+        ({"num_infer_replicas": 3}, 4),
+        ({"num_infer_nodes": 2, "num_infer_replicas": 3, "max_infer_replicas": 4}, 9),
+        ({"num_infer_nodes": 0, "num_train_nodes": 2}, 2),
+        ({"num_env_nodes": 1, "max_env_nodes": 3}, 5),
     ],
 )
-def test_nodes_are_counted(changes: dict[str, Any], num_serving: int, num_nodes: int) -> None:
-    deployment = DeploymentConfig.model_validate({"type": "multi_node", **changes})
-    assert (deployment.num_serving_nodes, deployment.num_nodes) == (num_serving, num_nodes)
+def test_nodes_are_counted(changes: dict[str, Any], num_nodes: int) -> None:
+    assert DeploymentConfig.model_validate({"type": "multi_node", **changes}).num_nodes == num_nodes
     assert (DeploymentConfig().is_multi_node, DeploymentConfig().num_nodes) == (False, 1)
 
 
@@ -66,8 +65,6 @@ def test_a_run_without_servers_of_its_own_needs_no_nodes_that_serve() -> None:
     apart = ("--inference", "None", "--orchestrator.client.base-url", "http://far:8000/v1")
     config = load("--deployment.type", "multi_node", *apart, "--deployment.num-infer-nodes", "0")
     assert (config.inference, config.deployment.num_nodes) == (None, 1)
-    config = load("--deployment.type", "multi_node", "--deployment.num-train-nodes", "2", "--deployment.node-rank", "1")
-    assert (config.deployment.num_nodes, config.deployment.node_rank) == (3, 1)
 
 
 @pytest.mark.parametrize(

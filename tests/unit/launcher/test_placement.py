@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from trivet.config.schema.rl import RLConfig
-from trivet.launcher.placement import ENVIRONMENTS, HEAD, RENDEZVOUS, TRANSPORT, Placement, describe_placement, place
+from trivet.launcher.placement import ENVIRONMENTS, RENDEZVOUS, TRANSPORT, Placement, describe_placement, place
 
 
 def make_placement(*, lost: tuple[int, ...] = (), changes: dict[str, Any] | None = None, **deployment: Any) -> Placement:
@@ -41,20 +40,16 @@ THREE_SERVERS = {**TWO_TRAIN, "num_infer_replicas": 3, "servers_per_node": 2}
             [
                 "node 0: trainer rank 0-7, orchestrator",
                 "node 1: trainer rank 8-15",
-                "node 2: inference on GPU 0-3, inference-1 on GPU 4-7",
-                "node 3: inference-2 on GPU 0-3",
+                "node 2: inference on GPU 0-3",
+                "node 3: inference-1 on GPU 0-3",
+                "node 4: inference-2 on GPU 0-3",
             ],
-            id="servers that share a node",
+            id="servers of which two find room in a node's GPUs",
         ),
         pytest.param(
             {"gpus_per_node": 2, "num_infer_replicas": 2, "servers_per_node": 2},
-            ["node 0: trainer rank 0-1, orchestrator", "node 1: inference on GPU 0, inference-1 on GPU 1"],
+            ["node 0: trainer rank 0-1, orchestrator", "node 1: inference on GPU 0", "node 2: inference-1 on GPU 0"],
             id="a server of one GPU",
-        ),
-        pytest.param(
-            {"num_infer_replicas": 3, "servers_per_node": 2},
-            ["node 0: trainer rank 0, orchestrator", "node 1: inference, inference-1", "node 2: inference-2"],
-            id="servers that share a node without GPUs",
         ),
         pytest.param(
             {"gpus_per_node": 8, "num_infer_nodes": 2, "num_infer_replicas": 2},
@@ -83,18 +78,14 @@ THREE_SERVERS = {**TWO_TRAIN, "num_infer_replicas": 3, "servers_per_node": 2}
             id="servers of someone else",
         ),
         pytest.param(
-            {"num_train_nodes": 2, "env_worker_nodes": [0, 2]},
+            {"num_env_nodes": 1, "max_env_nodes": 2},
             [
-                "node 0: trainer rank 0, orchestrator, environment workers",
-                "node 1: trainer rank 1",
-                "node 2: inference, environment workers",
+                "node 0: trainer rank 0, orchestrator",
+                "node 1: inference",
+                "node 2: environment workers",
+                "node 3: environment workers",
             ],
-            id="environment workers beside the orchestrator and the server",
-        ),
-        pytest.param(
-            {"env_worker_nodes": [0]},
-            ["node 0: trainer rank 0, orchestrator", "node 1: inference"],
-            id="environment workers where they would be anyway",
+            id="environment workers on nodes of their own",
         ),
     ],
 )
@@ -124,8 +115,8 @@ def test_a_server_keeps_its_node_and_its_gpus_when_nodes_are_lost() -> None:
     assert reduced.servers == whole.servers
     assert [(server.node, server.gpu_ids) for server in whole.servers] == [
         (2, (0, 1, 2, 3)),
-        (2, (4, 5, 6, 7)),
         (3, (0, 1, 2, 3)),
+        (4, (0, 1, 2, 3)),
     ]
 
 
@@ -137,24 +128,17 @@ def test_a_lost_node_without_a_role_is_described() -> None:
 def test_servers_listen_on_their_nodes_and_the_trainer_on_the_first() -> None:
     placement = make_placement(**THREE_SERVERS)
     assert {node: placement.listeners_on(node) for node in range(placement.num_nodes)} == {
-        HEAD: (TRANSPORT, RENDEZVOUS),
+        0: (TRANSPORT, RENDEZVOUS),
         1: (),
-        2: ("inference", "inference-1"),
-        3: ("inference-2",),
+        2: ("inference",),
+        3: ("inference-1",),
+        4: ("inference-2",),
     }
 
 
-@pytest.mark.parametrize(("nodes", "names"), [([0, 1], (ENVIRONMENTS,)), ([1], (ENVIRONMENTS,)), ([0], ()), (None, ())])
-def test_the_orchestrator_listens_for_environment_workers_of_other_nodes(
-    nodes: list[int] | None, names: tuple[str, ...]
-) -> None:
-    assert make_placement(env_worker_nodes=nodes).listeners_on(HEAD) == (TRANSPORT, RENDEZVOUS, *names)
-
-
-@pytest.mark.parametrize("nodes", [[2], [], [1, 1]])
-def test_environment_workers_are_on_nodes_of_the_run(nodes: list[int]) -> None:
-    with pytest.raises(ValidationError, match=r"must name nodes of the run, each once: there are nodes 0 to 1"):
-        make_placement(env_worker_nodes=nodes)
+@pytest.mark.parametrize(("number", "names"), [(2, (ENVIRONMENTS,)), (0, ())])
+def test_the_orchestrator_listens_for_environment_workers_of_other_nodes(number: int, names: tuple[str, ...]) -> None:
+    assert make_placement(num_env_nodes=number).listeners_on(0) == (TRANSPORT, RENDEZVOUS, *names)
 
 
 def test_the_first_shard_of_a_server_alone_listens() -> None:

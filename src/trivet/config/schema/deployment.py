@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from trivet.config.masking import names_secret
-from trivet.config.schema.base import MAX_PROCESSES, MAX_WAIT_S, Host, Section, refuse_unless
+from trivet.config.schema.base import MAX_PROCESSES, MAX_WAIT_S, Section, refuse_unless
 
 
 class RecoveryConfig(Section):
@@ -41,12 +41,10 @@ class RayConfig(Section):
 
 
 class DeploymentConfig(Section):
-    """The nodes of a run. Every node runs the same command; the first one's exit code is that of the run."""
+    """The nodes of a run. Each is a part of a machine of a Ray cluster, on which the command places them."""
 
     type: Literal["single_node", "multi_node"] = "single_node"
-    """`multi_node`: nodes either train or serve. The first num_train_nodes train, and the first of all leads the run."""
-    engine: Literal["agents", "ray"] = "agents"
-    """What starts the processes of several nodes: the command on each of them, or a Ray cluster on which `rl` places them."""
+    """`multi_node`: the roles run on a Ray cluster, each on nodes of its own. The command itself needs no GPU."""
     ray: RayConfig = RayConfig()
     num_train_nodes: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Nodes over which the trainer's ranks are spread."""
@@ -56,17 +54,15 @@ class DeploymentConfig(Section):
     num_infer_replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Inference servers. Each is restarted alone, and rollouts go to the least loaded."""
     max_infer_replicas: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
-    """With engine = "ray": add servers up to this number while the cluster has room; unset: exactly num_infer_replicas."""
+    """Add servers up to this number while the cluster has room; unset: exactly num_infer_replicas."""
     servers_per_node: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Servers that share a node and its GPUs."""
+    """Servers that find room in the GPUs of one node: each has gpus_per_node / servers_per_node of them."""
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Nodes over which one copy of the trainer's model is sharded, which sets trainer.model.dp_replicate; unset: all that train."""
     orchestrator_on_inference: bool = False
     """Run the orchestrator on the first node that serves instead of the first that trains; its environments too."""
-    env_worker_nodes: list[int] | None = None
-    """Numbers of the nodes that each run workers_per_env workers of every environment; unset: the orchestrator's node."""
     num_env_nodes: int = Field(default=0, ge=0, le=MAX_PROCESSES)
-    """With engine = "ray": nodes that run environment workers and nothing else; 0: the workers run beside the orchestrator."""
+    """Nodes that run environment workers and nothing else; 0: the workers run beside the orchestrator."""
     max_env_nodes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Add nodes with environment workers up to this number while the cluster has room; unset: exactly num_env_nodes."""
     env_cpus_per_node: int = Field(default=8, ge=1, le=MAX_PROCESSES)
@@ -74,19 +70,13 @@ class DeploymentConfig(Section):
     env_resources: dict[str, float] = {}
     """Further Ray resources that such a node must have: `{ sandbox = 1 }` for machines that were started with that resource."""
     gpus_per_node: int = Field(default=8, ge=0, le=MAX_PROCESSES)
-    """GPUs of each node, all of which its role uses. 0: nodes without GPUs, on each of which trainer_cpu_ranks ranks train."""
+    """GPUs of each node that trains or serves. 0: nodes without GPUs, on each of which trainer_cpu_ranks ranks train."""
     min_train_nodes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Go on with this many nodes that train when others are lost and do not return; unset: all are needed."""
-    node_rank: int | None = Field(default=None, ge=0, lt=MAX_PROCESSES)
-    """The number of this node, from 0. Unset: it is taken from SLURM, JobSet, Kubeflow or SkyPilot."""
-    host: Host | None = None
-    """The address at which other nodes reach this one. Unset: that of the interface that leads to the first node."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port of the first node to which the others connect; 0: any that is free. They read it from output_dir/.control.json."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
-    """How long the nodes wait for each other at the start."""
+    """How long the run waits at its start until Ray has placed its nodes."""
     lost_after_s: float = Field(default=30.0, ge=10, le=MAX_WAIT_S)
-    """A node that has sent nothing for this long counts as lost. It ends its processes sooner, and itself after twice as long."""
+    """A node that has answered nothing for this long counts as lost. It ends its processes itself after half of this time."""
     return_timeout_s: float = Field(default=120.0, ge=0, le=MAX_WAIT_S)
     """How long the run waits for a node that it needs; then it ends with exit code 75, and the scheduler may start it again."""
 
@@ -97,7 +87,10 @@ class DeploymentConfig(Section):
             if given := sorted(changed - {"gpus_per_node"}):
                 yield f'{", ".join(given)} need type = "multi_node"; set it, or remove them'
             return
-        yield from self._engine_problems()
+        if (self.max_infer_replicas or self.num_infer_replicas) < self.num_infer_replicas:
+            yield f"max_infer_replicas ({self.max_infer_replicas}) must be >= num_infer_replicas ({self.num_infer_replicas})"
+        if self.max_env_nodes is not None and not 0 < self.num_env_nodes <= self.max_env_nodes:
+            yield f"max_env_nodes ({self.max_env_nodes}) must be >= num_env_nodes ({self.num_env_nodes}), and that at least 1"
         if self.servers_per_node > 1 and self.num_infer_nodes > 1:
             yield (f"a server of num_infer_nodes = {self.num_infer_nodes} has its nodes to itself; remove servers_per_node")
         if self.gpus_per_node % self.servers_per_node:
@@ -112,25 +105,6 @@ class DeploymentConfig(Section):
             yield f"min_train_nodes ({self.min_train_nodes}) must be <= num_train_nodes ({self.num_train_nodes})"
         if self.orchestrator_on_inference and self.num_infer_nodes == 0:
             yield "orchestrator_on_inference needs a node that serves; raise num_infer_nodes or remove it"
-        workers = self.env_worker_nodes
-        if workers is not None and not (
-            workers and set(workers) <= set(range(self.num_nodes)) and len(set(workers)) == len(workers)
-        ):
-            yield (
-                f"env_worker_nodes = {workers} must name nodes of the run, each once: there are nodes 0 to {self.num_nodes - 1}"
-            )
-
-    def _engine_problems(self) -> Iterator[str]:
-        if (self.max_infer_replicas or self.num_infer_replicas) < self.num_infer_replicas:
-            yield f"max_infer_replicas ({self.max_infer_replicas}) must be >= num_infer_replicas ({self.num_infer_replicas})"
-        if self.max_env_nodes is not None and not 0 < self.num_env_nodes <= self.max_env_nodes:
-            yield f"max_env_nodes ({self.max_env_nodes}) must be >= num_env_nodes ({self.num_env_nodes}), and that at least 1"
-        if self.engine == "ray" and self.env_worker_nodes is not None:
-            yield "env_worker_nodes names nodes by their numbers; on a Ray cluster set num_env_nodes in its place"
-        if self.engine == "agents":
-            wanted = {"max_infer_replicas": self.max_infer_replicas, "num_env_nodes": self.num_env_nodes}
-            for name in [name for name, value in wanted.items() if value]:
-                yield f'{name} needs engine = "ray"'
 
     @property
     def num_servers(self) -> int:
@@ -143,19 +117,12 @@ class DeploymentConfig(Section):
         return self.type == "multi_node"
 
     @property
-    def num_serving_nodes(self) -> int:
-        """Number of nodes that run inference servers."""
-        return -(-self.num_infer_nodes * self.num_infer_replicas // self.servers_per_node)
-
-    @property
     def num_nodes(self) -> int:
         """The most nodes that the run may have."""
         if not self.is_multi_node:
             return 1
-        if self.engine == "ray":
-            num_serving = self.num_infer_nodes * self.num_servers
-            return self.num_train_nodes + num_serving + max(self.num_env_nodes, self.max_env_nodes or 0)
-        return self.num_train_nodes + self.num_serving_nodes
+        num_serving = self.num_infer_nodes * self.num_servers
+        return self.num_train_nodes + num_serving + max(self.num_env_nodes, self.max_env_nodes or 0)
 
 
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
@@ -247,7 +214,7 @@ Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?([KMGT]i
 
 
 class KubernetesConfig(Section):
-    """If set, the command is written as a JobSet to output_dir/kubernetes. The user starts it with `kubectl apply`."""
+    """If set, a RayJob, or a Job of one pod, is written to output_dir/kubernetes. The user starts it with `kubectl apply`."""
 
     image: str = Field(min_length=1)
     """Container image with trivet in it, such as one built from scripts/Dockerfile."""
@@ -258,13 +225,13 @@ class KubernetesConfig(Section):
     working_dir: RemotePath | None = None
     """Directory in which the pods run the command; output_dir and other relative paths are relative to it. Unset: volume_path."""
     name: JobName = "trivet"
-    """Name of the JobSet, its ConfigMap and the DNS domain of its pods."""
+    """Name of the RayJob or Job, and of its ConfigMap."""
     namespace: Label = "default"
     """Namespace of both, and of the claim and the secrets."""
     python: str = Field(default="python", min_length=1)
     """The interpreter in the image."""
     queue: Label | None = None
-    """Queue of Kueue, which holds the JobSet back until all its pods have a place. Unset: none."""
+    """Queue of Kueue, which holds the job back until all its pods have a place. Unset: none."""
     service_account: ObjectName | None = None
     """Service account of the pods; unset: the namespace's default."""
     node_selector: dict[str, str] = {}

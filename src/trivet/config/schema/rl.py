@@ -81,7 +81,7 @@ class RLConfig(Section):
     deployment: DeploymentConfig = DeploymentConfig()
     """The nodes of the run."""
     kubernetes: KubernetesConfig | None = None
-    """Set: the manifest of a JobSet is written, and nothing runs here."""
+    """Set: a Kubernetes manifest is written, and nothing runs here."""
     skypilot: SkyPilotConfig | None = None
     """Set: a task of SkyPilot is written, and nothing runs here."""
     slurm: SlurmConfig | None = None

@@ -105,7 +105,7 @@ class SftConfig(TrainingConfig):
     num_ranks: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Processes; unset: one per visible GPU, one on the CPU."""
     kubernetes: KubernetesConfig | None = None
-    """Set: the manifest of a JobSet is written, and nothing runs here."""
+    """Set: a Kubernetes manifest is written, and nothing runs here."""
     skypilot: SkyPilotConfig | None = None
     """Set: a task of SkyPilot is written, and nothing runs here."""
     slurm: SlurmConfig | None = None

@@ -76,7 +76,7 @@ class NodePools:
             self._context.destroy(linger=0)
             raise ConfigError(
                 f"the orchestrator cannot listen for environment workers on {config.host}:{config.port}: {exc.strerror}; "
-                "end the program that listens there, or set deployment.host to an address of this node"
+                "end the program that listens there, or start Ray on this machine with the address that other nodes reach"
             ) from exc
         self._serving = asyncio.create_task(self._serve(), name="serve-env-nodes")
 
@@ -138,7 +138,8 @@ class NodePools:
         except TimeoutError:
             raise WaitTimeout(
                 f"no environment workers of a node have connected after {timeout_s:g} s: see logs/env-workers-N.stdout and "
-                f"logs/env_workers/; the nodes must reach {self._config.host}:{self._config.port}, which deployment.host changes. "
+                f"logs/env_workers/; the nodes must reach {self._config.host}:{self._config.port}, "
+                "the address with which Ray was started. "
                 "Raise orchestrator.env_start_timeout_s if their environments need longer to load"
             ) from None
         required = self._config.num_required

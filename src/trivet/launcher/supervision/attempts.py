@@ -20,7 +20,6 @@ from trivet.config.schema.shared import CkptConfig, RunIdentity, SteppingRoleCon
 from trivet.errors import CheckpointError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog
-from trivet.launcher.placement import HEAD
 from trivet.launcher.plan import ProcessSpec, RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory, Scratch, write_configs
 from trivet.storage.durable import write_atomically
@@ -47,7 +46,7 @@ class Attempts:
     make_plan: Callable[[RLConfig, RunIdentity, Step | None], RunPlan]
     """Plans an attempt that resumes from a step: `launcher.plan.plan` on one machine."""
     scratch: Scratch | None
-    """The directory for temporary files of the processes on this node; None when it has none."""
+    """The directory for temporary files of the processes, which run on this machine; None when they run on others."""
     planned: RunPlan = field(init=False)
     """The plan of the current attempt."""
     notices: list[str] = field(default_factory=list[str])
@@ -177,13 +176,11 @@ class Attempts:
         write_atomically(self.planned.servers_file, text.encode())
 
     def _plan(self) -> RunPlan:
-        """Plan the current attempt, with temporary files of this node's processes in `scratch`."""
+        """Plan the current attempt. Every node of several has a directory for temporary files of its own."""
         planned, scratch = self.make_plan(self.config, self.run, self.from_step), self.scratch
         if scratch is None:
             return planned
-        # Every other node has its own directory for temporary files.
-        processes = (scratch.redirect(spec) if spec.node == HEAD else spec for spec in planned.processes)
-        return replace(planned, processes=tuple(processes))
+        return replace(planned, processes=tuple(map(scratch.redirect, planned.processes)))
 
     def _newest_whole(self, log: RunLog) -> Step | None:
         """Return the step of the newest checkpoint that is whole; None when there are no checkpoints."""

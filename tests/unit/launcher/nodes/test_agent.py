@@ -12,9 +12,6 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-
-from support.fake_roles import make_log
-from support.processes import assert_port_free, find_free_port, is_alive, kill_all, wait_until
 from trivet.launcher.nodes.agent import NodeAgent
 from trivet.launcher.nodes.messages import (
     Beat,
@@ -28,6 +25,9 @@ from trivet.launcher.nodes.messages import (
     SignalProcess,
     StartProcess,
 )
+
+from support.fake_roles import make_log
+from support.processes import assert_port_free, find_free_port, is_alive, kill_all, wait_until
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.processes import Child, HostedProcess, LocalHost, RoleReports
 from trivet.launcher.run_directory import Scratch

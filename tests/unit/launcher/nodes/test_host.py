@@ -5,10 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-
-from support.fake_roles import FakeChild, FakeClock, FakeHost, make_spec
-from trivet.config.layout import RunLayout
-from trivet.exits import NODE_LOST
 from trivet.launcher.nodes.host import NodeHost
 from trivet.launcher.nodes.messages import (
     Beat,
@@ -24,6 +20,10 @@ from trivet.launcher.nodes.messages import (
     StartProcess,
 )
 from trivet.launcher.nodes.registry import NodeRegistry
+
+from support.fake_roles import FakeChild, FakeClock, FakeHost, make_spec
+from trivet.config.layout import RunLayout
+from trivet.exits import NODE_LOST
 from trivet.launcher.plan import ProcessSpec
 from trivet.wire.status import ProcessReport
 
