@@ -205,6 +205,7 @@ class SimulatedRay:
                 gpus=tuple("01234567"),
                 num_cpus=192,
                 version="1",
+                has_working_dir=True,
                 does_see_lock=True,
                 ray_node=f"{self._machines[node]}",
                 niceness=0,

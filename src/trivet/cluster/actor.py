@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ import ray
 from trivet.cluster.addresses import address_towards, interface_of
 from trivet.cluster.agent import NodeProcesses
 from trivet.cluster.fence import Contact, Fence
-from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts, Observed
+from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts, Observed, decode, encode
 from trivet.config.layout import RunLayout
 from trivet.dependencies import own_version
 from trivet.launcher.logs import RunLog
@@ -46,8 +46,10 @@ class NodeActor:
         Args:
             settings: an `ActorSettings`, as MessagePack.
         """
-        self._settings = msgspec.msgpack.decode(settings, type=ActorSettings)
-        self._layout = RunLayout(Path(self._settings.output_dir))
+        self._settings = decode(settings, ActorSettings)
+        with suppress(OSError):  # the driver refuses this machine
+            os.chdir(self._settings.working_dir)
+        self._layout = RunLayout(self._settings.output_dir)
         self._address = address_towards(self._settings.driver_host)
         self._changed = threading.Condition()
         self._desired: Desired | None = None
@@ -56,7 +58,7 @@ class NodeActor:
         self._observed = (0, b"")
         """Number and bytes of the newest observed state."""
         self._contact = Contact(lost_after_s=self._settings.lost_after_s, now=time.monotonic())
-        self._log_file = Path(self._layout.log_file(f"node_{self._settings.node}.log"))
+        self._log_file = self._layout.log_file(f"node_{self._settings.node}.log")
         adopt_orphans()
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
         lost_after_s = self._settings.lost_after_s
@@ -72,18 +74,19 @@ class NodeActor:
             gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
             num_cpus=inspect_machine().num_cpus,
             version=own_version(),
+            has_working_dir=Path.cwd() == self._settings.working_dir,
             does_see_lock=_is_held(self._layout.lock),
             ray_node=context.get_node_id(),
             niceness=os.getpriority(os.PRIO_PROCESS, 0),
         )
-        return msgspec.msgpack.encode(facts)
+        return encode(facts)
 
     def exchange(self, desired: bytes) -> bytes:
         """Take a `Desired`; return an `Observed` that is newer than the one that the driver has, once there is one.
 
         The answer is empty when there is none in time.
         """
-        message = msgspec.msgpack.decode(desired, type=Desired)
+        message = decode(desired, Desired)
         with self._changed:
             self._contact.note_seen(message.seen)
             if self._desired is None or message.number > self._desired.number:
@@ -141,7 +144,7 @@ class NodeActor:
     def _publish(self, observed: Observed) -> None:
         with self._changed:
             self._contact.note_observed(observed.number, now=time.monotonic())
-            self._observed = observed.number, msgspec.msgpack.encode(observed)
+            self._observed = observed.number, encode(observed)
             self._changed.notify_all()
 
     def _note_fence(self) -> None:

@@ -1,15 +1,11 @@
 """Finds out at which address other nodes reach this one, and through which network interface."""
 
-import fcntl
 import socket
-import struct
-from pathlib import Path
+
+import psutil
 
 from trivet.errors import ConfigError
 
-_SIOCGIFADDR = 0x8915
-"""The ioctl that asks for an interface's IPv4 address."""
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _ELSEWHERE = "192.0.2.1"
 """An address that belongs to nobody (RFC 5737). A route to it is the default route; nothing is sent."""
 _ANY_PORT = 9
@@ -55,19 +51,8 @@ def interface_of(address: str) -> str:
         address = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
     except OSError:
         return ""
-    if ":" in address:
-        digits = socket.inet_pton(socket.AF_INET6, address).hex()
-        lines = _IPV6_ADDRESSES.read_text().splitlines() if _IPV6_ADDRESSES.exists() else []
-        return next((line.split()[-1] for line in lines if line.startswith(digits)), "")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
+    owners = psutil.net_if_addrs().items()
+    return next((name for name, own in owners if any(each.address.partition("%")[0] == address for each in own)), "")
 
 
 def _is_loopback(address: str) -> bool:

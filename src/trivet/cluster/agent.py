@@ -129,18 +129,18 @@ class NodeProcesses:
             started.child.signal_group(signal.SIGKILL)  # mostly it has ended
 
     def _start(self, process: DesiredProcess) -> None:
-        for number in [number for number, started in self._started.items() if started.name == process.name]:
+        for number in [number for number, started in self._started.items() if started.name == process.spec.name]:
             self._forget(number)
-        spec = self._scratch.redirect(process.spec(self._index))
+        spec = self._scratch.redirect(process.spec)
         try:
             child = self._host.start(spec)
         except OSError as exc:
-            self._say(f"{process.name} cannot be started: {exc}")
+            self._say(f"{spec.name} cannot be started: {exc}")
             child = None
         else:
-            self._say(f"started {process.name} pid={child.pid} log={spec.log}")
+            self._say(f"started {spec.name} pid={child.pid} log={spec.log}")
             self._reader.follow(process.number, child)
-        self._started[process.number] = _Started(process.name, child)
+        self._started[process.number] = _Started(spec.name, child)
 
     def _signal(self, process: DesiredProcess, started: _Started) -> None:
         for sent in process.signals[started.num_signals :]:

@@ -81,7 +81,8 @@ def lead(
         groups = place_groups(group_bundles(deployment, placement))
         settings = ActorSettings(
             node=0,
-            output_dir=str(layout.root.absolute()),
+            working_dir=Path.cwd(),
+            output_dir=layout.root,
             driver_host=address,
             lost_after_s=lost_after_s,
             does_log_json=config.log.json_logging,
@@ -123,11 +124,16 @@ def check_machine(node: int, facts: NodeFacts, *, output_dir: Path) -> None:
     """Refuse a machine that does not fit the run, and warn of one that would slow it down.
 
     Raises:
-        ConfigError: it has another version, or does not share the output directory.
+        ConfigError: it has another version, or does not share the working or the output directory.
     """
     if facts.version != own_version():
         raise ConfigError(
             f"node {node} ({facts.name}) has trivet {facts.version}, this machine {own_version()}: install one version on all"
+        )
+    if not facts.has_working_dir:
+        raise ConfigError(
+            f"node {node} ({facts.name}) has no directory {str(Path.cwd())!r}: start the command in a directory that is on every"
+            " machine"
         )
     if not facts.does_see_lock:
         raise ConfigError(

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trivet.cluster.actor import NodeActor
 from trivet.cluster.bundles import BundleGroup
-from trivet.cluster.messages import ActorSettings, NodeFacts, Observed
+from trivet.cluster.messages import ActorSettings, NodeFacts, Observed, decode, encode
 from trivet.cluster.table import NodeTable
 from trivet.errors import NodesMissing
 
@@ -119,7 +119,7 @@ class Exchange:
             max_task_retries=0,
             max_concurrency=_MAX_CALLS + 1,
             scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle),
-        ).remote(msgspec.msgpack.encode(settings))
+        ).remote(encode(settings))
         slot.facts = slot.actor.facts.remote()
 
     def _run(self) -> None:
@@ -141,7 +141,7 @@ class Exchange:
                 continue
             is_due = not slot.calls and now - slot.sent_at >= _SEND_INTERVAL_S
             if (message := self._table.next_message(node, only_news=bool(slot.calls) or not is_due)) is not None:
-                slot.calls.append(slot.actor.exchange.remote(msgspec.msgpack.encode(message)))
+                slot.calls.append(slot.actor.exchange.remote(encode(message)))
                 slot.sent_at = now
 
     def _receive(self) -> None:
@@ -177,14 +177,14 @@ class Exchange:
             raise TypeError(f"the actor of node {node} answered with {type(answer).__name__}, and not with bytes")
         slot = self._slots[node]
         if call == slot.facts:
-            facts = msgspec.msgpack.decode(answer, type=NodeFacts)
+            facts = decode(answer, NodeFacts)
             slot.facts, slot.machine, slot.begun_at = None, facts.ray_node, time.monotonic()
             self._check(node, facts)
             self._table.describe(node, facts)
             return
         slot.calls.remove(call)
         if answer:
-            observed = msgspec.msgpack.decode(answer, type=Observed)
+            observed = decode(answer, Observed)
             self._table.receive(node, observed, now=time.monotonic(), unix_time=time.time())
             slot.sent_at = 0.0  # so that the node learns at once that it was seen
 

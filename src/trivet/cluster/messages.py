@@ -5,11 +5,12 @@ message that arrives twice changes nothing, and one that is lost is replaced by 
 """
 
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from trivet.launcher.node_plan import Node
-from trivet.launcher.plan import ProcessSpec, RecoveryUnit, ReportFile
+from trivet.launcher.plan import ProcessSpec
 from trivet.machine import Machine
 from trivet.wire.status import ProcessReport
 
@@ -17,12 +18,32 @@ LEAVING_FILE = "TRIVET_LEAVING_FILE"
 """Variable that names a file. Once the file exists, the machine is about to be taken away; `cluster.ray_node` writes it."""
 
 
+_Message = TypeVar("_Message")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Return a message as MessagePack."""
+    return msgspec.msgpack.encode(message, enc_hook=str)
+
+
+def decode(data: bytes, kind: type[_Message]) -> _Message:
+    """Return the message of a kind that `data` holds. Raises `msgspec.DecodeError` if it holds another."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_make_path)
+
+
+def _make_path(kind: type, value: Any) -> Path:
+    assert kind is Path
+    return Path(value)
+
+
 class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings with which an actor is made."""
 
     node: int
-    output_dir: str
-    """Absolute path of the run's directory, the same on every node."""
+    working_dir: Path
+    """The driver's working directory, in which every node starts its processes."""
+    output_dir: Path
+    """The run's directory, relative to the working directory."""
     driver_host: str
     """Address of the driver. The node's own address is that of the interface which leads there."""
     lost_after_s: float
@@ -41,6 +62,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_cpus: int
     version: str
     """Version of trivet."""
+    has_working_dir: bool
+    """Whether the driver's working directory is there too."""
     does_see_lock: bool
     """Whether it sees that the driver holds the lock on the output directory."""
     ray_node: str
@@ -65,50 +88,11 @@ class DesiredProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     """Differs from that of every other process of the run. A process that is started again has a new number."""
-    name: str
-    unit: str
-    argv: tuple[str, ...]
-    log: str
-    env: dict[str, str]
-    env_defaults: dict[str, str]
-    does_finish: bool
-    reports: tuple[tuple[str, str], ...]
-    are_children_watched: bool
+    spec: ProcessSpec
     signals: tuple[SentSignal, ...] = ()
     """All signals since its start, in their order. The actor sends those that it has not sent yet."""
     shown_stacks: tuple[tuple[int, ...], ...] = ()
     """The pids of each request since its start to write stacks."""
-
-    @classmethod
-    def of(cls, spec: ProcessSpec, number: int) -> "DesiredProcess":
-        """Return the process that `spec` describes."""
-        return cls(
-            number=number,
-            name=spec.name,
-            unit=spec.unit,
-            argv=spec.argv,
-            log=str(spec.log.absolute()),
-            env=dict(spec.env),
-            env_defaults=dict(spec.env_defaults),
-            does_finish=spec.does_finish,
-            reports=tuple((report.process, str(report.path.absolute())) for report in spec.reports),
-            are_children_watched=spec.are_children_watched,
-        )
-
-    def spec(self, node: int) -> ProcessSpec:
-        """Return what the actor of `node` starts."""
-        return ProcessSpec(
-            name=self.name,
-            unit=RecoveryUnit(self.unit),
-            argv=self.argv,
-            log=Path(self.log),
-            env=self.env,
-            env_defaults=self.env_defaults,
-            does_finish=self.does_finish,
-            reports=tuple(ReportFile(process=process, path=Path(path)) for process, path in self.reports),
-            are_children_watched=self.are_children_watched,
-            node=node,
-        )
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):

@@ -173,9 +173,9 @@ class NodeTable:
             if state.observed is None:
                 raise NodeLost(spec.node)
             self._num_processes += 1
-            for number in [number for number, process in state.processes.items() if process.name == spec.name]:
+            for number in [number for number, process in state.processes.items() if process.spec.name == spec.name]:
                 del state.processes[number]
-            state.processes[self._num_processes] = DesiredProcess.of(spec, self._num_processes)
+            state.processes[self._num_processes] = DesiredProcess(number=self._num_processes, spec=spec)
             state.is_dirty = True
             return self._num_processes, state.session
 

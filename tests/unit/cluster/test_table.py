@@ -26,6 +26,7 @@ def make_facts(name: str = "machine-1") -> NodeFacts:
         gpus=("3",),
         num_cpus=2,
         version="1.0",
+        has_working_dir=True,
         does_see_lock=True,
         ray_node="abc",
         niceness=0,

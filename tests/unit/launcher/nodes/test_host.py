@@ -56,6 +56,7 @@ class FakeAgent:
             instance="a1",
             version="1.0",
             config_digest="abc",
+            has_working_dir=True,
             does_see_lock=True,
         )
         assert isinstance(self._tell(hello), Orders)
