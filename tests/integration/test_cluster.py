@@ -1,5 +1,6 @@
 """One run on a Ray cluster: real Ray, real roles, real vLLM and gloo, each machine a namespace that can be lost."""
 
+import json
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from support.cluster_run import ENVIRON, START_S, ClusterRun, prove
 from support.nodes import can_make_nodes
 from support.processes import wait_until
 from support.ray_nodes import make_ray_nodes
+from support.tiny_models import tiny_model_writer
 from trivet.checkpoints.run_record import read_run
 
 NO_FENCE = Path(__file__).parents[1] / "support" / "no_fence"
@@ -75,7 +77,7 @@ def test_a_machine_that_is_cut_off_runs_nothing_once_others_do_its_work(
 ) -> None:
     with make_ray_nodes(4, directory=tmp_path) as nodes:
         run = ClusterRun(tmp_path, tiny_model, nodes, max_steps=16, num_train_nodes=2, keys="min_train_nodes = 1\n")
-        run.start_ray(1, 2, 3, path="" if has_fence else f"{NO_FENCE}{os.pathsep}")
+        run.start_ray(1, 2, 3, environ={} if has_fence else {"PYTHONPATH": f"{NO_FENCE}{os.pathsep}{ENVIRON['PYTHONPATH']}"})
         driver = run.start()
         run.await_step(8)
         (cut,) = set(run.machines_of("trainer")) - {run.machine_of("orchestrator")}
@@ -131,4 +133,28 @@ def test_environment_nodes_of_their_own_are_lost_and_join(tmp_path: Path, tiny_m
         assert record is not None
         assert record.attempt == 1  # the trainer never noticed
         assert not list(run.layout.logs.glob("env_workers/*[!@1-9].log"))  # none ran beside the orchestrator
+        prove(run.layout)
+
+
+def test_a_server_over_two_machines_loads_policies_and_starts_again_when_a_shard_fails(tmp_path: Path) -> None:
+    tiny_model_writer(hidden_size=128)(tmp_path / "model")  # one attention head for each rank
+    with make_ray_nodes(4, directory=tmp_path) as nodes:
+        run = ClusterRun(tmp_path, tmp_path / "model", nodes, max_steps=10, nodes_per_server=2)
+        # All machines are one, whose cores vLLM would share out.
+        run.start_ray(1, 2, 3, environ={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+        driver = run.start("--max-async-level", "0")
+        run.await_step(3)
+        url = run.layout.servers.read_text()
+        (second,) = [machine for machine in run.machines_of("inference") if nodes.address(machine) not in url]
+        os.kill(nodes.find(second, "trivet.inference.main"), signal.SIGKILL)
+        run.await_said("inference-shard-1 killed by SIGKILL: inference and inference-shard-1 restarted")
+        assert driver.wait(2 * START_S) == 0, run.everything()
+        record = read_run(run.layout)
+        assert record is not None
+        assert record.attempt == 1  # the trainer never noticed
+        # Every other batch is sampled from the newest policy. Had a rank kept old weights, its tokens would be less likely here.
+        steps = [json.loads(line) for line in (run.layout.metrics / "trainer.jsonl").read_text().splitlines()]
+        exact = [step["step"] for step in steps if step["mismatch_kl/mean"] < 1e-6]
+        assert len(exact) >= 4, steps
+        assert exact[-1] > 5, steps
         prove(run.layout)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from support.processes import wait_until
@@ -63,29 +63,30 @@ class ClusterRun:
         self._config = directory / "rl.toml"
         self._log = directory / "driver.out"
         self._directory = directory
-        text = CONFIG.format(max_steps=max_steps, output_dir=self.layout.root, model=model)
+        text = CONFIG.format(max_steps=max_steps, output_dir="outputs", model=model)
         deployment = DEPLOYMENT.format(
             num_train_nodes=num_train_nodes, num_servers=num_servers, nodes_per_server=nodes_per_server
         )
         self._config.write_text(text + deployment.replace("[deployment]\n", f"[deployment]\n{keys}"))
 
-    def start_ray(self, *machines: int, path: str = "") -> None:
+    def start_ray(self, *machines: int, environ: Mapping[str, str] = {}) -> None:
         """Start the cluster on machine 0, and have others join it.
 
         Args:
-            path: the beginning of PYTHONPATH on the other machines.
+            environ: further variables of the other machines.
         """
         self.nodes.start_head(0, environ=ENVIRON)
         for machine in machines:
-            self.join(machine, path=path)
+            self.join(machine, environ=environ)
 
-    def join(self, machine: int, *, path: str = "") -> None:
+    def join(self, machine: int, *, environ: Mapping[str, str] = {}) -> None:
         """Have a machine join the cluster. Its roles inherit the environment of Ray."""
-        self.nodes.join(machine, environ={**ENVIRON, "PYTHONPATH": f"{path}{ENVIRON['PYTHONPATH']}"})
+        self.nodes.join(machine, environ={**ENVIRON, **environ})
 
     def start(self, *flags: str) -> "subprocess.Popen[bytes]":
-        """Start the driver."""
+        """Start the driver in the directory of the run: the paths in its configuration are relative to it."""
         command = module_command("trivet.launcher.commands.rl", "@", str(self._config), *flags)
+        command = ["env", f"--chdir={self._directory}", *command]
         return self.nodes.start(0, command, log=self._log, environ=self.nodes.environ(ENVIRON))
 
     def output(self) -> str:
