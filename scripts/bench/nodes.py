@@ -1,7 +1,7 @@
 """Does a run over two nodes take longer than the same run on one, where both have the same processors?
 
 The same run in turns: all roles on one machine, and on a Ray cluster of three network namespaces of this machine, with the driver
-on one, the trainer and the orchestrator on the second, the server on the third. What differs is what nodes cost: Ray, the actors and
+on one, the trainer and the orchestrator on the second, the server on the third. What differs is what nodes cost: Ray, actors and
 their messages, addresses in place of loopback. The machine, its cores and its files are the same; a network cannot be shown so.
 
     uv run python scripts/bench/nodes.py [--rounds 3] [--steps 40]     as root

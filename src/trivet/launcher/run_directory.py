@@ -194,7 +194,7 @@ class RunDirectory:
 
 
 def wait_of_job(environ: Mapping[str, str]) -> LockWait:
-    """Return how long a run on one machine waits for the lock of its directory.
+    """Return how long a run waits for the lock of its directory.
 
     When a scheduler starts a job again, the machine of the earlier start may have died, and the file system may keep its lock for a
     while. So the job waits. If the lock stays, the job ends with an exit code after which the scheduler starts it once more. Any
