@@ -110,7 +110,7 @@ def test_nothing_is_left_on_any_machine_after_the_driver_is_killed(tmp_path: Pat
         prove(run.layout)
 
 
-def test_environment_nodes_of_their_own_are_lost_and_join(tmp_path: Path, tiny_model: Path) -> None:
+def test_environment_nodes_of_their_own_join_are_drained_and_lost(tmp_path: Path, tiny_model: Path) -> None:
     keys = "num_env_nodes = 1\nmax_env_nodes = 2\nenv_cpus_per_node = 1\nenv_resources = { sandbox = 1 }\n"
     with make_ray_nodes(5, directory=tmp_path) as nodes:
         run = ClusterRun(tmp_path, tiny_model, nodes, max_steps=100_000, keys=keys)
@@ -121,8 +121,15 @@ def test_environment_nodes_of_their_own_are_lost_and_join(tmp_path: Path, tiny_m
         assert run.machines_of("env-workers") == [3]
         nodes.join(4, resources={"sandbox": 1}, environ=ENVIRON)
         run.await_that(lambda: set(run.machines_of("env-workers")) == {3, 4}, "the second environment node")
+        nodes.drain(3)
+        run.await_that(lambda: run.machines_of("env-workers") == [4], "the end of the workers on a machine that is taken away")
         nodes.lose(3)
-        run.await_said("lost with its node")
+        nodes.connect(3)
+        nodes.boot(3)
+        nodes.join(3, resources={"sandbox": 1}, environ=ENVIRON)
+        run.await_that(lambda: set(run.machines_of("env-workers")) == {3, 4}, "workers on the machine that is back")
+        nodes.lose(4)
+        run.await_said("env-workers-3 lost with its node")
         num_steps = run.output().count("trainer SUCCESS Step")
         run.await_that(lambda: run.output().count("trainer SUCCESS Step") > num_steps + 20, "steps on the node that is left")
         os.killpg(driver.pid, signal.SIGTERM)

@@ -26,6 +26,15 @@ _BOOT = """
 mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$0" && trap "" CHLD && echo up && exec sleep infinity
 """
 """The first process of a machine. It ignores SIGCHLD, so that the kernel reaps the processes whose parents have ended."""
+_DRAIN = """
+import sys, time, ray
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+ray.init(log_to_driver=False)
+(node,) = [each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeManagerAddress"] == sys.argv[1]]
+client = ray._private.worker.global_worker.gcs_client
+accepted, why = client.drain_node(node, DRAIN_NODE_REASON_PREEMPTION, "preempted", int(1000 * (time.time() + 60)))
+sys.exit(why if not accepted else 0)
+"""
 _SMALL = ("--object-store-memory=80000000", "--include-log-monitor=false", "--disable-usage-stats")
 
 
@@ -171,6 +180,12 @@ class RayNodes(Nodes):
 
     def kill_gcs(self, node: int = 0) -> None:
         os.kill(self.find(node, "gcs/gcs_server"), signal.SIGKILL)
+
+    def drain(self, node: int) -> None:
+        """Have Ray know that a machine will be taken away in a minute, as an autoscaler has it before a cloud preempts one."""
+        log = self._directory / "drain.out"
+        command = [sys.executable, "-c", _DRAIN, self.address(node)]
+        assert self.start(0, command, log=log, environ=self.environ(os.environ)).wait(START_S) == 0, log.read_text()
 
     def roles(self, node: int) -> list[int]:
         """Return the processes that the actor of a machine has started."""

@@ -64,7 +64,7 @@ def lead(
         ConfigError: there is no cluster, it is open to strangers, or a machine does not fit the run.
     """
     # imported here, because Ray reads variables that `connect` sets when it is imported
-    from trivet.cluster.ray_cluster import connect, describe_resources, place_groups, reach_cluster
+    from trivet.cluster.ray_cluster import connect, describe_resources, draining_machines, place_groups
 
     deployment, placement = config.deployment, place(config)
     with ExitStack() as held:
@@ -75,9 +75,8 @@ def lead(
         table = NodeTable(
             {node: placement.possible_listeners_on(node) for node in range(placement.num_nodes)}, lost_after_s=lost_after_s
         )
-        guard = held.enter_context(
-            DriverGuard({"the Ray cluster": reach_cluster, "output_dir": touch_lock}, lost_after_s=lost_after_s)
-        )
+        asked = {"the Ray cluster": lambda: table.note_draining(draining_machines()), "output_dir": touch_lock}
+        guard = held.enter_context(DriverGuard(asked, lost_after_s=lost_after_s))
         groups = place_groups(group_bundles(deployment, placement))
         settings = ActorSettings(
             node=0,

@@ -1,7 +1,7 @@
 """Connects the driver of a run to a Ray cluster that is closed to strangers, and asks it for the bundles of the run."""
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,12 +91,21 @@ def describe_resources() -> str:
     return ", ".join(f"{free.get(name, 0):g} of {total[name]:g} {name}" for name in sorted(names) if "group" not in name)
 
 
-def reach_cluster() -> Mapping[str, Any]:
-    """Ask the cluster something, as a sign that it answers. It may block for as long as the cluster does not."""
+def draining_machines() -> Collection[str]:
+    """Return Ray's ids of the machines that it is about to give back.
+
+    It may block for as long as the cluster does not answer.
+
+    Raises:
+        OSError: the cluster does not answer.
+    """
     import ray  # imported here for the reason given in `connect`
+    from ray._private.state import state  # Ray has no public way to ask
     from ray.exceptions import RayError
 
     try:
-        return ray.nodes()[0]
-    except (RayError, IndexError) as exc:
+        if not ray.nodes():
+            raise OSError("the Ray cluster does not answer")
+        return state.get_draining_nodes()
+    except RayError as exc:
         raise OSError(f"the Ray cluster does not answer: {exc}") from exc

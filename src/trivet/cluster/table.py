@@ -65,6 +65,7 @@ class NodeTable:
         self._nodes = {node: _NodeState(listeners=tuple(names)) for node, names in listeners.items()}
         self._num_processes = 0
         self._is_over = False
+        self._draining: frozenset[str] = frozenset()
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
@@ -229,11 +230,20 @@ class NodeTable:
             for report in process.reports
         ]
 
-    def leaving(self) -> frozenset[int]:
-        """Return the nodes that were asked to end."""
+    def note_draining(self, machines: Collection[str]) -> None:
+        """Note the machines that Ray is about to give back, by its ids."""
         with self._lock:
-            states = self._nodes.items()
-            return frozenset(node for node, state in states if state.observed is not None and state.observed.is_leaving)
+            self._draining = frozenset(machines)
+
+    def leaving(self) -> frozenset[int]:
+        """Return the nodes whose machines will be taken away, as Ray or the node itself knows."""
+        with self._lock:
+            there = [(node, state.observed, state.facts) for node, state in self._nodes.items()]
+            return frozenset(
+                node
+                for node, observed, facts in there
+                if observed is not None and facts is not None and (observed.is_leaving or facts.ray_node in self._draining)
+            )
 
     def problems(self) -> dict[int, str]:
         """Return why a node does not hold the ports that it should."""

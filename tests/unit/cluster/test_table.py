@@ -200,6 +200,10 @@ def test_a_node_that_is_leaving_says_so(cluster: Cluster) -> None:
     assert cluster.host.leaving_nodes() == frozenset()
     cluster.exchange(is_leaving=True)
     assert cluster.host.leaving_nodes() == {1}
+    cluster.exchange(is_leaving=False)
+    assert cluster.host.leaving_nodes() == frozenset()
+    cluster.table.note_draining(["another", make_facts().ray_node])
+    assert cluster.host.leaving_nodes() == {1}
 
 
 def test_the_thread_that_exchanges_passes_on_its_error(cluster: Cluster) -> None:
