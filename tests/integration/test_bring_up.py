@@ -1,4 +1,7 @@
-"""Bring the nodes of a job up with real Ray: closed to strangers, whole again after a lost raylet, and gone with the driver."""
+"""Bring the nodes of a job up with real Ray: closed to strangers, whole again after a lost raylet, and gone with the driver.
+
+A task of SkyPilot, whose script each node runs, takes a run to its end.
+"""
 
 import json
 import os
@@ -9,10 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from support.cluster_run import DEPLOYMENT, ENVIRON, prove
 from support.nodes import can_make_nodes
 from support.processes import wait_until
 from support.ray_nodes import RayNodes, make_ray_nodes
+from support.rl_run import CONFIG
+from trivet.config.layout import RunLayout
+from trivet.config.load import load_config
+from trivet.config.schema.rl import RLConfig
 from trivet.process.lifetime import module_command
+from trivet.schedulers import skypilot
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_make_nodes(), reason="making network namespaces needs root and ip")]
 DRIVER = Path(__file__).parents[1] / "support" / "ray_program.py"
@@ -99,3 +108,28 @@ def test_nodes_of_a_job_are_one_closed_cluster_that_goes_with_its_driver(tmp_pat
         )
         assert [process.wait(5) for process in started] == [128 + signal.SIGKILL, 0, 0]
     assert not job.exists()
+
+
+@pytest.mark.vllm
+def test_a_task_of_skypilot_takes_a_run_over_its_nodes_to_its_end(tmp_path: Path, tiny_model: Path) -> None:
+    file, layout = tmp_path / "rl.toml", RunLayout(tmp_path / "run")
+    deployment = DEPLOYMENT.format(num_train_nodes=1, num_servers=1, nodes_per_server=1)
+    text = CONFIG.format(max_steps=4, output_dir="run", model=tiny_model) + deployment
+    file.write_text(f'{text}[skypilot]\nworking_dir = "{tmp_path}"\ngpus_per_node = 0\npython = "{sys.executable}"\n')
+    config = load_config(RLConfig, ["@", str(file)]).config
+    task = skypilot.make_task(config, command="rl", configuration=file)
+    home = tmp_path / "home"
+    (copied,) = (home / path.removeprefix("~/") for path in task["file_mounts"])
+    copied.parent.mkdir(parents=True)
+    copied.write_text(text)
+    with make_ray_nodes(task["num_nodes"], directory=tmp_path) as nodes:
+        addresses = "\n".join(map(nodes.address, range(nodes.count)))
+        environ = {**ENVIRON, "HOME": str(home), "SKYPILOT_TASK_ID": "sky-1_trivet", "SKYPILOT_NODE_IPS": addresses}
+        logs = [tmp_path / f"node_{node}.out" for node in range(nodes.count)]
+        started = [
+            nodes.start(node, ["bash", "-c", task["run"]], log=log, environ=environ | {"SKYPILOT_NODE_RANK": str(node)})
+            for node, log in enumerate(logs)
+        ]
+        assert [process.wait(UP_S * 2) for process in started] == [0, 0], "".join(log.read_text() for log in logs)
+        prove(layout)
+    assert not list(layout.skypilot.glob("ray-*"))

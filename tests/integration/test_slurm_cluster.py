@@ -50,7 +50,7 @@ gpus_per_node = 0
 lost_after_s = 10
 """,
 }
-"""The nodes of a job: all roles on one, or the trainer on the first and the server on the second."""
+"""The nodes of a job: all roles on one, or the trainer on one and the server on the other, with Ray."""
 
 THREE_NODES = """
 [deployment]
@@ -59,7 +59,7 @@ num_infer_replicas = 2
 gpus_per_node = 0
 lost_after_s = 10
 """
-"""The trainer on the first of three nodes, a server on each of the others."""
+"""The trainer on one of three nodes, a server on each of the others."""
 
 Cluster = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -126,13 +126,13 @@ def _network(pid: int) -> Path | None:
         return None
 
 
-@pytest.mark.parametrize(("num_nodes", "engine"), [(1, ""), (2, ""), (2, 'engine = "ray"\n')], ids=["one", "agents", "ray"])
+@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_run_is_queued_again_at_its_time_limit_and_finishes(
-    tmp_path: Path, tiny_model: Path, cluster: Cluster, num_nodes: int, engine: str
+    tmp_path: Path, tiny_model: Path, cluster: Cluster, num_nodes: int
 ) -> None:
     layout, file = RunLayout(tmp_path / "run"), tmp_path / "rl.toml"
     # An interval that is never reached: the only commit is the one that the signal asks for.
-    text = CONFIG.replace("interval = 6", "interval = 10000") + SLURM + NODES[num_nodes] + engine
+    text = CONFIG.replace("interval = 6", "interval = 10000") + SLURM + NODES[num_nodes]
     file.write_text("shutdown_timeout_s = 10\n" + text.format(max_steps=MAX_STEPS, output_dir=layout.root, model=tiny_model))
     said = cluster("run", sys.executable, "-m", "trivet.launcher.commands.rl", "@", file).stdout
     job = said.split()[1]
@@ -174,14 +174,13 @@ def test_a_run_that_is_cancelled_ends_and_is_not_queued_again(tmp_path: Path, ti
     assert not descendants_with(str(layout.root), 1)
 
 
-@pytest.mark.parametrize("engine", ["agents", "ray"])
 @pytest.mark.parametrize("num_cluster_nodes", [3])
 def test_a_job_goes_on_without_a_lost_node_and_is_queued_again_when_its_first_is_lost(
-    tmp_path: Path, tiny_model: Path, cluster: Cluster, cluster_directory: Path, engine: str
+    tmp_path: Path, tiny_model: Path, cluster: Cluster, cluster_directory: Path
 ) -> None:
     layout, file = RunLayout(tmp_path / "run"), tmp_path / "rl.toml"
     text = CONFIG.format(max_steps=MAX_STEPS, output_dir=layout.root, model=tiny_model)
-    file.write_text(text + THREE_NODES + f"engine = {engine!r}\n" + "[slurm]\ntime = '20'\ngpus_per_node = 0\n")
+    file.write_text(text + THREE_NODES + "[slurm]\ntime = '20'\ngpus_per_node = 0\n")
     job = cluster("run", sys.executable, "-m", "trivet.launcher.commands.rl", "@", file).stdout.split()[1]
     log = layout.slurm / f"{job}.log"
 

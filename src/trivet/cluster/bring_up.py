@@ -4,8 +4,8 @@
 
 Every node of the job runs this program. The first one makes a directory for this start of the job, which only its owner may read:
 with a token, an authority for certificates and the address of the cluster. The others wait for that address. When the command has
-ended, the first node removes the directory, which tells the others to end. So no file of an earlier start misleads a node for
-long: its address does not answer, and the node reads the file again.
+ended, the first node removes the directory, which tells the others to end, and notes the exit code in `JOB.code` beside it. So no
+file of an earlier start misleads a node for long: its address does not answer, and the node reads the file again.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from trivet.errors import NodesMissing, TrivetError
 from trivet.process.lifetime import adopt_orphans, tied_command
 from trivet.process.sockets import ReservedPorts
 from trivet.schedulers.lost_script import MAX_WATCHERS, LostScriptAction, replace_lost_script
-from trivet.schedulers.node_variables import SLURM_INDEX, SLURM_JOB
 from trivet.shown_text import print_error
 from trivet.storage.durable import write_atomically, write_json_atomically
 
@@ -39,6 +38,8 @@ _FIRST_TIMEOUT_S = 300.0
 """The first node imports and starts Ray for seconds, and a file on NFS is seen up to a minute late."""
 _LOST_TIMEOUT_S = 30.0
 """How long a node whose Ray has ended seeks the first node."""
+_PROBE_INTERVAL_S = 5.0
+"""Seconds between two connections to the head. Ray itself notices minutes later that a machine is silent."""
 _MAX_STARTS = 5
 """Starts of Ray on a node, each of which ended within `_STABLE_S`, after which the node gives up."""
 _STABLE_S = 60.0
@@ -65,6 +66,8 @@ def lead(args: argparse.Namespace, directory: Path, signals: Signals) -> int:
     node = _ray_node(args, directory, address)
     try:
         head = _start_head(node, signals)
+        if head is None:
+            return 128 + signals.received[0]
         write_json_atomically(directory / _HEAD_FILE, head)
         variables = node.variables | {"RAY_ADDRESS": f"{head.host}:{head.port}"}
         signals.command = subprocess.Popen(tied_command(args.command), env=os.environ | variables, start_new_session=True)
@@ -85,16 +88,17 @@ def _ray_node(args: argparse.Namespace, directory: Path, address: str) -> RayNod
     return RayNode(directory, address=address, num_gpus=args.gpus, num_cpus=args.cpus, lost_after_s=args.lost_after_s)
 
 
-def _start_head(node: RayNode, signals: Signals) -> Head:
+def _start_head(node: RayNode, signals: Signals) -> Head | None:
+    """Start Ray; return None when a signal came first."""
     for _ in range(_MAX_STARTS):
-        if signals.received:
-            raise SystemExit(128 + signals.received[0])
         with ReservedPorts() as ports:
             port, client_port = (ports.reserve(node.address, preferred=0) for _ in range(2))
         # Nobody uses the server for clients. It cannot be left out, and two jobs on one machine need two ports.
         words = ["--head", f"--port={port}", f"--ray-client-server-port={client_port}", "--include-dashboard=false"]
         if node.start(words, is_wanted=lambda: not signals.received):
             return Head(node.address, port)
+        if signals.received:
+            return None
     raise NodesMissing(f"Ray did not start on the first node in {_MAX_STARTS} attempts: see the lines above")
 
 
@@ -108,13 +112,13 @@ def _poll(command: "subprocess.Popen[bytes]") -> int | None:
 def join(args: argparse.Namespace, directory: Path, signals: Signals) -> bool:
     """Keep this node in the cluster until the first node has ended; return whether that said so itself."""
     head, num_starts = await_head(directory, timeout_s=_FIRST_TIMEOUT_S, signals=signals), 0
-    if head is None:
+    if head is None and not signals.received:
         print(f"bring_up: no cluster in {directory} within {_FIRST_TIMEOUT_S:g} s: see the first node's lines", file=sys.stderr)
-        return True
     while head is not None and num_starts < _MAX_STARTS:
         since = time.monotonic()
         try:
-            _run_other(_ray_node(args, directory, address_towards(head.host)), directory, head, signals)
+            node = _ray_node(args, directory, address_towards(head.host))
+            _run_other(node, directory, head, signals, lost_after_s=args.lost_after_s)
         except OSError as exc:  # the first node removes the directory just now, or this one has no network
             print(f"bring_up: Ray was not started on this node: {exc}", file=sys.stderr)
         if is_over(directory, head):
@@ -126,14 +130,20 @@ def join(args: argparse.Namespace, directory: Path, signals: Signals) -> bool:
     return False
 
 
-def _run_other(node: RayNode, directory: Path, head: Head, signals: Signals) -> None:
-    """Run Ray on this node until it ends or the first node has ended."""
+def _run_other(node: RayNode, directory: Path, head: Head, signals: Signals, *, lost_after_s: float) -> None:
+    """Run Ray on this node until it ends, the first node has ended, or the first node's machine is silent for `lost_after_s`."""
     signals.leaving = node.leaving
     try:
-        if node.start([f"--address={head.host}:{head.port}"], is_wanted=lambda: not is_over(directory, head)):
-            while node.is_running() and not is_over(directory, head):
-                time.sleep(_POLL_INTERVAL_S)
+        if not node.start([f"--address={head.host}:{head.port}"], is_wanted=lambda: not is_over(directory, head)):
+            return
+        reached_at = due = time.monotonic()
+        while node.is_running() and not is_over(directory, head) and time.monotonic() - reached_at < lost_after_s:
+            time.sleep(_POLL_INTERVAL_S)
+            if time.monotonic() > due:
+                reached_at = time.monotonic() if answers(head) else reached_at
+                due = time.monotonic() + _PROBE_INTERVAL_S
     finally:
+        signals.leaving = None
         node.remove()
 
 
@@ -142,12 +152,21 @@ def await_head(directory: Path, *, timeout_s: float, signals: Signals) -> Head |
     deadline = time.monotonic() + timeout_s
     while not signals.received and time.monotonic() < deadline:
         try:
-            head = read_head(directory)
-            with socket.create_connection((head.host, head.port), timeout=_POLL_INTERVAL_S):
+            if answers(head := read_head(directory)):  # it may be of an earlier start, or cut off
                 return head
-        except (OSError, msgspec.DecodeError):  # not yet there, of an earlier start, or cut off
-            time.sleep(_POLL_INTERVAL_S)
+        except (OSError, msgspec.DecodeError):  # not yet there
+            pass
+        time.sleep(_POLL_INTERVAL_S)
     return None
+
+
+def answers(head: Head) -> bool:
+    """Return whether the machine of the head answers, and Ray on it listens."""
+    try:
+        with socket.create_connection((head.host, head.port), timeout=_POLL_INTERVAL_S):
+            return True
+    except OSError:
+        return False
 
 
 def read_head(directory: Path) -> Head:
@@ -175,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True, help="a directory that all nodes of the job see")
     parser.add_argument("--job", required=True, help="a name of this start of the job, the same on every node")
-    parser.add_argument("--index", type=int, default=os.environ.get(SLURM_INDEX, "0"), help="the number of this node, from 0")
+    parser.add_argument(
+        "--index", type=int, default=os.environ.get("SLURM_PROCID", "0"), help="the number of this node, from 0"
+    )
     parser.add_argument("--gpus", type=int, help="GPUs for Ray; those that it finds unless this is given")
     parser.add_argument("--cpus", type=int, default=os.environ.get("SLURM_CPUS_ON_NODE"), help="cores for Ray")
     parser.add_argument("--lost-after-s", type=float, default=30.0, help="deployment.lost_after_s of the run")
@@ -189,22 +210,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--index must be >= 0, and --job a name without a slash")
     adopt_orphans()
     signals, directory = Signals(), args.directory.absolute() / f"ray-{args.job}"
+    code = args.directory.absolute() / f"{args.job}.code"
     try:
         if args.index == 0:
-            return lead(args, directory, signals)
+            return _note(code, lead(args, directory, signals))
         is_ended = join(args, directory, signals)
     except TrivetError as exc:
         print_error(exc)
-        return exc.exit_code if args.index == 0 else 0
+        return _note(code, exc.exit_code) if args.index == 0 else 0
     if args.script_host and not is_ended and not signals.received and args.index <= MAX_WATCHERS:
         signals.restore()
-        replace_lost_script(
-            os.environ[SLURM_JOB],
-            host=args.script_host,
-            action=args.script_lost,
-            is_over=lambda: not (directory / _HEAD_FILE).exists(),
-        )
+        replace_lost_script(os.environ["SLURM_JOB_ID"], host=args.script_host, action=args.script_lost, is_over=code.exists)
     return 0  # the first node's exit code is the job's
+
+
+def _note(file: Path, exit_code: int) -> int:
+    """Note the exit code for the batch script: of all nodes srun reports the highest."""
+    try:
+        write_atomically(file, f"{exit_code}\n".encode())
+    except OSError as exc:  # the job still ends with this code, unless the scheduler kills another node
+        print(f"exit code {exit_code} was not noted in {file}: {exc.strerror}; see why that cannot be written", file=sys.stderr)
+    return exit_code
 
 
 if __name__ == "__main__":

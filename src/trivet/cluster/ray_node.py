@@ -19,6 +19,7 @@ from trivet.cluster.certificates import authority_in, certify
 from trivet.cluster.fence import end_descendants
 from trivet.cluster.messages import LEAVING_FILE
 from trivet.process.lifetime import tied_command
+from trivet.process.lock import lock_directory, remove_if_free
 
 _START_TIMEOUT_S = 120.0
 """Ray starts within 8 s; under load it took 47 s."""
@@ -27,6 +28,7 @@ _STOP_TIMEOUT_S = 1.0
 _RECONNECT_S = 15.0
 """Shortest time after which Ray's processes end that miss the head. Ray's default is 60 s."""
 _HEALTH_PERIOD_S = 2.0
+_PREFIX = "trivet-ray-"
 _OBJECT_STORE_BYTES = 100_000_000
 """Ray would take a third of the memory; a run keeps nothing there."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -63,13 +65,16 @@ class RayNode:
         self, directory: Path, *, address: str, num_gpus: int | None, num_cpus: int | None, lost_after_s: float
     ) -> None:
         self.address = address
-        self.temporary = Path(tempfile.mkdtemp(prefix="trivet-ray-", dir="/tmp"))  # paths of sockets have at most 107 bytes
+        for left_by_killed in Path("/tmp").glob(f"{_PREFIX}*"):
+            remove_if_free(left_by_killed)
+        self.temporary = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))  # paths of sockets have at most 107 bytes
+        self._lock = lock_directory(self.temporary)
         self.leaving = self.temporary / "leaving"
         authority = authority_in(directory)
         try:
             identity = certify(authority, self.temporary, addresses=[address, "127.0.0.1"])
         except OSError:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.remove()
             raise
         self.variables = {
             "RAY_AUTH_MODE": "token",
@@ -140,3 +145,4 @@ class RayNode:
         """Stop Ray, and remove its files."""
         self.stop()
         shutil.rmtree(self.temporary, ignore_errors=True)
+        os.close(self._lock)

@@ -24,7 +24,7 @@ from trivet.key_names import key_name
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
 from trivet.machine import compile_cache_directory
 from trivet.process.lock import DEAD_MACHINE_S, FileLock, LockWait, holder_of, lock_directory, remove_if_free
-from trivet.schedulers.node_variables import is_restarted_job
+from trivet.schedulers.restarts import is_restarted_job
 from trivet.storage.durable import write_atomically
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step

@@ -1,9 +1,8 @@
 """Has a job of SLURM queued again, or cancelled, when the node that runs its batch script was lost.
 
 A job of several nodes is submitted with --no-kill, so SLURM takes a lost node out of the job and lets the others go on. The batch
-script queues the job again when the run needs it. If the script's own node is lost, so is the script. Then nothing else
-would free the other nodes before the time limit. `schedulers.job` calls this on a few other nodes, and only after their command has
-missed the first node.
+script queues the job again when the run needs it. If the script's own node is lost, so is the script, and nothing else would free
+the other nodes before the time limit. `cluster.bring_up` calls this on a few other nodes, after they have missed the first one.
 """
 
 import subprocess
@@ -21,9 +20,8 @@ MAX_WATCHERS = 3
 the controller."""
 _NOTICE_TIMEOUT_S = 900.0
 """Seconds that SLURM may take to notice a lost node: SlurmdTimeout, 300 s by default, and a controller that is busy."""
-_ASK_INTERVAL_S = 30.0
+_ASK_INTERVAL_S = 15.0
 """Seconds between two calls of squeue."""
-_POLL_INTERVAL_S = 5.0
 _COMMAND_TIMEOUT_S = 60.0
 """A command of SLURM waits several times its MessageTimeout, 10 s by default, for a controller that does not answer."""
 
@@ -34,7 +32,6 @@ def replace_lost_script(
     host: str,
     action: LostScriptAction,
     is_over: Callable[[], bool],
-    run: Callable[[Sequence[str]], str | None] | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
@@ -43,27 +40,24 @@ def replace_lost_script(
     Args:
         host: SLURM's name of the node that runs the batch script.
         is_over: returns whether the first node has noted its exit code: then it lives, and the script acts by itself.
-        run: runs a command and returns its output; None when it failed.
     """
-    run = run or _run
-    deadline, due = clock() + _NOTICE_TIMEOUT_S, clock()
+    deadline = clock() + _NOTICE_TIMEOUT_S
     while not is_over() and clock() < deadline:
-        if clock() >= due:
-            due = clock() + _ASK_INTERVAL_S
-            if run(["squeue", "--noheader", f"--jobs={job_id}", f"--nodelist={host}", "--format=%i"]) == "":
-                print(f"SLURM took {host} out of job {job_id}, and the batch script with it: {action} it here", file=sys.stderr)
-                return run(["scontrol", "requeue", job_id] if action == "requeue" else ["scancel", job_id]) is not None
-        sleep(_POLL_INTERVAL_S)
+        if _run(["squeue", "--noheader", f"--jobs={job_id}", f"--nodelist={host}", "--format=%i"]) == "":
+            print(f"SLURM took {host} out of job {job_id}, and the batch script with it: {action} it here", file=sys.stderr)
+            return _run(["scontrol", "requeue", job_id] if action == "requeue" else ["scancel", job_id]) is not None
+        sleep(_ASK_INTERVAL_S)
     return False
 
 
 def _run(command: Sequence[str]) -> str | None:
+    """Return the output of a command; None when it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+        if done.returncode == 0:
+            return done.stdout.strip()
+        reason = done.stderr.strip()
     except (OSError, subprocess.TimeoutExpired) as exc:
-        print(f"{command[0]} failed: {exc}", file=sys.stderr)
-        return None
-    if done.returncode:
-        print(f"{command[0]} failed: {shorten(done.stderr.strip())}", file=sys.stderr)
-        return None
-    return done.stdout.strip()
+        reason = str(exc)
+    print(f"{command[0]} failed: {shorten(reason)}", file=sys.stderr)
+    return None

@@ -6,26 +6,36 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from trivet.config.load import LoadedConfig
 from trivet.config.masking import mask_table, names_secret
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.tables import as_list, as_table
-from trivet.errors import ConfigError
+from trivet.errors import ConfigError, Diverged
 from trivet.shown_text import printable
 from trivet.storage.durable import write_atomically
 
 Submittable = TypeVar("Submittable", RLConfig, SftConfig, EvalConfig)
+FINAL_CODES = (ConfigError.exit_code, Diverged.exit_code)
+"""Exit codes that every further start would repeat."""
 
 
-def count_nodes(config: RLConfig | SftConfig | EvalConfig) -> int:
-    """Return the nodes of a command: one, unless it is a run with `[deployment]`."""
-    return config.deployment.num_nodes if isinstance(config, RLConfig) else 1
+def count_serving_machines(config: RLConfig, *, num_servers: int) -> int:
+    """Return the machines that have room for `num_servers` servers of a run over several nodes."""
+    return -(-config.deployment.num_infer_nodes * num_servers // config.deployment.servers_per_node)
+
+
+def count_machines(config: RLConfig | SftConfig | EvalConfig) -> int:
+    """Return the machines of a command: one, unless it is a run over several nodes."""
+    if not isinstance(config, RLConfig) or not config.deployment.is_multi_node:
+        return 1
+    deployment = config.deployment
+    num_serving = count_serving_machines(config, num_servers=deployment.num_servers)
+    return deployment.num_train_nodes + num_serving + max(deployment.num_env_nodes, deployment.max_env_nodes or 0)
 
 
 def count_gpus(config: RLConfig | SftConfig | EvalConfig, *, asked: int | None) -> int:
-    """Return the GPUs that a command needs on each of its nodes.
+    """Return the GPUs that a command needs on each of its machines.
 
     Args:
         asked: what the scheduler's own key says. None: those that the configuration names, and none for an evaluation, which asks
@@ -50,25 +60,6 @@ def commit_time_s(config: RLConfig | SftConfig | EvalConfig) -> float:
     return config.recovery.preemption_grace_s + config.shutdown_timeout_s if isinstance(config, RLConfig) else 0.0
 
 
-def require_below(config: RLConfig | SftConfig, shared: Path, *, working_dir: Path, key: str) -> None:
-    """Refuse an output directory that the job's machines do not share, or that goes with them.
-
-    Args:
-        shared: the directory that outlives the machines, on them.
-        working_dir: where the command runs on them.
-        key: names `shared`.
-
-    Raises:
-        ConfigError: it is elsewhere.
-    """
-    there = Path(os.path.normpath(working_dir / config.output_dir))
-    if not there.is_relative_to(shared):
-        raise ConfigError(
-            f"output_dir is {str(there)!r} on the machines of the job, and not below {key} ({str(shared)!r}): what is written there"
-            " goes with them; choose another output_dir, such as a relative one"
-        )
-
-
 def require_commits(config: RLConfig | SftConfig | EvalConfig, *, restarted_by: str, otherwise: str) -> None:
     """Refuse fine-tuning that a scheduler would start again, and that would begin anew each time.
 
@@ -86,36 +77,43 @@ def require_commits(config: RLConfig | SftConfig | EvalConfig, *, restarted_by: 
         )
 
 
-def require_nothing_hidden(config: RLConfig | SftConfig, *, file: str, instead: str) -> None:
-    """Refuse a configuration with values that may be secret, of which a file that others read would hold the text.
+def require_portable(
+    config: RLConfig | SftConfig,
+    *,
+    shared: Path,
+    shared_key: str,
+    working_dir: Path,
+    overrides: Mapping[str, object],
+    overrides_key: str,
+    secrets_key: str,
+) -> None:
+    """Refuse a command that would lose its results on other machines, or whose file would show secrets to those who read it.
 
     Args:
-        file: what the file is.
-        instead: the key that names secrets without their values.
+        shared: the directory that outlives the machines, on them; `shared_key` names it.
+        working_dir: where the command runs on them.
+        overrides: what the user merges into the file; `overrides_key` names it.
+        secrets_key: the key that names secrets without their values.
 
     Raises:
-        ConfigError: there are such values.
+        ConfigError: output_dir is elsewhere, or a value may be secret.
     """
+    there = Path(os.path.normpath(working_dir / config.output_dir))
+    if not there.is_relative_to(shared):
+        raise ConfigError(
+            f"output_dir is {str(there)!r} on the machines of the job, and not below {shared_key} ({str(shared)!r}): what is"
+            " written there goes with them; choose another output_dir, such as a relative one"
+        )
     table = config.model_dump(mode="json", exclude={"kubernetes", "skypilot"})
     if found := sorted(set(_find_hidden((), table, mask_table(table)))):
         raise ConfigError(
-            f"{', '.join(found)} may hold a secret, and the {file} would show it: remove it, and give the job what it needs as a"
-            f" variable by {instead}"
+            f"{', '.join(found)} may hold a secret, and the written file would show it: remove it, and give the job what it needs"
+            f" as a variable by {secrets_key}"
         )
-
-
-def require_no_secret_variable(overrides: Mapping[str, object], *, key: str, instead: str) -> None:
-    """Refuse overrides that give a variable a value which may be secret, as the file that others read would show it.
-
-    Args:
-        key: names `overrides`.
-        instead: the key that names secrets without their values.
-
-    Raises:
-        ConfigError: there is such a variable.
-    """
     if found := sorted(set(_find_variables(overrides))):
-        raise ConfigError(f"{key} gives {', '.join(found)} a value, which may be secret; name it in {instead} instead")
+        raise ConfigError(
+            f"{overrides_key} gives {', '.join(found)} a value, which may be secret; name it in {secrets_key} instead"
+        )
 
 
 def _find_variables(value: object) -> Iterator[str]:
@@ -162,8 +160,3 @@ def show_notices(notices: Iterable[str]) -> None:
     """Print the notices about a configuration."""
     for notice in notices:
         print(f"notice: {printable(notice)}", file=sys.stderr)
-
-
-def show_resolved(loaded: LoadedConfig[Submittable]) -> None:
-    """Print the resolved configuration, for `--dry-run`."""
-    print(loaded.to_shown_toml())

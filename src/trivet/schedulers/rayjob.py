@@ -11,24 +11,46 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trivet.config.schema.deployment import DeploymentConfig
+from trivet.config.schema.rl import RLConfig
 from trivet.schedulers.documents import without_none
+from trivet.schedulers.preparation import count_serving_machines
 
 _RAY_VERSION = "2.60.0"
 """KubeRay asks for the version of the image. It tells apart features that all versions of our range have."""
-_ROLE_CPUS = 1
-"""CPUs that Ray may give away in a pod with GPUs: exactly what one training or serving node asks for (`cluster.bundles`)."""
-VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    # Ray's ports for Prometheus answer everybody, also with a token.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
 """Variables of every pod: Ray reports nothing, and roles have the usual priority."""
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Variable of the head: seconds between the request to end that Ray sends the driver, and its kill. Ray's default is 3."""
+_COMMIT_BEFORE_END = """
+pid=$(cat {pid_file}) && kill -TERM "$pid" || exit 0
+while kill -0 "$pid"; do sleep 1; done
+"""
 
 MakePod = Callable[[int, int | None], dict[str, Any]]
 """Makes the specification of a pod from its GPUs and its CPUs; None leaves the CPUs to the table [kubernetes]."""
 
 
+def commit_before_end(pid_file: str) -> dict[str, Any]:
+    """Return fields of the head's container that ask the driver to end, and wait for it, before anything else in the pod ends.
+
+    Kubernetes signals the first process, which is Ray's: with it the roles would end before they have committed.
+
+    Args:
+        pid_file: holds the process id of the driver while it runs.
+    """
+    script = _COMMIT_BEFORE_END.format(pid_file=shlex.quote(pid_file))
+    return {"lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", script]}}}}
+
+
 def make_spec(
-    deployment: DeploymentConfig,
+    config: RLConfig,
     *,
     entrypoint: list[str],
     max_restarts: int,
@@ -43,7 +65,7 @@ def make_spec(
         num_gpus: GPUs of each pod that trains or serves.
         head: specification of the head's pod.
     """
-    groups = list(_worker_groups(deployment, num_gpus=num_gpus, make_pod=make_pod))
+    groups = list(_worker_groups(config, num_gpus=num_gpus, make_pod=make_pod))
     is_elastic = any(group["maxReplicas"] > group["replicas"] for group in groups)
     cluster = {
         "rayVersion": _RAY_VERSION,
@@ -61,26 +83,28 @@ def make_spec(
     }
 
 
-def _worker_groups(deployment: DeploymentConfig, *, num_gpus: int, make_pod: MakePod) -> Iterator[dict[str, Any]]:
-    # Without GPUs nothing keeps the nodes that train off the pods for environments, so all pods are alike and any may be any node.
-    env_cpus = deployment.env_cpus_per_node if deployment.num_env_nodes else _ROLE_CPUS
-    params = {"num-cpus": str(_ROLE_CPUS if num_gpus else env_cpus), "num-gpus": str(num_gpus)}
-    num_train, span = deployment.num_train_nodes, deployment.num_infer_nodes
+def _worker_groups(config: RLConfig, *, num_gpus: int, make_pod: MakePod) -> Iterator[dict[str, Any]]:
+    deployment = config.deployment
+    env_cpus = deployment.env_cpus_per_node if deployment.num_env_nodes else 0
+    # A node that trains or serves asks for one CPU (`cluster.bundles`), and any of these pods may train or serve. Without GPUs
+    # nothing keeps such nodes off the pods for environments, so all pods are alike and any may be any node.
+    role_cpus = max(deployment.servers_per_node, 0 if num_gpus else env_cpus)
+    params = {"num-cpus": str(role_cpus), "num-gpus": str(num_gpus)}
     labels = dict(deployment.ray.labels) if num_gpus and deployment.ray.labels else None
+    num_serving = count_serving_machines(config, num_servers=deployment.num_infer_replicas)
     counts = {
-        "train": (num_train, num_train),
-        "infer": (span * deployment.num_infer_replicas, span * deployment.num_servers),
+        "train": (deployment.num_train_nodes, deployment.num_train_nodes),
+        "infer": (num_serving, count_serving_machines(config, num_servers=deployment.num_servers)),
     }
     for name, (num, most) in counts.items():
         if num:
             yield _group(name, num=num, most=most, params=params, labels=labels, pod=make_pod(num_gpus, None))
     if deployment.num_env_nodes:
         resources = {"resources": shlex.quote(json.dumps(deployment.env_resources))} if deployment.env_resources else {}
-        num = deployment.num_env_nodes
         yield _group(
             "env",
-            num=num,
-            most=deployment.max_env_nodes or num,
+            num=deployment.num_env_nodes,
+            most=deployment.max_env_nodes or deployment.num_env_nodes,
             params={"num-cpus": str(env_cpus), "num-gpus": "0", **resources},
             labels=None,
             pod=make_pod(0, env_cpus),

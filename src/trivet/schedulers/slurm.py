@@ -1,8 +1,9 @@
 """Writes the batch script of a command, and submits it to SLURM.
 
-The script runs one task on each node by srun and knows nothing of a run's roles. Its only other work is the end of the time limit:
-SLURM signals the script alone, which passes the signal on to the launcher on the first node, so that the launcher ends its roles in
-order. The job is queued again then, and whenever the command fails in a way that may pass. `schedulers.job` is what srun runs.
+The script runs one task on each node by srun and knows nothing of a run's roles. One node runs `schedulers.job`. Each of several
+nodes runs `cluster.bring_up`, which starts Ray, and the job on the first of them. The script's only other work is the end of the
+time limit: SLURM signals the script alone, which passes the signal on to the job, so that the launcher ends its roles in order. The
+job is queued again then, and whenever the command fails in a way that may pass.
 """
 
 import secrets
@@ -16,22 +17,20 @@ from pathlib import Path
 
 from trivet.config.dump import to_toml
 from trivet.config.layout import COMMITTED, RESULTS_FILE, RunLayout
-from trivet.config.load import LoadedConfig
 from trivet.config.schema.deployment import SlurmCommand, SlurmConfig
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
-from trivet.errors import ConfigError, Diverged, SubmissionFailed
+from trivet.errors import ConfigError, SubmissionFailed
 from trivet.process.lifetime import module_command
 from trivet.schedulers.lost_script import LostScriptAction
 from trivet.schedulers.preparation import (
-    Submittable,
+    FINAL_CODES,
     commit_time_s,
     count_gpus,
-    count_nodes,
+    count_machines,
     require_commits,
     show_notices,
-    show_resolved,
     write_files,
 )
 from trivet.shown_text import shorten
@@ -39,7 +38,7 @@ from trivet.storage.durable import hash_bytes
 
 _DIRECTIVES = ("job_name", "partition", "account", "qos", "constraint", "nodelist", "exclude", "time", "cpus_per_task", "mem")
 """Keys that sbatch takes by the same name, with dashes."""
-_FINAL_CODES = (0, ConfigError.exit_code, Diverged.exit_code, 128 + signal.SIGINT)
+_NOT_AGAIN = (0, *FINAL_CODES, 128 + signal.SIGINT)
 """Exit codes after which a job is not queued again: it is done, it would fail the same way, or a user interrupted it."""
 _MAX_STARTS = 3
 """Starts in a row without progress after which a job is not queued again. One or two may be passing faults. Without a
@@ -50,12 +49,6 @@ _NO_PROGRESS: Mapping[SlurmCommand, str] = {
     "eval": "added no result",
 }
 """The end of a message about starts without progress."""
-_FIRST_CODE_LINES = [
-    "# srun reports the highest code of all nodes: one that SLURM killed would hide how the run ended.",
-    'code_file="${pid_file%.pid}.${SLURM_RESTART_COUNT:-0}.code"',
-    'if [[ -s $code_file ]]; then code=$(< "$code_file") code=${code%% *}; fi',
-]
-"""Without that file the first node did not come to end by itself, and srun's code stays."""
 _SBATCH_TIMEOUT_S = 60.0
 """sbatch waits several times its MessageTimeout, 10 s by default, for a controller that does not answer."""
 
@@ -77,14 +70,14 @@ class Job:
     """GPUs of each node."""
     python: str
     """The interpreter that the node runs."""
-    ray_lost_after_s: float | None = None
-    """deployment.lost_after_s of a run on Ray, which each node starts; None: no Ray."""
+    lost_after_s: float | None = None
+    """deployment.lost_after_s of a run over several nodes, each of which starts Ray; None: no Ray."""
     submission: str
     """An id of the submission. The job's number would not do: a controller that lost its state gives the same numbers again."""
 
 
-def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_run: bool) -> int:
-    """Write the script of a configuration with a table [slurm], and submit it; return the exit code.
+def submit(config: RLConfig | SftConfig | EvalConfig, *, command: SlurmCommand, is_dry_run: bool) -> str:
+    """Write the script of a configuration with a table [slurm], and submit it; return what was done.
 
     Args:
         is_dry_run: write only.
@@ -93,12 +86,12 @@ def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_r
         ConfigError: the table and other keys do not fit together, or the script cannot be written.
         SubmissionFailed: sbatch refused the script, or there is none.
     """
-    config = loaded.config
     assert config.slurm is not None
     show_notices(_notices(config.slurm))
     output_dir = _check(config, config.slurm)
     directory = RunLayout(output_dir).slurm
     text = to_toml(config.model_copy(update={"slurm": None}))
+    deployment = config.deployment if isinstance(config, RLConfig) and config.deployment.is_multi_node else None
     job = Job(
         command=command,
         config=config.slurm,
@@ -106,27 +99,18 @@ def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_r
         # Another configuration has another file: a job that still waits reads its own.
         configuration=directory / f"{command}-{hash_bytes(text.encode()).xxh3_128[:8]}.toml",
         output_dir=output_dir,
-        num_nodes=count_nodes(config),
+        num_nodes=count_machines(config),
         num_gpus=count_gpus(config, asked=config.slurm.gpus_per_node),
         python=sys.executable,
-        ray_lost_after_s=_ray_lost_after_s(config),
+        lost_after_s=deployment.lost_after_s if deployment is not None else None,
         submission=secrets.token_hex(4),
     )
     script = directory / f"{command}.sbatch"
     write_files(directory, {job.configuration: text, script: make_script(job)})
     if is_dry_run:
-        show_resolved(loaded)
-        print(f"# wrote {script}; submit it with: sbatch {shlex.quote(str(script))}")
-        return 0
+        return f"wrote {script}; submit it with: sbatch {shlex.quote(str(script))}"
     job_id = run_sbatch(script)
-    print(f"job {job_id} submitted; its log: {directory / f'{job_id}.log'}, its script: {script}")
-    return 0
-
-
-def _ray_lost_after_s(config: RLConfig | SftConfig | EvalConfig) -> float | None:
-    if isinstance(config, RLConfig) and config.deployment.engine == "ray":
-        return config.deployment.lost_after_s
-    return None
+    return f"job {job_id} submitted; its log: {directory / f'{job_id}.log'}, its script: {script}"
 
 
 def _notices(slurm: SlurmConfig) -> Iterator[str]:
@@ -161,17 +145,18 @@ def make_script(job: Job) -> str:
         *(f"#SBATCH {word}" for word in _directives(job)),
         "set -eo pipefail",
         f"cd -- {shlex.quote(str(slurm.project_dir.absolute()))}",
-        f'pid_file={shlex.quote(str(job.directory))}/"$SLURM_JOB_ID-{job.submission}.pid"',
+        f'directory={shlex.quote(str(job.directory))} name="$SLURM_JOB_ID-{job.submission}"',
+        'pid_file="$directory/$name.pid" start="$name.${SLURM_RESTART_COUNT:-0}"',
         "# This script may have been submitted by hand before, as a job that had the same number.",
-        'if [[ ${SLURM_RESTART_COUNT:-0} == 0 ]]; then rm -f -- "${pid_file%.pid}".*; fi',
+        'if [[ ${SLURM_RESTART_COUNT:-0} == 0 ]]; then rm -f -- "$directory/$name".*; fi',
         "export PYTHONUNBUFFERED=1  # srun's own --unbuffered gives the task a terminal, on which progress is drawn",
         'srun_pid="" num_signals=0',
-        'rm -f -- "$pid_file"  # of a start that its node did not survive',
+        'rm -rf -- "$pid_file" "$directory/ray-$name".*  # of a start that its node did not survive',
         *(_count_starts(job) if slurm.requeue else []),
         # Before the process id is written, the task as a whole is ended.
         "trap 'num_signals=$((num_signals + 1))",
         """  kill -TERM "$(cat "$pid_file" 2> /dev/null || echo "$srun_pid")" || true' TERM""",
-        """trap 'rm -f -- "$pid_file"' EXIT""",
+        """trap 'rm -rf -- "$pid_file" "$directory/ray-$start"' EXIT""",
         *([slurm.pre_run_command] if slurm.pre_run_command else []),
         "set -u",
         f"srun {shlex.join([*_srun_words(job), *slurm.srun_args])} \\",
@@ -184,12 +169,16 @@ def make_script(job: Job) -> str:
         '  if [[ $num_signals == "$before" ]]; then break; fi',
         "done",
         "trap '' TERM",
-        *(_FIRST_CODE_LINES if job.num_nodes > 1 else []),
     ]
+    if job.lost_after_s is not None:
+        lines += [
+            "# srun reports the highest code of all nodes: one that SLURM killed would hide how the run ended.",
+            'if [[ -s $directory/$start.code ]]; then code=$(< "$directory/$start.code"); fi',
+        ]
     if slurm.requeue:
         lines += [
             "# The time is up, a node was lost, or the command failed. A job that was cancelled is not running any more.",
-            f"if [[ ! $code =~ ^({'|'.join(map(str, _FINAL_CODES))})$ ]]; then",
+            f"if [[ ! $code =~ ^({'|'.join(map(str, _NOT_AGAIN))})$ ]]; then",
             '  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state="unknown to squeue"',
             "  if [[ $state == CANCELLED || $state == COMPLETING ]]; then",
             '    echo "not queued again: the job is $state"',
@@ -219,20 +208,15 @@ def _task(job: Job) -> str:
     """Return the shell's words for what srun runs on each node."""
     task = shlex.join(module_command("trivet.schedulers.job", job.command, str(job.configuration), python=job.python))
     task += ' --pid-file "$pid_file"'
-    if job.ray_lost_after_s is None or job.num_nodes == 1:
-        return task + _lost_script_words(job)
-    name = f'"$SLURM_JOB_ID-{job.submission}.${{SLURM_RESTART_COUNT:-0}}"'
-    amounts = ["--gpus", str(job.num_gpus), "--lost-after-s", f"{job.ray_lost_after_s:g}"]
-    bring_up = module_command("trivet.cluster.bring_up", "--directory", str(job.directory), *amounts, python=job.python)
-    return f"{shlex.join(bring_up)} --job {name}{_lost_script_words(job)} -- {task}"
-
-
-def _lost_script_words(job: Job) -> str:
-    """Return options that tell the other nodes what to do if SLURM takes the node of this script out of the job."""
-    if not _survives_lost_nodes(job):
-        return ""
-    action: LostScriptAction = "requeue" if job.config.requeue else "cancel"
-    return f' --script-host "${{SLURMD_NODENAME:-}}" --script-lost {action}'
+    if job.lost_after_s is None:
+        return task
+    amounts = ["--gpus", str(job.num_gpus), "--lost-after-s", f"{job.lost_after_s:g}"]
+    words = shlex.join(module_command("trivet.cluster.bring_up", *amounts, python=job.python))
+    words += ' --directory "$directory" --job "$start"'
+    if _survives_lost_nodes(job):  # the node of this script among them
+        action: LostScriptAction = "requeue" if job.config.requeue else "cancel"
+        words += f' --script-host "${{SLURMD_NODENAME:-}}" --script-lost {action}'
+    return f"{words} -- {task}"
 
 
 def _count_starts(job: Job) -> list[str]:
@@ -244,9 +228,8 @@ def _count_starts(job: Job) -> list[str]:
         directory, progress = layout.checkpoints, f"-maxdepth 2 -name {COMMITTED} 2> /dev/null | sort -V | tail -n 1"
     return [
         f'progress() {{ echo "at $(find {shlex.quote(str(directory))} {progress} || true)"; }}',
-        'starts_file="${pid_file%.pid}.starts"',
-        'num_starts() { grep -cFx -- "$(progress)" "$starts_file" 2> /dev/null || true; }',
-        'progress >> "$starts_file" || true',
+        'num_starts() { grep -cFx -- "$(progress)" "$directory/$name.starts" 2> /dev/null || true; }',
+        'progress >> "$directory/$name.starts" || true',
     ]
 
 

@@ -2,6 +2,7 @@
 
 from trivet.config.load import LoadedConfig
 from trivet.config.schema.deployment import SlurmCommand
+from trivet.config.schema.evaluation import EvalConfig
 from trivet.errors import ConfigError
 from trivet.schedulers import slurm
 from trivet.schedulers.preparation import Submittable, show_notices
@@ -29,9 +30,15 @@ def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_r
     if len(tables) > 1:
         raise ConfigError(f"[{tables[0]}] and [{tables[1]}] name two schedulers for one command; remove one of them")
     show_notices(loaded.notices)
+    config = loaded.config
     if tables == ["slurm"]:
-        return slurm.submit(loaded, command=command, is_dry_run=is_dry_run)
-    from trivet.schedulers import kubernetes, skypilot  # here: other commands need no YAML
+        said = slurm.submit(config, command=command, is_dry_run=is_dry_run)
+    else:
+        from trivet.schedulers import kubernetes, skypilot  # here: other commands need no YAML
 
-    scheduler = kubernetes if tables == ["kubernetes"] else skypilot
-    return scheduler.write(loaded, command=command, is_dry_run=is_dry_run)
+        assert not isinstance(config, EvalConfig)
+        said = (kubernetes if tables == ["kubernetes"] else skypilot).write(config, command=command)
+    if is_dry_run:
+        print(loaded.to_shown_toml())
+    print(f"# {said}" if is_dry_run else said)
+    return 0

@@ -9,13 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from support.processes import wait_until
-from trivet.cluster import bring_up
+from trivet.cluster import bring_up, ray_node
 from trivet.cluster.bring_up import Head, await_head, is_over, main
 from trivet.cluster.certificates import certify, make_authority
 from trivet.cluster.ray_node import RayNode, Signals
@@ -108,6 +109,7 @@ def test_the_first_node_keeps_its_secrets_to_its_owner_and_ends_as_its_command(t
     assert f"--port={address.rpartition(':')[2]}" in started
     assert directory == str(old)
     assert not old.exists()  # the other nodes end
+    assert (tmp_path / "17.0.code").read_text() == "75\n"
 
 
 def test_a_command_that_a_signal_ended_has_the_shells_exit_code(tmp_path, without_ray):
@@ -132,6 +134,31 @@ def test_a_signal_reaches_the_command(tmp_path, without_ray):
 def test_a_first_node_without_ray_can_be_started_again(tmp_path, without_ray, monkeypatch):
     monkeypatch.setattr(RayNode, "start", lambda *_, **__: False)
     assert main(words(tmp_path, "true")) == NodesMissing.exit_code
+    assert (tmp_path / "17.0.code").read_text() == "75\n"
+
+
+def test_an_exit_code_that_cannot_be_noted_is_still_that_of_the_job(tmp_path, without_ray, capsys):
+    (tmp_path / "17.0.code").mkdir()
+    assert main(words(tmp_path, sys.executable, "-c", "raise SystemExit(3)")) == 3
+    assert "exit code 3 was not noted" in capsys.readouterr().err
+
+
+def test_the_files_of_a_bring_up_that_was_killed_are_removed_by_the_next_one(tmp_path, monkeypatch):
+    make_authority(tmp_path)
+    monkeypatch.setattr(ray_node, "_PREFIX", f"trivet-test-{os.getpid()}-")
+    left = Path(f"/tmp/trivet-test-{os.getpid()}-left")
+    left.mkdir()
+
+    def make() -> RayNode:
+        return RayNode(tmp_path, address="127.0.0.1", num_gpus=0, num_cpus=1, lost_after_s=30.0)
+
+    first = make()
+    second = make()
+    assert (left.exists(), first.temporary.exists()) == (False, True)
+    for node in (first, second):
+        monkeypatch.setattr(node, "stop", lambda: None)
+        node.remove()
+        assert not node.temporary.exists()
 
 
 def test_the_address_of_an_earlier_start_is_not_taken(tmp_path, signals, listener, monkeypatch):
@@ -171,14 +198,53 @@ def test_another_node_joins_notes_that_it_leaves_and_ends_with_0(tmp_path, witho
     assert without_ray == [[f"--address=127.0.0.1:{listener.getsockname()[1]}"]]
 
 
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return the jobs whose lost script was to be replaced, and what was known then of the first node's end."""
+    asked: list[object] = []
+    monkeypatch.setattr(bring_up, "replace_lost_script", lambda job, *, is_over, **_: asked.extend((job, is_over())))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    return asked
+
+
 def test_a_node_whose_ray_ends_again_and_again_gives_up_and_replaces_the_lost_script(
-    tmp_path, without_ray, listener, monkeypatch
+    tmp_path, without_ray, listener, monkeypatch, watched
 ):
-    directory, asked = tmp_path / "ray-17.0", []
+    directory = tmp_path / "ray-17.0"
     head_at(directory, listener.getsockname()[1])
     make_authority(directory)
     monkeypatch.setattr(RayNode, "is_running", lambda _: False)
-    monkeypatch.setattr(bring_up, "replace_lost_script", lambda job, **_: asked.append(job))
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert main(["--script-host", "node1", *words(tmp_path, "unused", index=1)]) == 0
-    assert (len(without_ray), asked) == (bring_up._MAX_STARTS, ["17"])
+    assert (len(without_ray), watched) == (bring_up._MAX_STARTS, ["17", False])
+
+
+def test_a_first_node_that_was_lost_before_its_cluster_was_up_is_replaced_too(tmp_path, without_ray, monkeypatch, watched):
+    monkeypatch.setattr(bring_up, "_FIRST_TIMEOUT_S", 0.1)
+    assert main(["--script-host", "node1", *words(tmp_path, "unused", index=1)]) == 0
+    assert watched == ["17", False]
+    watched.clear()
+    (tmp_path / "17.0.code").write_text("75\n")  # it was not lost: it has ended, and the batch script acts
+    main(["--script-host", "node1", *words(tmp_path, "unused", index=1)])
+    assert watched == ["17", True]
+    for index in ("0", "4"):  # the first does not watch itself, and three are enough
+        watched.clear()
+        main(["--script-host", "node1", *words(tmp_path, "true", index=int(index))])
+        assert watched == []
+
+
+def test_a_node_leaves_a_head_that_does_not_answer_and_joins_it_when_it_is_back(tmp_path, without_ray, listener, monkeypatch):
+    directory = tmp_path / "ray-17.0"
+    head_at(directory, listener.getsockname()[1])
+    make_authority(directory)
+    now, silent_from_s = [0.0], 100.0
+
+    def sleep(seconds: float) -> None:
+        now[0] += 1.0
+        if len(without_ray) == 2:
+            (directory / "head.json").unlink(missing_ok=True)
+
+    monkeypatch.setattr(bring_up, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(bring_up, "answers", lambda _: not silent_from_s <= now[0] < silent_from_s + 40)
+    assert main(words(tmp_path, "unused", index=1)) == 0
+    assert len(without_ray) == 2
+    assert silent_from_s + 30 <= now[0] <= silent_from_s + 60

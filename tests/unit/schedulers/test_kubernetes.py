@@ -32,15 +32,11 @@ volume_claim = "runs"
 """
 
 
-def jobset(*flags: str) -> dict[str, Any]:
-    """Return the JobSet of a run, as kubectl reads it."""
+def manifest(*flags: str) -> dict[str, Any]:
+    """Return the Job or RayJob of a run, as kubectl reads it."""
     config = load_config(RLConfig, [*RL, *flags]).config
     _, found = yaml.safe_load_all(to_yaml(make_manifest(config, command="rl", configuration="a = 1\n")))
     return found
-
-
-def jobs(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {job["name"]: job for job in found["spec"]["replicatedJobs"]}
 
 
 def test_each_configuration_has_a_name_of_its_own_and_does_not_change():
@@ -50,61 +46,29 @@ def test_each_configuration_has_a_name_of_its_own_and_does_not_change():
     assert first["metadata"]["name"] != other["metadata"]["name"]
 
 
-def pod(found: dict[str, Any], job: str = "trainer") -> dict[str, Any]:
-    if found["kind"] == "Job":
-        return found["spec"]["template"]["spec"]
-    return jobs(found)[job]["template"]["spec"]["template"]["spec"]
+def pod(found: dict[str, Any]) -> dict[str, Any]:
+    return found["spec"]["template"]["spec"]
 
 
-def variables(found: dict[str, Any], job: str = "trainer") -> dict[str, Any]:
-    (container,) = pod(found, job)["containers"]
+def variables(found: dict[str, Any]) -> dict[str, Any]:
+    (container,) = pod(found)["containers"]
     return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
 
 
 def test_a_run_on_one_node_is_a_job_that_fails_for_what_is_final():
-    found = jobset("--kubernetes.name", "my-run", "--kubernetes.max-restarts", "7")
+    found = manifest("--kubernetes.name", "my-run", "--kubernetes.max-restarts", "7")
     assert (found["apiVersion"], found["kind"], found["spec"]["backoffLimit"]) == ("batch/v1", "Job", 7)
     assert found["spec"]["podFailurePolicy"]["rules"] == [FINAL]
     assert pod(found)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
 
 
-def test_the_nodes_of_a_run_are_jobs_that_know_their_numbers():
-    found = jobset(*NODES)
-    spec = {name: job["template"]["spec"] for name, job in jobs(found).items()}
-    assert {name: (job["replicas"], spec[name]["completions"]) for name, job in jobs(found).items()} == {
-        "trainer": (1, 2),
-        "inference": (3, 1),
-    }
-    assert variables(found)["JOBSET_HEAD"] == "trivet-trainer-0-0.trivet"
-    for name, numbers in (("trainer", ("0", "2", "5")), ("inference", ("2", "1", "5"))):
-        said = variables(found, name)
-        assert (said["JOBSET_NODE_BASE"], said["JOBSET_JOB_SIZE"], said["JOBSET_NODES"]) == numbers
-        path = "metadata.labels['jobset.sigs.k8s.io/job-index']"
-        assert said["JOBSET_JOB_INDEX"] == {"fieldRef": {"fieldPath": path}}
-        assert pod(found, name)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
-
-
-def test_the_set_ends_with_the_nodes_that_train_and_is_not_started_again_for_what_is_final():
-    found = jobset(*NODES, "--kubernetes.max-restarts", "7", "--kubernetes.max-server-restarts", "5")
-    assert found["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
-    policy = found["spec"]["failurePolicy"]
-    (final,) = policy["rules"]
-    assert (policy["maxRestarts"], final["action"], final["targetReplicatedJobs"]) == (7, "FailJobSet", ["trainer"])
-    for name, limit in (("trainer", 0), ("inference", 5)):
-        spec = jobs(found)[name]["template"]["spec"]
-        assert spec["backoffLimit"] == limit
-        assert spec["template"]["spec"]["restartPolicy"] == "Never"
-    assert jobs(found)["trainer"]["template"]["spec"]["podFailurePolicy"]["rules"] == [FINAL]
-    assert "podFailurePolicy" not in jobs(found)["inference"]["template"]["spec"]
-
-
 def test_a_pod_has_the_time_for_its_commit():
-    found = jobset("--recovery.preemption-grace-s", "100.5", "--shutdown-timeout-s", "10")
+    found = manifest("--recovery.preemption-grace-s", "100.5", "--shutdown-timeout-s", "10")
     assert pod(found)["terminationGracePeriodSeconds"] == 111 + 30
 
 
 def test_files_are_on_the_volume_and_the_configuration_beside_it():
-    (container,) = pod(jobset("--kubernetes.volume-path", "/data", "--kubernetes.working-dir", "/data/me"))["containers"]
+    (container,) = pod(manifest("--kubernetes.volume-path", "/data", "--kubernetes.working-dir", "/data/me"))["containers"]
     assert container["workingDir"] == "/data/me"
     assert container["command"] == [
         *("python", "-P", "-m", "trivet.schedulers.job", "rl", "/run/trivet/rl.toml"),
@@ -116,12 +80,12 @@ def test_files_are_on_the_volume_and_the_configuration_beside_it():
 
 @pytest.mark.parametrize("value", ["1", "y", "a: b", "$(HOME)", "two\nlines"])
 def test_a_variable_has_the_value_that_was_written(value: str):
-    found = jobset("--kubernetes.env", json.dumps({"A": value}))
+    found = manifest("--kubernetes.env", json.dumps({"A": value}))
     assert variables(found)["A"] == value.replace("$", "$$")  # which the kubelet turns back
 
 
 def test_secrets_are_named_and_never_written():
-    found = jobset("--kubernetes.secret-env.WANDB_API_KEY", "wandb/key")
+    found = manifest("--kubernetes.secret-env.WANDB_API_KEY", "wandb/key")
     assert variables(found)["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
 
 
@@ -182,7 +146,7 @@ def test_an_override_is_merged_by_key_and_by_name():
          "resources": {"limits": {"rdma/ib": 1}}, "volumeMounts": [{"name": "runs", "mountPath": "/models"}],
          "env": [{"name": "JOB_UID", "value": "9"}, {"name": "B", "value": "2"}]},
         {"name": "watcher", "image": "w"}], "volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}]}"""
-    found = jobset("--kubernetes.pod-overrides", overrides.replace("\n", ""))
+    found = manifest("--kubernetes.pod-overrides", overrides.replace("\n", ""))
     own, other = pod(found)["containers"]
     assert (pod(found)["priorityClassName"], own["securityContext"], own["command"]) == (
         "high",
@@ -228,12 +192,9 @@ def test_a_dry_run_shows_the_resolved_configuration_too(tmp_path: Path, monkeypa
     assert "# wrote run-1/kubernetes/job.yaml" in said
 
 
-RAY = [*NODES, "--deployment.engine", "ray"]
-
-
-def test_the_nodes_of_a_run_on_ray_are_pods_of_worker_groups():
+def test_the_nodes_of_a_run_are_pods_of_worker_groups():
     flags = ["--deployment.max-infer-replicas", "4", "--deployment.num-env-nodes", "1", "--deployment.max-env-nodes", "9"]
-    found = jobset(*RAY, *flags, "--deployment.env-resources", '{"sandbox": 1}', "--kubernetes.max-restarts", "7")
+    found = manifest(*NODES, *flags, "--deployment.env-resources", '{"sandbox": 1}', "--kubernetes.max-restarts", "7")
     spec, cluster = found["spec"], found["spec"]["rayClusterSpec"]
     assert (found["kind"], spec["backoffLimit"], spec["shutdownAfterJobFinishes"]) == ("RayJob", 7, True)
     assert (cluster["authOptions"], cluster["enableInTreeAutoscaling"]) == ({"mode": "token"}, True)
@@ -247,23 +208,36 @@ def test_the_nodes_of_a_run_on_ray_are_pods_of_worker_groups():
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
 
 
-def test_the_driver_runs_in_the_shared_directory_and_heeds_what_was_final():
-    spec = jobset(*RAY, "--kubernetes.working-dir", "/runs/me")["spec"]
+def test_the_driver_runs_in_the_shared_directory_and_has_the_time_for_its_commit():
+    spec = manifest(*NODES, "--kubernetes.working-dir", "/runs/me")["spec"]
     words = spec["entrypoint"].split()
     assert words[:9] == ["env", "-C", "/runs/me", "python", "-P", "-m", "trivet.schedulers.job", "rl", "/run/trivet/rl.toml"]
-    assert (words[9], words[11]) == ("--pid-file", "--heed-final-code")
+    assert words[9] == "--pid-file"
     assert words[10].startswith("/runs/me/run-1/kubernetes/trivet-")
     assert "enableInTreeAutoscaling" not in spec["rayClusterSpec"]
     head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     (container,) = head["containers"]
     assert "command" not in container
     assert variables_of(container)["RAY_JOB_STOP_WAIT_TIME_S"] == str(head["terminationGracePeriodSeconds"])
+    assert f"$(cat {words[10]})" in container["lifecycle"]["preStop"]["exec"]["command"][2]
+    for group in spec["rayClusterSpec"]["workerGroupSpecs"]:
+        assert "lifecycle" not in group["template"]["spec"]["containers"][0]
+
+
+def test_pods_offer_the_cpus_that_the_nodes_of_a_run_ask_for():
+    def groups(*flags: str) -> dict[str, tuple[int, str]]:
+        found = manifest(*NODES, *flags)["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+        return {group["groupName"]: (group["replicas"], group["rayStartParams"]["num-cpus"]) for group in found}
+
+    assert groups("--deployment.servers-per-node", "2") == {"train": (2, "2"), "infer": (2, "2")}
+    on_cpus = ["--deployment.gpus-per-node", "0", "--deployment.num-env-nodes", "1"]
+    assert groups(*on_cpus) == {"train": (2, "8"), "infer": (3, "8"), "env": (1, "8")}
 
 
 def test_trivet_cluster_writes_what_the_command_writes(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(FILE)
-    (tmp_path / "nodes.toml").write_text('[deployment]\ntype = "multi_node"\nengine = "ray"\n')
+    (tmp_path / "nodes.toml").write_text('[deployment]\ntype = "multi_node"\n')
     assert cli.main(["cluster", "kubernetes", "run.toml", "@", "nodes.toml", "--kubernetes.name", "mine"]) == 0
     assert capsys.readouterr().out.endswith("kubectl apply -f run-1/kubernetes/rayjob.yaml\n")
     _, found = yaml.safe_load_all((tmp_path / "run-1/kubernetes/rayjob.yaml").read_text())

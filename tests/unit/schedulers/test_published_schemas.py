@@ -9,7 +9,6 @@ import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job import IoK8sApiBatchV1Job
 from kubeflow_trainer_api.models.io_k8s_api_core_v1_config_map import IoK8sApiCoreV1ConfigMap
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from trivet.config.load import load_config
 from trivet.config.schema.rl import RLConfig
@@ -27,7 +26,6 @@ SKYPILOT = ["--skypilot.working-dir", "/runs"]
     "flags",
     [
         [],
-        NODES,
         ["--kubernetes.queue", "team", "--kubernetes.service-account", "runner", "--kubernetes.cpus", "4"],
         ["--kubernetes.secret-env.WANDB_API_KEY", "wandb/key", "--kubernetes.env.A", "b", "--kubernetes.memory", "64Gi"],
         ["--kubernetes.tolerations", '[{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]'],
@@ -37,9 +35,8 @@ SKYPILOT = ["--skypilot.working-dir", "/runs"]
 def test_a_manifest_has_the_published_fields_alone(flags: list[str]):
     """The models drop what they do not know, so that an unknown field is missing afterwards."""
     config = load_config(RLConfig, [*NEEDED, *KUBERNETES, *flags]).config
-    job = JobsetV1alpha2JobSet if flags == NODES else IoK8sApiBatchV1Job
     config_map, found = yaml.safe_load_all(to_yaml(make_manifest(config, command="rl", configuration="a = 1\n")))
-    for written, model in ((config_map, IoK8sApiCoreV1ConfigMap), (found, job)):
+    for written, model in ((config_map, IoK8sApiCoreV1ConfigMap), (found, IoK8sApiBatchV1Job)):
         read = model.from_dict(written)
         assert read is not None
         assert read.to_dict() == written
@@ -56,7 +53,7 @@ def test_a_manifest_has_the_published_fields_alone(flags: list[str]):
     ],
 )
 def test_a_ray_job_has_fields_that_kuberay_publishes(flags: list[str]):
-    config = load_config(RLConfig, [*NEEDED, *KUBERNETES, *NODES, "--deployment.engine", "ray", *flags]).config
+    config = load_config(RLConfig, [*NEEDED, *KUBERNETES, *NODES, *flags]).config
     _, found = yaml.safe_load_all(to_yaml(make_manifest(config, command="rl", configuration="a = 1\n")))
     schema = json.loads((Path(__file__).parent / "rayjob_schema.json").read_text())
     Draft202012Validator(schema["schema"]).validate(found)

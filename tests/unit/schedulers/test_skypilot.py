@@ -11,7 +11,6 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError
 from trivet.schedulers.skypilot import make_task
-from trivet.schedulers.starts import decided_file, is_first_node
 from trivet.schedulers.submit import submit
 
 NEEDED = ["--skypilot.working-dir", "/runs/me", "--output-dir", "run-1"]
@@ -32,20 +31,43 @@ def test_a_task_has_the_nodes_and_the_gpus_of_the_run():
     assert resources == {"cpus": "8+", "image_id": "docker:r/t:1", "job_recovery": {"recover_on_exit_codes": [75]}}
 
 
-def test_the_nodes_get_the_configuration_and_run_it_in_the_shared_directory(tmp_path: Path):
-    """The script runs here, with a stand-in for python."""
-    made = task(*H100, "--skypilot.python", str(tmp_path / "python"), "--skypilot.working-dir", f"{tmp_path}/it's shared")
+def run_here(directory: Path, *flags: str, **variables: str) -> list[str]:
+    """Run the script of a task on this machine, with a stand-in for python; return what it was asked."""
+    made = task(
+        *H100, "--skypilot.python", str(directory / "python"), "--skypilot.working-dir", f"{directory}/it's shared", *flags
+    )
     assert made["file_mounts"] == {"~/.trivet/trivet/rl.toml": "/here/rl.toml"}
-    (tmp_path / "it's shared").mkdir()
-    (tmp_path / "python").write_text('#!/bin/sh\npwd\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "python").chmod(0o755)
-    environ = os.environ | {"HOME": "/home/me", "SKYPILOT_TASK_ID": "sky-1_trivet"}
+    (directory / "it's shared").mkdir(exist_ok=True)
+    (directory / "python").write_text('#!/bin/sh\npwd\nprintf "%s\\n" "$@"\n')
+    (directory / "python").chmod(0o755)
+    environ = os.environ | {"HOME": "/home/me", "SKYPILOT_TASK_ID": "sky-1_trivet", **variables}
     done = subprocess.run(["bash", "-c", made["run"]], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        f"{tmp_path}/it's shared",
-        *("-P", "-m", "trivet.schedulers.job", "rl", "/home/me/.trivet/trivet/rl.toml"),
-        *("--pid-file", "run-1/skypilot/sky-1_trivet.pid"),
-    ]
+    assert done.stdout.splitlines()[0] == f"{directory}/it's shared"
+    return done.stdout.splitlines()[1:]
+
+
+JOB = [
+    *("-P", "-m", "trivet.schedulers.job", "rl", "/home/me/.trivet/trivet/rl.toml"),
+    *("--pid-file", "run-1/skypilot/sky-1_trivet.pid"),
+]
+
+
+def test_a_node_gets_the_configuration_and_runs_it_in_the_shared_directory(tmp_path: Path):
+    assert run_here(tmp_path) == JOB
+
+
+def test_each_of_several_nodes_starts_ray_under_a_name_that_all_know_and_no_other_start_has(tmp_path: Path):
+    def words(rank: int, addresses: str) -> list[str]:
+        return run_here(tmp_path, *NODES, SKYPILOT_NODE_RANK=str(rank), SKYPILOT_NODE_IPS=addresses)
+
+    first, other = (words(rank, "10.0.0.1\n10.0.0.2") for rank in (0, 1))
+    name = first[first.index("--job") + 1]
+    assert first[:3] == ["-P", "-m", "trivet.cluster.bring_up"]
+    assert first[3:9] == ["--directory", "run-1/skypilot", "--gpus", "8", "--lost-after-s", "30"]
+    assert first[9:] == ["--job", name, "--index", "0", "--", str(tmp_path / "python"), *JOB]
+    assert other == [*first[:12], "1", *first[13:]]
+    assert name.startswith("sky-1_trivet-")
+    assert name not in words(0, "10.0.0.1\n10.0.0.3")
 
 
 def test_secrets_are_named_and_overrides_come_last():
@@ -69,7 +91,6 @@ def test_secrets_are_named_and_overrides_come_last():
             [*H100, "--skypilot.task-overrides", '{"envs": {"A_TOKEN": "x"}}'],
             r"skypilot.task_overrides gives A_TOKEN a value.*skypilot.secrets",
         ),
-        ([*H100, *NODES, "--deployment.engine", "ray"], r"starts no Ray cluster yet"),
         ([*H100, "--inference.server.api-key", "hidden"], r"inference.server.api_key may hold a secret.*skypilot.secrets"),
         (
             [*H100, "--kubernetes.image", "i", "--kubernetes.volume-claim", "c"],
@@ -100,14 +121,3 @@ def test_the_command_writes_the_task_and_says_how_to_start_it(tmp_path: Path, mo
     (configuration,) = made["file_mounts"].values()
     in_job = load_config(SftConfig, ["@", configuration]).config
     assert in_job == load_config(SftConfig, flags).config.model_copy(update={"skypilot": None})
-
-
-def test_each_start_on_other_machines_has_a_decision_of_its_own(tmp_path: Path):
-    def decided(ips: str, job: str = "1") -> str:
-        environ = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": ips, "SKYPILOT_INTERNAL_JOB_ID": job}
-        assert not is_first_node(environ)
-        assert is_first_node(environ | {"SKYPILOT_NODE_RANK": "0", "SLURM_PROCID": "3"})
-        return decided_file(tmp_path / "sky-1.pid", environ).name
-
-    assert decided("10.0.0.1\n10.0.0.2") == decided("10.0.0.1\n10.0.0.2")
-    assert len({decided("10.0.0.1\n10.0.0.2"), decided("10.0.0.1\n10.0.0.3"), decided("10.0.0.1\n10.0.0.2", job="2")}) == 3

@@ -15,7 +15,7 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError, SubmissionFailed
 from trivet.launcher.commands import rl
-from trivet.schedulers.preparation import count_gpus
+from trivet.schedulers.preparation import count_gpus, count_machines
 from trivet.schedulers.slurm import Job, make_script, run_sbatch
 from trivet.schedulers.submit import submit
 
@@ -43,6 +43,7 @@ def make_job(directory: Path, *, num_nodes: int = 1, **keys: object) -> Job:
         num_nodes=num_nodes,
         num_gpus=2,
         python="/venv/bin/python",
+        lost_after_s=30.0 if num_nodes > 1 else None,
         submission="1f",
     )
 
@@ -99,22 +100,22 @@ def test_a_run_over_nodes_is_one_task_on_each(tmp_path):
 def test_a_job_of_several_nodes_outlives_one_of_them_unless_kill_on_node_fail_is_set(tmp_path):
     script = make_script(make_job(tmp_path, num_nodes=3))
     assert "--no-kill" in directives(script)
-    assert '--script-host "${SLURMD_NODENAME:-}" --script-lost requeue &' in script
+    assert '--script-host "${SLURMD_NODENAME:-}" --script-lost requeue -- ' in script
     assert "--script-lost cancel" in make_script(make_job(tmp_path, num_nodes=3, requeue=False))
     for job in (make_job(tmp_path, num_nodes=3, kill_on_node_fail=True), make_job(tmp_path)):
         assert "--no-kill" not in make_script(job)
         assert "--script-host" not in make_script(job)
 
 
-def test_on_ray_each_node_starts_ray_and_only_the_first_runs_the_command(tmp_path):
-    job = replace(make_job(tmp_path, num_nodes=3), ray_lost_after_s=30.0)
+def test_each_of_several_nodes_starts_ray_and_only_the_first_runs_the_command(tmp_path):
+    job = make_job(tmp_path, num_nodes=3)
     (line,) = [line for line in make_script(job).splitlines() if "bring_up" in line]
     node, _, first = line.partition(" -- ")
-    assert "-m trivet.cluster.bring_up" in node
-    assert '--gpus 2 --lost-after-s 30 --job "$SLURM_JOB_ID-1f.${SLURM_RESTART_COUNT:-0}"' in node
-    assert "--script-lost requeue" in node
+    assert node.startswith("  /venv/bin/python -P -m trivet.cluster.bring_up --gpus 2 --lost-after-s 30 ")
+    assert '--directory "$directory" --job "$start"' in node
     assert first.endswith(f'-m trivet.schedulers.job rl {tmp_path}/rl-1f0c.toml --pid-file "$pid_file" &')
-    assert "bring_up" not in make_script(replace(job, num_nodes=1))
+    assert "bring_up" in make_script(replace(job, num_nodes=1))  # a run over nodes that has one of them needs Ray too
+    assert "bring_up" not in make_script(make_job(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,6 @@ def test_on_ray_each_node_starts_ray_and_only_the_first_runs_the_command(tmp_pat
     [
         {},
         {"num_nodes": 4},
-        {"num_nodes": 4, "ray": True},
         {"requeue": False},
         {"pre_run_command": "module load cuda", "srun_args": ["--mpi=none", "a b"]},
     ],
@@ -130,9 +130,7 @@ def test_on_ray_each_node_starts_ray_and_only_the_first_runs_the_command(tmp_pat
 @pytest.mark.parametrize("command", ["rl", "eval"])
 def test_a_script_is_clean_for_bash_and_shellcheck(tmp_path, keys, command):
     script = tmp_path / "rl.sbatch"
-    ray_lost_after_s = 30.0 if keys.get("ray") else None
-    keys = {name: value for name, value in keys.items() if name != "ray"}
-    job = replace(make_job(tmp_path / "with spaces", **keys), command=command, ray_lost_after_s=ray_lost_after_s)
+    job = replace(make_job(tmp_path / "with spaces", **keys), command=command)
     script.write_text(make_script(job))
     subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
@@ -203,6 +201,14 @@ def test_a_configuration_with_the_table_is_submitted_and_nothing_runs_here(tmp_p
     assert "job 17 submitted" in capsys.readouterr().out
     assert (tmp_path / "asked").read_text().strip() == f"--parsable {tmp_path / 'run/slurm/rl.sbatch'}"
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["slurm"]
+
+
+def test_a_job_has_a_machine_for_each_node_and_servers_share_one_as_they_find_room():
+    flags = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x", "--deployment.type", "multi_node"]
+    flags += ["--deployment.num-train-nodes", "2", "--deployment.num-infer-replicas", "3", "--deployment.num-env-nodes", "1"]
+    assert count_machines(load_config(RLConfig, flags).config) == 2 + 3 + 1
+    shared = load_config(RLConfig, [*flags, "--deployment.servers-per-node", "2", "--deployment.max-env-nodes", "4"]).config
+    assert count_machines(shared) == 2 + 2 + 4
 
 
 def test_without_the_table_nothing_is_submitted():
@@ -331,7 +337,7 @@ def test_a_job_of_another_submission_has_other_files_whatever_its_number(tmp_pat
     for _ in range(2):
         submit(load_config(RLConfig, ["@", str(run_file(tmp_path))]), command="rl", is_dry_run=True)
         script = (tmp_path / "run" / "slurm" / "rl.sbatch").read_text()
-        found |= {line for line in script.splitlines() if line.startswith("pid_file=")}
+        found |= {line for line in script.splitlines() if line.startswith("directory=")}
     assert len(found) == 2
 
 
@@ -407,7 +413,15 @@ def test_a_controller_that_does_not_answer_does_not_cost_the_requeue(tmp_path):
     ],
 )
 def test_the_exit_code_of_a_job_is_that_of_its_first_node(tmp_path: Path, noted: str, reported: int, asked: str) -> None:
-    note = f'printf "{noted and noted + " 9f"}" > {tmp_path}/slurm/17-1f.0.code'
+    note = f'printf "{noted}" > {tmp_path}/slurm/17-1f.0.code'
     after = "; ".join([COMMITS.format(directory=tmp_path), note])
     code, found, _ = run_script(tmp_path, code=reported, after=after, num_nodes=2)
     assert (code, found) == (int(noted or reported), asked)
+
+
+def test_the_secrets_of_a_start_go_with_the_job_whose_first_node_was_lost(tmp_path: Path) -> None:
+    kept = tmp_path / "slurm" / "ray-17-2e.0"
+    for directory in (kept, tmp_path / "slurm" / "ray-17-1f.0"):
+        directory.mkdir(parents=True)
+    run_script(tmp_path, code=0, num_nodes=2, restarts=1, after=f"mkdir {tmp_path}/slurm/ray-17-1f.1")
+    assert list(tmp_path.glob("slurm/ray-*")) == [kept]

@@ -4,19 +4,16 @@ The module that runs it is imported only after the configuration was read, so th
 sooner.
 """
 
-import os
 from functools import partial
 
 from trivet.config.command import run_command
 from trivet.config.schema.rl import RLConfig
-from trivet.schedulers.node_variables import pod_exit_code
 from trivet.schedulers.submit import submit
 
 
 def main() -> int:
     """Run the command with the arguments of this process and return its exit code."""
-    exit_code = run_command(RLConfig, start, check=check, dry_run=check_for_dry_run, submit=partial(submit, command="rl"))
-    return pod_exit_code(exit_code, os.environ)
+    return run_command(RLConfig, start, check=check, dry_run=check_for_dry_run, submit=partial(submit, command="rl"))
 
 
 def check(config: RLConfig) -> None:
