@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.update({"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"})
 
 
-_SLOW = ("integration", "unit/launcher/nodes", "unit/environments/nodes", "unit/schedulers")
+_SLOW = ("integration", "unit/environments/nodes", "unit/schedulers")
 """Directories whose tests are slow unless they are marked core: integration tests, and those of runs over many machines."""
 
 

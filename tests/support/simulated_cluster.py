@@ -241,7 +241,6 @@ class SimulatedCluster:
 def _config(plan: ClusterPlan, layout: RunLayout) -> RLConfig:
     deployment: dict[str, Any] = {
         "type": "multi_node",
-        "engine": "ray",
         "num_train_nodes": plan.num_train_nodes,
         "num_infer_replicas": plan.num_servers,
         "num_env_nodes": plan.num_env_nodes,

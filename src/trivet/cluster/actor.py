@@ -62,7 +62,7 @@ class NodeActor:
         adopt_orphans()
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
         lost_after_s = self._settings.lost_after_s
-        Fence(lambda: self._contact.is_missed(now=time.monotonic()), lost_after_s=lost_after_s, on_end=self._note_fence)
+        Fence(self._is_driver_missed, lost_after_s=lost_after_s, on_end=self._note_fence)
 
     def facts(self) -> bytes:
         """Return the `NodeFacts` of this machine, as MessagePack."""
@@ -88,6 +88,8 @@ class NodeActor:
         """
         message = decode(desired, Desired)
         with self._changed:
+            if self._desired is None:
+                self._contact = Contact(lost_after_s=self._settings.lost_after_s, now=time.monotonic())
             self._contact.note_seen(message.seen)
             if self._desired is None or message.number > self._desired.number:
                 self._desired, self._has_news = message, True
@@ -146,6 +148,10 @@ class NodeActor:
             self._contact.note_observed(observed.number, now=time.monotonic())
             self._observed = observed.number, encode(observed)
             self._changed.notify_all()
+
+    def _is_driver_missed(self) -> bool:
+        """Return whether the driver is missed, which has made this actor ahead of time and calls it when it needs it."""
+        return self._desired is not None and self._contact.is_missed(now=time.monotonic())
 
     def _note_fence(self) -> None:
         seconds = self._settings.lost_after_s / 2

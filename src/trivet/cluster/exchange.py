@@ -1,9 +1,10 @@
 """Keeps one Ray actor for each node of a run, and exchanges states with all of them in one thread.
 
-An actor that has ended is replaced in its bundle: Ray finds another machine for the bundle when its own is gone. Ray says of an
-actor that it has ended in two cases. Either its process ended on a machine that Ray still reaches: then the processes of the node
-have ended with it, which counts at once. Or Ray counts the machine as dead, which may only be cut off: then the node counts as lost
-when nothing was heard from it for `deployment.lost_after_s`, because its fence has ended its processes by then.
+An actor that has ended is replaced in its bundle: Ray finds another machine for the bundle when its own is gone. The new actor
+starts nothing before the node of the old one counts as lost. Ray says of an actor that it has ended in two cases. Either its
+process ended on a machine that Ray still reaches: then the processes of the node have ended with it, which counts at once. Or Ray
+counts the machine as dead, which may only be cut off: then the node counts as lost when nothing was heard from it for
+`deployment.lost_after_s`, because its fence has ended its processes by then.
 """
 
 import threading
@@ -45,15 +46,16 @@ class _Slot:
     bundle: int
     num_gpus: float
     actor: Any = None
-    """None after it has ended, until its node counts as lost."""
     facts: Any = None
     """The call that asks for the facts, until it is answered."""
+    arrived: NodeFacts | None = None
+    """The facts of an actor that waits until the node of the one before it counts as lost."""
     calls: list[Any] = field(default_factory=list[Any])
     sent_at: float = 0.0
     machine: str = ""
-    """Ray's id of the actor's machine; empty before its facts are known."""
+    """Ray's id of the actor's machine; empty before it takes part in the run."""
     begun_at: float = 0.0
-    """When its facts became known."""
+    """When it began to take part."""
     num_short_lives: int = 0
 
 
@@ -135,9 +137,10 @@ class Exchange:
     def _send(self) -> None:
         now = time.monotonic()
         for node, slot in self._slots.items():
-            if slot.actor is None and self._table.is_lost(node, now=now):
-                self._make_actor(node)
-            if slot.actor is None or not slot.machine or len(slot.calls) >= _MAX_CALLS:
+            if slot.arrived is not None and self._table.is_lost(node, now=now):
+                self._table.describe(node, slot.arrived)
+                slot.machine, slot.begun_at, slot.arrived = slot.arrived.ray_node, now, None
+            if not slot.machine or len(slot.calls) >= _MAX_CALLS:
                 continue
             is_due = not slot.calls and now - slot.sent_at >= _SEND_INTERVAL_S
             if (message := self._table.next_message(node, only_news=bool(slot.calls) or not is_due)) is not None:
@@ -178,9 +181,8 @@ class Exchange:
         slot = self._slots[node]
         if call == slot.facts:
             facts = decode(answer, NodeFacts)
-            slot.facts, slot.machine, slot.begun_at = None, facts.ray_node, time.monotonic()
             self._check(node, facts)
-            self._table.describe(node, facts)
+            slot.facts, slot.arrived = None, facts
             return
         slot.calls.remove(call)
         if answer:
@@ -198,8 +200,9 @@ class Exchange:
         if slot.machine and self._is_reached(slot.machine):
             self._say(f"the actor of node {node} has ended, and its processes with it: making another")
             self._table.end(node)
-        slot.actor, slot.facts, slot.machine = None, None, ""
+        slot.arrived, slot.machine = None, ""
         slot.calls.clear()
+        self._make_actor(node)
 
     @staticmethod
     def _is_reached(machine: str) -> bool:
