@@ -125,6 +125,7 @@ REFUSED = {
         "the command is started once, and Ray finds the nodes; remove the key, and start Ray with the address that it should use",
     ),
     "deployment.env_worker_nodes": "set deployment.num_env_nodes for nodes that run environment workers and nothing else",
+    "kubernetes.max_server_restarts": "KubeRay replaces lost pods; remove the key",
     "slurm.template_path": "the script is written by the command; set slurm.pre_run_command, slurm.sbatch_args or slurm.srun_args",
     "slurm.cleanup_grace_period": "set recovery.preemption_grace_s and shutdown_timeout_s",
     "slurm.shared_fs": "the node must see output_dir and this environment; remove the key",

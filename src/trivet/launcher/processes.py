@@ -1,7 +1,7 @@
 """Starts, signals and ends the processes of a run, and reads their reports. Each child leads its own session and dies with the
 launcher.
 
-The supervisor acts on processes only through a `ProcessHost`. `LocalHost` is the one for this machine. `launcher.nodes.host` has
+The supervisor acts on processes only through a `ProcessHost`. `LocalHost` is the one for this machine. `cluster.host` has
 another, for the processes of several nodes.
 """
 

@@ -254,8 +254,6 @@ class KubernetesConfig(Section):
     """Most that /dev/shm may hold, which counts as memory of the pod: NCCL and vLLM have their buffers there."""
     max_restarts: int = Field(default=3, ge=0, le=MAX_PROCESSES)
     """Restarts of all pods together, from the newest commit. Exit codes 2 (bad configuration) and 3 (diverged) restart nothing."""
-    max_server_restarts: int = Field(default=100, ge=0, le=MAX_PROCESSES)
-    """New pods for a node that serves, while the others go on; one more loss restarts all."""
     pod_overrides: dict[str, Any] = {}
     """Merged last into the specification of every pod: tables key by key, containers, volumes and variables by name."""
 
