@@ -1,4 +1,4 @@
-"""A run over many machines in virtual time: supervision and agents are the real ones, machines, Ray and processes are not.
+"""A run over many machines in virtual time: supervision and nodes are the real ones, machines, Ray and processes are not.
 
 Real: `Supervisor`, `Recovery`, `Attempts`, the plan over nodes, `Driver`, `ClusterHost`, `NodeTable`, and on each node
 `NodeProcesses` and `Contact`. Stand-ins: Ray (`simulated_nodes`), the processes (`simulated_training`), and the scheduler that has
@@ -13,7 +13,7 @@ from typing import Any
 
 from support.simulated_nodes import EXCHANGE_INTERVAL_S, PORT, DirectReader, SimulatedRay, address_of
 from support.simulated_training import DRIVER, ClusterPlan, Timeline, Training
-from trivet.cluster import agent as agent_module
+from trivet.cluster import node_processes
 from trivet.cluster.driver import Driver
 from trivet.cluster.host import ClusterHost
 from trivet.cluster.table import NodeTable
@@ -120,8 +120,8 @@ class SimulatedCluster:
 
     def run(self) -> None:
         """Run until the plan's end, as often as the scheduler has to start the job."""
-        before = observer.is_healthy, agent_module.ReportReader
-        observer.is_healthy, agent_module.ReportReader = self._answers, DirectReader  # type: ignore[assignment, misc]
+        before = observer.is_healthy, node_processes.ReportReader
+        observer.is_healthy, node_processes.ReportReader = self._answers, DirectReader  # type: ignore[assignment, misc]
         try:
             while True:
                 try:
@@ -133,7 +133,7 @@ class SimulatedCluster:
                 self._await_requeue()
             self.training.finish()
         finally:
-            observer.is_healthy, agent_module.ReportReader = before  # type: ignore[misc]
+            observer.is_healthy, node_processes.ReportReader = before  # type: ignore[misc]
 
     def _lead(self) -> int:
         placement = self._placement

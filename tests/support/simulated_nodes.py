@@ -1,4 +1,4 @@
-"""The nodes of a simulated cluster: actors with the real agent, a stand-in for Ray, and processes that are only objects."""
+"""The nodes of a simulated cluster: their actors, a stand-in for Ray, and processes that are only objects."""
 
 import itertools
 import signal
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from trivet.cluster.agent import NodeProcesses
 from trivet.cluster.fence import Contact
 from trivet.cluster.messages import NodeFacts
+from trivet.cluster.node_processes import NodeProcesses
 from trivet.cluster.table import NodeTable
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.processes import RoleReports
@@ -108,7 +108,7 @@ class SimulatedHost:
 
 
 class DirectReader:
-    """Reads reports when they are asked for, where an agent has a thread."""
+    """Reads reports when they are asked for, where a node has a thread."""
 
     def __init__(self, read: Callable[[Any], RoleReports]) -> None:
         self._read = read
@@ -125,7 +125,7 @@ class DirectReader:
 
 
 class SimulatedActor:
-    """The actor of one node: the real agent and contact with the driver."""
+    """The actor of one node: what runs its processes and its contact with the driver are real."""
 
     def __init__(self, cluster: "SimulatedCluster", node: int) -> None:
         self._timeline = cluster.timeline
@@ -133,8 +133,7 @@ class SimulatedActor:
         free = itertools.count(PORT)
         self.host = SimulatedHost(cluster=cluster)
         self._contact = Contact(lost_after_s=cluster.config.deployment.lost_after_s, now=self._timeline.now)
-        self._agent = NodeProcesses(
-            node,
+        self._processes = NodeProcesses(
             host=self.host,  # type: ignore[arg-type]  # acts as one
             bind=address_of(node),
             ports=SimpleNamespace(reserve=lambda _, preferred: preferred or next(free)),  # type: ignore[arg-type]
@@ -147,16 +146,16 @@ class SimulatedActor:
 
     def exchange(self, table: NodeTable, *, must: bool = False) -> None:
         """Take what the node should run and answer with what it runs, if there is news of one of them or the time has come."""
-        now, agent = self._timeline.now, self._agent
-        must = must or now - self._exchanged_at >= _RECENT_S or agent.exit_codes != self._exit_codes
+        now, own = self._timeline.now, self._processes
+        must = must or now - self._exchanged_at >= _RECENT_S or own.exit_codes != self._exit_codes
         if (desired := table.next_message(self._node, only_news=not must)) is None:
             return
         self._contact.note_seen(desired.seen)
-        agent.apply(desired)
-        observed = agent.observe()
+        own.apply(desired)
+        observed = own.observe()
         self._contact.note_observed(observed.number, now=now)
         table.receive(self._node, observed, now=now, unix_time=now)
-        self._exchanged_at, self._exit_codes = now, agent.exit_codes
+        self._exchanged_at, self._exit_codes = now, own.exit_codes
 
     def check_fence(self) -> None:
         """End the processes of the node if it misses the driver."""

@@ -1,4 +1,4 @@
-"""The Ray actor of one node: holds the node's agent, and ends its processes when it misses the driver.
+"""The Ray actor of one node: runs the node's processes, and ends them when it misses the driver.
 
 Ray places it, and Ray ends it with the driver. It never restarts it: two copies of a node must not run at once. Driver and actor
 pass nothing but bytes, so neither unpickles what the other sends.
@@ -16,9 +16,9 @@ import msgspec
 import ray
 
 from trivet.cluster.addresses import address_towards, interface_of
-from trivet.cluster.agent import NodeProcesses
 from trivet.cluster.fence import Contact, Fence
 from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts, Observed, decode, encode
+from trivet.cluster.node_processes import NodeProcesses
 from trivet.config.layout import RunLayout
 from trivet.dependencies import own_version
 from trivet.launcher.logs import RunLog
@@ -54,13 +54,13 @@ class NodeActor:
         self._changed = threading.Condition()
         self._desired: Desired | None = None
         self._has_news = False
-        """Whether the agent has not looked at `_desired` yet."""
+        """Whether `_keep` has not looked at `_desired` yet."""
         self._observed = (0, b"")
         """Number and bytes of the newest observed state."""
         self._contact = Contact(lost_after_s=self._settings.lost_after_s, now=time.monotonic())
         self._log_file = self._layout.log_file(f"node_{self._settings.node}.log")
         adopt_orphans()
-        threading.Thread(target=self._run, name="node-agent", daemon=True).start()
+        threading.Thread(target=self._run, name="node-processes", daemon=True).start()
         lost_after_s = self._settings.lost_after_s
         Fence(self._is_driver_missed, lost_after_s=lost_after_s, on_end=self._note_fence)
 
@@ -102,19 +102,18 @@ class NodeActor:
         """Keep the node as desired, to the end of the run. An error ends the actor: the driver makes another in its place."""
         try:
             with ExitStack() as held:
-                agent = self._make_agent(held)
-                self._keep(agent)
-            self._publish(msgspec.structs.replace(agent.observe(), is_over=True))
+                processes = self._make_processes(held)
+                self._keep(processes)
+            self._publish(msgspec.structs.replace(processes.observe(), is_over=True))
         except BaseException:  # noqa: BLE001  # the process ends
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
 
-    def _make_agent(self, held: ExitStack) -> NodeProcesses:
+    def _make_processes(self, held: ExitStack) -> NodeProcesses:
         self._environ = raylet_environment()
         own = {name: value for name, value in self._environ.items() if not name.startswith("RAY_")}
         return NodeProcesses(
-            self._settings.node,
             host=LocalHost(
                 python=sys.executable,
                 environ=role_environment(own) | share_secret(self._layout, environ=self._environ),
@@ -125,23 +124,23 @@ class NodeActor:
             say=self._say,
         )
 
-    def _keep(self, agent: NodeProcesses) -> None:
-        exit_codes, due = agent.exit_codes, 0.0
+    def _keep(self, processes: NodeProcesses) -> None:
+        exit_codes, due = processes.exit_codes, 0.0
         leaving_file = self._environ.get(LEAVING_FILE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_news, timeout=_POLL_INTERVAL_S)
                 desired, self._has_news = self._desired, False
             if desired is not None:
-                due = 0.0 if agent.apply(desired) else due
+                due = 0.0 if processes.apply(desired) else due
                 if desired.is_over:
-                    agent.end_processes()
+                    processes.end_processes()
                     return
-            if time.monotonic() < due and agent.exit_codes == exit_codes:
+            if time.monotonic() < due and processes.exit_codes == exit_codes:
                 continue
-            agent.is_leaving = leaving_file is not None and Path(leaving_file).exists()
-            exit_codes, due = agent.exit_codes, time.monotonic() + _OBSERVE_INTERVAL_S
-            self._publish(agent.observe())
+            processes.is_leaving = leaving_file is not None and Path(leaving_file).exists()
+            exit_codes, due = processes.exit_codes, time.monotonic() + _OBSERVE_INTERVAL_S
+            self._publish(processes.observe())
 
     def _publish(self, observed: Observed) -> None:
         with self._changed:

@@ -63,7 +63,7 @@ def test_a_node_starts_what_was_planned(cluster: Cluster) -> None:
     assert (process.pid, process.exit_code, process.log_offset) == (0, None, 0)
     assert (cluster.host.read_reports(process), cluster.host.find_stopped([process])) == (RoleReports(), [()])
     cluster.sleep(0.0)
-    assert [each.spec(1) for each in cluster.desired[1].processes] == [process.spec]
+    assert [each.spec for each in cluster.desired[1].processes] == [process.spec]
     assert cluster.desired[2].processes == ()
     process.spec.log.parent.mkdir(parents=True)
     process.spec.log.write_text("of the attempt before\n")

@@ -39,14 +39,13 @@ class _Started:
 class NodeProcesses:
     """The processes and ports of one node.
 
-    >>> agent = NodeProcesses(1, host=host, bind="10.0.0.2", ports=ports, scratch=scratch, say=log.say)
-    >>> agent.apply(desired)
-    >>> observed = agent.observe()
+    >>> own = NodeProcesses(host=host, bind="10.0.0.2", ports=ports, scratch=scratch, say=log.say)
+    >>> own.apply(desired)
+    >>> observed = own.observe()
     """
 
     def __init__(
         self,
-        index: int,
         *,
         host: LocalHost,
         bind: str,
@@ -63,7 +62,6 @@ class NodeProcesses:
         """
         self.is_leaving = False
         """Whether this node was asked to end."""
-        self._index = index
         self._host = host
         self._bind = bind
         self._reserved = ports

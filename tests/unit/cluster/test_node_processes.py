@@ -1,4 +1,4 @@
-"""The agent of a node runs what the driver desires, with real processes and ports, and observes it."""
+"""A node runs what the driver desires, with real processes and ports, and observes it."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ import pytest
 
 from support.fake_roles import make_spec, write_report
 from support.processes import assert_port_free, find_free_port, is_alive, kill_all, wait_until
-from trivet.cluster.agent import NodeProcesses
-from trivet.cluster.messages import Desired, DesiredProcess, Observed, ObservedProcess, SentSignal
+from trivet.cluster.messages import Desired, DesiredProcess, Observed, ObservedProcess, SentSignal, decode, encode
+from trivet.cluster.node_processes import NodeProcesses
 from trivet.config.layout import RunLayout
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.processes import Child, LocalHost
@@ -34,7 +34,7 @@ WAIT_WITH_CHILD = (
 
 
 class Node:
-    """The agent of node 1 with what it needs, and a driver that sends it one message after another."""
+    """The processes of node 1 with what they need, and a driver that sends it one message after another."""
 
     def __init__(self, directory: Path, held: ExitStack, *, bind: str = HOST) -> None:
         self.layout = RunLayout(directory)
@@ -53,7 +53,7 @@ class Node:
             read_reports=self.local.read_reports,
         )
         ports, scratch, say = self.ports, self.scratch, self.said.append
-        self.agent = NodeProcesses(1, host=host, bind=bind, ports=ports, scratch=scratch, say=say, unix_time=lambda: UNIX)  # type: ignore[arg-type]  # acts as one
+        self.processes = NodeProcesses(host=host, bind=bind, ports=ports, scratch=scratch, say=say, unix_time=lambda: UNIX)  # type: ignore[arg-type]  # acts as one
         self.number = 0
         self.apply()
         self.spared.clear()  # what ran before the first session was ended
@@ -63,19 +63,19 @@ class Node:
         return self.started[-1]
 
     def apply(self, *processes: DesiredProcess, **changes: object) -> bool:
-        """Have the agent run what is desired; return whether it was new to it."""
+        """Have the node run what is desired; return whether it was new to it."""
         self.number += 1
         desired = Desired(
             **{"session": 1, "number": self.number, "seen": 0, "listeners": (), "processes": processes, **changes}
         )
-        return self.agent.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(desired), type=Desired))
+        return self.processes.apply(decode(encode(desired), Desired))
 
     def process(self, program: str, *, number: int = 1, name: str = "trainer") -> DesiredProcess:
         spec = make_spec(self.layout, name)
-        return DesiredProcess.of(replace(spec, argv=(sys.executable, "-c", program), env={"PLACE": "node 1"}), number)
+        return DesiredProcess(number=number, spec=replace(spec, argv=(sys.executable, "-c", program), env={"PLACE": "node 1"}))
 
     def observe(self, number: int = 1) -> ObservedProcess:
-        return next(process for process in self.agent.observe().processes if process.number == number)
+        return next(process for process in self.processes.observe().processes if process.number == number)
 
     def await_line(self, name: str = "trainer") -> str:
         log = self.layout.log_file(f"{name}.stdout")
@@ -105,10 +105,10 @@ def test_a_process_is_started_once_with_its_environment_and_its_log(node: Node) 
     assert node.apply(first, second := node.process(WAIT, number=2, name="inference"))
     node.number = 0
     assert not node.apply(first, second, node.process(WAIT, number=3, name="orchestrator"))  # it was overtaken
-    assert [(child.spec.name, child.spec.node) for child in node.started] == [("trainer", 1), ("inference", 1)]
+    assert [child.spec.name for child in node.started] == ["trainer", "inference"]
     assert node.await_line() == f"node 1 {node.scratch.directory}\n"
-    assert node.said[0] == f"started trainer pid={node.started[0].pid} log={first.log}"
-    assert node.agent.exit_codes == (3, None)
+    assert node.said[0] == f"started trainer pid={node.started[0].pid} log={first.spec.log}"
+    assert node.processes.exit_codes == (3, None)
 
 
 @pytest.mark.parametrize(("does_reach_group", "number"), [(True, signal.SIGKILL), (False, signal.SIGTERM)])
@@ -155,24 +155,24 @@ def test_a_second_process_of_one_name_takes_the_place_of_the_first(node: Node) -
     node.apply(node.process(WAIT))
     node.apply(node.process("raise SystemExit(3)", number=2))
     assert [child.process.wait(20) for child in node.started] == [-signal.SIGKILL, 3]
-    assert [process.number for process in node.agent.observe().processes] == [2]
+    assert [process.number for process in node.processes.observe().processes] == [2]
 
 
 def test_a_sweep_kills_what_is_no_longer_desired(node: Node) -> None:
     kept, ended = node.process(WAIT), node.process(WAIT, number=2, name="inference")
     node.apply(kept, ended)
     node.apply(kept)
-    assert node.agent.exit_codes == (None, None)
+    assert node.processes.exit_codes == (None, None)
     node.apply(kept, sweeps=1)
     assert node.started[1].process.wait(20) == -signal.SIGKILL
-    assert (node.spared, node.agent.exit_codes) == ([[node.started[0]]], (None,))
+    assert (node.spared, node.processes.exit_codes) == ([[node.started[0]]], (None,))
 
 
 def test_a_new_session_ends_the_processes_of_the_old_one_and_keeps_the_ports(node: Node) -> None:
     node.apply(node.process(WAIT), listeners=("inference",))
-    before = node.agent.observe()
+    before = node.processes.observe()
     node.apply(session=2, listeners=("inference",))
-    after = node.agent.observe()
+    after = node.processes.observe()
     assert (node.started[0].process.wait(20), node.spared) == (-signal.SIGKILL, [()])
     assert ((before.session, len(before.processes)), (after.session, after.processes)) == ((1, 1), (2, ()))
     assert (after.ports, after.number) == (before.ports, before.number + 1)
@@ -185,8 +185,8 @@ def test_reports_and_stopped_processes_are_observed(node: Node) -> None:
     stop = SentSignal(number=signal.SIGSTOP, does_reach_group=True)
     node.apply(msgspec.structs.replace(process, signals=(stop,)))
     wait_until(lambda: node.observe().reports and node.observe().stopped, timeout_s=20, waiting_for="report and stop")
-    node.agent.is_leaving = True
-    observed = node.agent.observe()
+    node.processes.is_leaving = True
+    observed = node.processes.observe()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(observed), type=Observed) == observed
     assert (observed.time, observed.is_leaving) == (UNIX, True)
     seen, stat = observed.processes[0], node.layout.report_file("trainer", 0).stat()
@@ -198,11 +198,11 @@ def test_ports_are_held_at_the_nodes_address_and_stay(node: Node) -> None:
     wanted = find_free_port()
     with socket.create_server((HOST, taken := find_free_port())):
         node.apply(listeners=("inference", "transport"), preferred_ports={"inference": wanted, "transport": taken})
-    ports = node.agent.observe().ports
+    ports = node.processes.observe().ports
     assert (ports["inference"], ports["transport"] != taken) == (wanted, True)
     assert all(is_reserved(HOST, port) for port in ports.values())
     node.apply(listeners=("inference", "rendezvous"), preferred_ports={"inference": find_free_port()})
-    assert node.agent.observe().ports.items() > ports.items()
+    assert node.processes.observe().ports.items() > ports.items()
     node.ports.close()
     assert_port_free(wanted)
 
@@ -211,6 +211,6 @@ def test_a_node_says_why_it_holds_no_ports(tmp_path: Path) -> None:
     with ExitStack() as held:
         node = Node(tmp_path, held, bind="192.0.2.77")
         node.apply(listeners=("inference",))
-        observed = node.agent.observe()
+        observed = node.processes.observe()
     assert observed.ports == {}
     assert "'192.0.2.77' is not an address of this machine" in observed.port_error
