@@ -92,7 +92,7 @@ def serve(config: EnvNodesConfig) -> None:
     die_with_parent()
 
     async def run() -> None:
-        await PoolServer(StandInPool(), config, secret=SECRET).run()
+        await PoolServer(StandInPool(), config, secret=SECRET, read_config=lambda: config).run()
 
     asyncio.run(run())
 
