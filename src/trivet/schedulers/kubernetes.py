@@ -1,16 +1,19 @@
 """Writes a command as the manifest of a Job, or of a RayJob whose pods are its nodes. Nothing here talks to a cluster.
 
-A command on one node is a plain Job, which its exit codes 2 and 3 fail at once. A run over several nodes is a RayJob
-(`schedulers.rayjob`). Both run `schedulers.job`.
+A command on one node is a plain Job, which its exit codes 2 and 3 fail at once. A run over several nodes is a RayJob. Its head pod
+runs the driver and nothing else. Each pod of a worker group offers Ray what a node of the run asks for. KubeRay replaces lost pods,
+and after any failure of the driver it makes a new cluster, at most `backoffLimit` times. Both run `schedulers.job`.
 
-Fields: batch/v1 and v1.
+Fields: batch/v1, v1, and ray.io/v1 as published with KubeRay 1.7.
 """
 
+import json
 import math
 import os.path
 import secrets
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,12 +24,12 @@ from trivet.config.schema.deployment import KubernetesConfig, SlurmCommand
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.process.lifetime import module_command
-from trivet.schedulers import rayjob
 from trivet.schedulers.documents import merge, to_yaml, without_none
 from trivet.schedulers.preparation import (
     FINAL_CODES,
     commit_time_s,
     count_gpus,
+    count_serving_machines,
     require_commits,
     require_portable,
     write_files,
@@ -40,6 +43,25 @@ _JOB_ID = "JOB_UID"
 _JOB_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"
 _MARGIN_S = 30
 """Seconds that a pod has to end beyond those of the commit: Python starts and stops, and a file system over a network is slow."""
+_RAY_VERSION = "2.60.0"
+"""KubeRay asks for the version of the image. It tells apart features that all versions of our range have."""
+_RAY_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    # Ray's ports for Prometheus answer everybody, also with a token.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
+"""Variables of every pod: Ray reports nothing, and roles have the usual priority."""
+_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Variable of the head: seconds between the request to end that Ray sends the driver, and its kill. Ray's default is 3."""
+_COMMIT = """
+pid=$(cat {pid_file}) && kill -TERM "$pid" || exit 0
+while kill -0 "$pid"; do sleep 1; done
+"""
+"""The head's preStop hook: it asks the driver to end, and waits for it. Kubernetes then signals the first process, which is Ray's:
+with it the roles would end before they have committed."""
 
 
 def write(config: RLConfig | SftConfig, *, command: SlurmCommand) -> str:
@@ -119,24 +141,78 @@ def _job(
 
 
 def _ray_job(config: RLConfig, kubernetes: KubernetesConfig, *, command: SlurmCommand, config_map: str) -> dict[str, Any]:
-    def make_pod(
-        num_gpus: int, cpus: int | None, own: Mapping[str, Any] = MappingProxyType({}), **variables: str
-    ) -> dict[str, Any]:
-        named = [{"name": name, "value": value} for name, value in {**rayjob.VARIABLES, **variables}.items()]
-        all_variables = [*named, *_user_variables(kubernetes)]
-        return _pod(config, kubernetes, config_map=config_map, variables=all_variables, own=own, num_gpus=num_gpus, cpus=cpus)
-
     # Nothing in a pod tells this RayJob from another one of its name, so the notes have an id of their own.
     pid_file = f"{os.path.normpath(_working_dir(kubernetes) / _notes(config, kubernetes))}-{secrets.token_hex(4)}.pid"
-    head = make_pod(0, None, rayjob.commit_before_end(pid_file), **{rayjob.STOP_WAIT: str(_grace_s(config))})
-    return rayjob.make_spec(
-        config,
-        entrypoint=["env", "-C", str(_working_dir(kubernetes)), *_task(kubernetes, command), "--pid-file", pid_file],
-        max_restarts=kubernetes.max_restarts,
-        num_gpus=count_gpus(config, asked=kubernetes.gpus_per_node),
-        make_pod=make_pod,
-        head=head,
+    named = [{"name": name, "value": value} for name, value in _RAY_VARIABLES.items()]
+    variables = [*named, *_user_variables(kubernetes)]
+    make_pod = partial(_pod, config, kubernetes, config_map=config_map)
+    head = make_pod(
+        variables=[{"name": _STOP_WAIT, "value": str(_grace_s(config))}, *variables],
+        own={"lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", _COMMIT.format(pid_file=shlex.quote(pid_file))]}}}},
+        num_gpus=0,
     )
+    groups = list(_worker_groups(config, kubernetes, make_pod=partial(make_pod, variables=variables)))
+    is_elastic = any(group["maxReplicas"] > group["replicas"] for group in groups)
+    cluster = {
+        "rayVersion": _RAY_VERSION,
+        "authOptions": {"mode": "token"},
+        "enableInTreeAutoscaling": True if is_elastic else None,
+        "headGroupSpec": {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": {"spec": head}},
+        "workerGroupSpecs": groups,
+    }
+    entrypoint = ["env", "-C", str(_working_dir(kubernetes)), *_task(kubernetes, command), "--pid-file", pid_file]
+    return {
+        "entrypoint": shlex.join(entrypoint),
+        "submissionMode": "K8sJobMode",
+        "backoffLimit": kubernetes.max_restarts,
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": without_none(cluster),
+    }
+
+
+def _worker_groups(
+    config: RLConfig, kubernetes: KubernetesConfig, *, make_pod: Callable[..., dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    deployment, num_gpus = config.deployment, count_gpus(config, asked=kubernetes.gpus_per_node)
+    env_cpus = deployment.env_cpus_per_node if deployment.num_env_nodes else 0
+    # A node that trains or serves asks for one CPU (`cluster.bundles`), and any of these pods may train or serve. Without GPUs
+    # nothing keeps such nodes off the pods for environments, so all pods are alike and any may be any node.
+    role_cpus = max(deployment.servers_per_node, 0 if num_gpus else env_cpus)
+    params = {"num-cpus": str(role_cpus), "num-gpus": str(num_gpus)}
+    labels = dict(deployment.ray.labels) if num_gpus and deployment.ray.labels else None
+    num_serving = count_serving_machines(config, num_servers=deployment.num_infer_replicas)
+    counts = {
+        "train": (deployment.num_train_nodes, deployment.num_train_nodes),
+        "infer": (num_serving, count_serving_machines(config, num_servers=deployment.num_servers)),
+    }
+    for name, (num, most) in counts.items():
+        if num:
+            yield _group(name, num=num, most=most, params=params, labels=labels, pod=make_pod())
+    if deployment.num_env_nodes:
+        resources = {"resources": shlex.quote(json.dumps(deployment.env_resources))} if deployment.env_resources else {}
+        yield _group(
+            "env",
+            num=deployment.num_env_nodes,
+            most=deployment.max_env_nodes or deployment.num_env_nodes,
+            params={"num-cpus": str(env_cpus), "num-gpus": "0", **resources},
+            labels=None,
+            pod=make_pod(num_gpus=0, cpus=env_cpus),
+        )
+
+
+def _group(
+    name: str, *, num: int, most: int, params: dict[str, str], labels: dict[str, str] | None, pod: dict[str, Any]
+) -> dict[str, Any]:
+    group = {
+        "groupName": name,
+        "replicas": num,
+        "minReplicas": num,
+        "maxReplicas": most,
+        "labels": labels,
+        "rayStartParams": params,
+        "template": {"spec": pod},
+    }
+    return without_none(group)
 
 
 def _working_dir(kubernetes: KubernetesConfig) -> Path:
@@ -162,7 +238,7 @@ def _pod(
     *,
     config_map: str,
     variables: list[dict[str, Any]],
-    own: Mapping[str, Any],
+    own: Mapping[str, Any] = MappingProxyType({}),
     num_gpus: int | None = None,
     cpus: int | None = None,
 ) -> dict[str, Any]:

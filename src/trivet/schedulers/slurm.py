@@ -10,9 +10,7 @@ import secrets
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trivet.config.dump import to_toml
@@ -53,30 +51,10 @@ _SBATCH_TIMEOUT_S = 60.0
 """sbatch waits several times its MessageTimeout, 10 s by default, for a controller that does not answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A command as a job."""
-
-    command: SlurmCommand
-    config: SlurmConfig
-    directory: Path
-    """The directory of script, configuration and log; absolute."""
-    configuration: Path
-    """The file that the command reads."""
-    output_dir: Path
-    """The output directory of the command; absolute."""
-    num_nodes: int
-    num_gpus: int
-    """GPUs of each node."""
-    python: str
-    """The interpreter that the node runs."""
-    lost_after_s: float | None = None
-    """deployment.lost_after_s of a run over several nodes, each of which starts Ray; None: no Ray."""
-    submission: str
-    """An id of the submission. The job's number would not do: a controller that lost its state gives the same numbers again."""
+AnyConfig = RLConfig | SftConfig | EvalConfig
 
 
-def submit(config: RLConfig | SftConfig | EvalConfig, *, command: SlurmCommand, is_dry_run: bool) -> str:
+def submit(config: AnyConfig, *, command: SlurmCommand, is_dry_run: bool) -> str:
     """Write the script of a configuration with a table [slurm], and submit it; return what was done.
 
     Args:
@@ -91,22 +69,12 @@ def submit(config: RLConfig | SftConfig | EvalConfig, *, command: SlurmCommand, 
     output_dir = _check(config, config.slurm)
     directory = RunLayout(output_dir).slurm
     text = to_toml(config.model_copy(update={"slurm": None}))
-    deployment = config.deployment if isinstance(config, RLConfig) and config.deployment.is_multi_node else None
-    job = Job(
-        command=command,
-        config=config.slurm,
-        directory=directory,
-        # Another configuration has another file: a job that still waits reads its own.
-        configuration=directory / f"{command}-{hash_bytes(text.encode()).xxh3_128[:8]}.toml",
-        output_dir=output_dir,
-        num_nodes=count_machines(config),
-        num_gpus=count_gpus(config, asked=config.slurm.gpus_per_node),
-        python=sys.executable,
-        lost_after_s=deployment.lost_after_s if deployment is not None else None,
-        submission=secrets.token_hex(4),
-    )
+    # Another configuration has another file: a job that still waits reads its own.
+    configuration = directory / f"{command}-{hash_bytes(text.encode()).xxh3_128[:8]}.toml"
     script = directory / f"{command}.sbatch"
-    write_files(directory, {job.configuration: text, script: make_script(job)})
+    # The job's number alone would not do as its name: a controller that lost its state gives the same numbers again.
+    made = make_script(config, command=command, configuration=configuration, submission=secrets.token_hex(4))
+    write_files(directory, {configuration: text, script: made})
     if is_dry_run:
         return f"wrote {script}; submit it with: sbatch {shlex.quote(str(script))}"
     job_id = run_sbatch(script)
@@ -118,7 +86,7 @@ def _notices(slurm: SlurmConfig) -> Iterator[str]:
         yield "[slurm] sets neither cpus_per_task nor exclusive: with most clusters the job has one core for all roles"
 
 
-def _check(config: RLConfig | SftConfig | EvalConfig, slurm: SlurmConfig) -> Path:
+def _check(config: AnyConfig, slurm: SlurmConfig) -> Path:
     """Refuse what does not fit together; return the absolute output directory."""
     if slurm.requeue:
         needed = commit_time_s(config)
@@ -136,31 +104,37 @@ def _check(config: RLConfig | SftConfig | EvalConfig, slurm: SlurmConfig) -> Pat
     return project / config.output_dir
 
 
-def make_script(job: Job) -> str:
-    """Return the text of the batch script."""
-    slurm = job.config
+def make_script(config: AnyConfig, *, command: SlurmCommand, configuration: Path, submission: str) -> str:
+    """Return the text of the batch script.
+
+    Args:
+        configuration: the file that the command reads, in the absolute directory of script and log.
+        submission: an id of the submission.
+    """
+    slurm = config.slurm
+    assert slurm is not None
     lines = [
         "#!/bin/bash",
-        f"# Runs `{job.command}` as a job of SLURM. Written by the command itself, which overwrites it when it is started again.",
-        *(f"#SBATCH {word}" for word in _directives(job)),
+        f"# Runs `{command}` as a job of SLURM. Written by the command itself, which overwrites it when it is started again.",
+        *(f"#SBATCH {word}" for word in _directives(config, slurm, directory=configuration.parent)),
         "set -eo pipefail",
         f"cd -- {shlex.quote(str(slurm.project_dir.absolute()))}",
-        f'directory={shlex.quote(str(job.directory))} name="$SLURM_JOB_ID-{job.submission}"',
+        f'directory={shlex.quote(str(configuration.parent))} name="$SLURM_JOB_ID-{submission}"',
         'pid_file="$directory/$name.pid" start="$name.${SLURM_RESTART_COUNT:-0}"',
         "# This script may have been submitted by hand before, as a job that had the same number.",
         'if [[ ${SLURM_RESTART_COUNT:-0} == 0 ]]; then rm -f -- "$directory/$name".*; fi',
         "export PYTHONUNBUFFERED=1  # srun's own --unbuffered gives the task a terminal, on which progress is drawn",
         'srun_pid="" num_signals=0',
         'rm -rf -- "$pid_file" "$directory/ray-$name".*  # of a start that its node did not survive',
-        *(_count_starts(job) if slurm.requeue else []),
+        *(_count_starts(command, RunLayout(configuration.parent.parent)) if slurm.requeue else []),
         # Before the process id is written, the task as a whole is ended.
         "trap 'num_signals=$((num_signals + 1))",
         """  kill -TERM "$(cat "$pid_file" 2> /dev/null || echo "$srun_pid")" || true' TERM""",
         """trap 'rm -rf -- "$pid_file" "$directory/ray-$start"' EXIT""",
         *([slurm.pre_run_command] if slurm.pre_run_command else []),
         "set -u",
-        f"srun {shlex.join([*_srun_words(job), *slurm.srun_args])} \\",
-        f"  {_task(job)} &",
+        f"srun {shlex.join([*_srun_words(config, slurm), *slurm.srun_args])} \\",
+        f"  {_task(config, slurm, command=command, configuration=configuration)} &",
         "srun_pid=$!",
         "while true; do",
         "  before=$num_signals code=0",
@@ -170,7 +144,7 @@ def make_script(job: Job) -> str:
         "done",
         "trap '' TERM",
     ]
-    if job.lost_after_s is not None:
+    if isinstance(config, RLConfig) and config.deployment.is_multi_node:
         lines += [
             "# srun reports the highest code of all nodes: one that SLURM killed would hide how the run ended.",
             'if [[ -s $directory/$start.code ]]; then code=$(< "$directory/$start.code"); fi',
@@ -183,7 +157,7 @@ def make_script(job: Job) -> str:
             "  if [[ $state == CANCELLED || $state == COMPLETING ]]; then",
             '    echo "not queued again: the job is $state"',
             f"  elif [[ $(num_starts) -ge {_MAX_STARTS} ]]; then",
-            f'    echo "not queued again: {_MAX_STARTS} starts in a row {_NO_PROGRESS[job.command]};"',
+            f'    echo "not queued again: {_MAX_STARTS} starts in a row {_NO_PROGRESS[command]};"',
             '    echo "see why each of them ended, or raise slurm.time, and submit the script again"',
             "  else",
             '    scontrol requeue "$SLURM_JOB_ID" || echo "not queued again: scontrol failed; submit the script again to go on"',
@@ -193,36 +167,35 @@ def make_script(job: Job) -> str:
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
-def _survives_lost_nodes(job: Job) -> bool:
-    return job.num_nodes > 1 and not job.config.kill_on_node_fail
+def _survives_lost_nodes(config: AnyConfig, slurm: SlurmConfig) -> bool:
+    return count_machines(config) > 1 and not slurm.kill_on_node_fail
 
 
-def _srun_words(job: Job) -> list[str]:
+def _srun_words(config: AnyConfig, slurm: SlurmConfig) -> list[str]:
+    num_nodes = count_machines(config)
     # The launcher on the first node decides what the end of another node means, so srun ends no task for it.
-    several = ["--kill-on-bad-exit=0", "--wait=0"] if job.num_nodes > 1 else []
-    lost = ["--no-kill"] if _survives_lost_nodes(job) else []  # sbatch's --no-kill keeps the job, not its step
-    return [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", *several, *lost, "--cpu-bind=none", "--export=ALL"]
+    several = ["--kill-on-bad-exit=0", "--wait=0"] if num_nodes > 1 else []
+    lost = ["--no-kill"] if _survives_lost_nodes(config, slurm) else []  # sbatch's --no-kill keeps the job, not its step
+    return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *several, *lost, "--cpu-bind=none", "--export=ALL"]
 
 
-def _task(job: Job) -> str:
+def _task(config: AnyConfig, slurm: SlurmConfig, *, command: SlurmCommand, configuration: Path) -> str:
     """Return the shell's words for what srun runs on each node."""
-    task = shlex.join(module_command("trivet.schedulers.job", job.command, str(job.configuration), python=job.python))
-    task += ' --pid-file "$pid_file"'
-    if job.lost_after_s is None:
+    task = shlex.join(module_command("trivet.schedulers.job", command, str(configuration))) + ' --pid-file "$pid_file"'
+    if not isinstance(config, RLConfig) or not config.deployment.is_multi_node:
         return task
-    amounts = ["--gpus", str(job.num_gpus), "--lost-after-s", f"{job.lost_after_s:g}"]
-    words = shlex.join(module_command("trivet.cluster.bring_up", *amounts, python=job.python))
+    gpus, lost_after_s = count_gpus(config, asked=slurm.gpus_per_node), f"{config.deployment.lost_after_s:g}"
+    words = shlex.join(module_command("trivet.cluster.bring_up", "--gpus", str(gpus), "--lost-after-s", lost_after_s))
     words += ' --directory "$directory" --job "$start"'
-    if _survives_lost_nodes(job):  # the node of this script among them
-        action: LostScriptAction = "requeue" if job.config.requeue else "cancel"
+    if _survives_lost_nodes(config, slurm):  # the node of this script among them
+        action: LostScriptAction = "requeue" if slurm.requeue else "cancel"
         words += f' --script-host "${{SLURMD_NODENAME:-}}" --script-lost {action}'
     return f"{words} -- {task}"
 
 
-def _count_starts(job: Job) -> list[str]:
+def _count_starts(command: SlurmCommand, layout: RunLayout) -> list[str]:
     """Return lines that note the progress at each start. `num_starts` counts the starts that began with the present progress."""
-    layout = RunLayout(job.output_dir)
-    if job.command == "eval":  # results are appended as examples finish
+    if command == "eval":  # results are appended as examples finish
         directory, progress = layout.evals, f"-name {RESULTS_FILE} -printf '%s %p\\n' 2> /dev/null | sort | cksum"
     else:
         directory, progress = layout.checkpoints, f"-maxdepth 2 -name {COMMITTED} 2> /dev/null | sort -V | tail -n 1"
@@ -233,21 +206,20 @@ def _count_starts(job: Job) -> list[str]:
     ]
 
 
-def _directives(job: Job) -> Iterator[str]:
-    slurm = job.config
+def _directives(config: AnyConfig, slurm: SlurmConfig, *, directory: Path) -> Iterator[str]:
     for name in _DIRECTIVES:
         if (value := getattr(slurm, name)) is not None:
             yield f"--{name.replace('_', '-')}={shlex.quote(str(value))}"
-    yield f"--nodes={job.num_nodes}"
+    yield f"--nodes={count_machines(config)}"
     yield "--ntasks-per-node=1"
-    if job.num_gpus:
-        yield f"--gres=gpu:{job.num_gpus}"
+    if num_gpus := count_gpus(config, asked=slurm.gpus_per_node):
+        yield f"--gres=gpu:{num_gpus}"
     if slurm.exclusive:
         yield "--exclusive"
-    yield f"--output={shlex.quote(str(job.directory).replace('%', '%%'))}/%j.log"
+    yield f"--output={shlex.quote(str(directory).replace('%', '%%'))}/%j.log"
     yield "--open-mode=append"
     yield "--requeue" if slurm.requeue else "--no-requeue"
-    if _survives_lost_nodes(job):
+    if _survives_lost_nodes(config, slurm):
         yield "--no-kill"
     yield f"--signal=B:TERM@{slurm.signal_seconds}"
     yield from slurm.sbatch_args

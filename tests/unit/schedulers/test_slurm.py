@@ -2,7 +2,7 @@ import os
 import shutil
 import stat
 import subprocess
-from dataclasses import replace
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError, SubmissionFailed
 from trivet.launcher.commands import rl
 from trivet.schedulers.preparation import count_gpus, count_machines
-from trivet.schedulers.slurm import Job, make_script, run_sbatch
+from trivet.schedulers.slurm import make_script, run_sbatch
 from trivet.schedulers.submit import submit
 
 RUN = """
@@ -33,19 +33,16 @@ partition = "gpu"
 """
 
 
-def make_job(directory: Path, *, num_nodes: int = 1, **keys: object) -> Job:
-    return Job(
-        command="rl",
-        config=SlurmConfig.model_validate(keys),
-        directory=directory,
-        configuration=directory / "rl-1f0c.toml",
-        output_dir=directory.parent,
-        num_nodes=num_nodes,
-        num_gpus=2,
-        python="/venv/bin/python",
-        lost_after_s=30.0 if num_nodes > 1 else None,
-        submission="1f",
-    )
+def make(directory: Path, *, num_nodes: int = 1, command: SlurmCommand = "rl", **keys: object) -> str:
+    """Return the batch script of a command whose table [slurm] has these keys."""
+    if command == "eval":
+        kind, flags = EvalConfig, ["--env.id", "x"]
+    else:
+        kind, flags = RLConfig, ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x"]
+        nodes = ["--deployment.type", "multi_node", "--deployment.gpus-per-node", "2"]
+        flags += [*nodes, "--deployment.num-infer-replicas", str(num_nodes - 1)] if num_nodes > 1 else []
+    config = load_config(kind, flags).config.model_copy(update={"slurm": SlurmConfig.model_validate(keys)})
+    return make_script(config, command=command, configuration=directory / "rl-1f0c.toml", submission="1f")
 
 
 def directives(script: str) -> list[str]:
@@ -74,7 +71,7 @@ def test_the_directives_are_those_of_the_table(tmp_path):
         "sbatch_args": ["--mail-type=END"],
         "signal_seconds": 90,
     }
-    found = directives(make_script(make_job(tmp_path, **keys)))
+    found = directives(make(tmp_path, **keys))
     assert found == [
         "--job-name='my run'",
         "--time=4:00:00",
@@ -91,31 +88,29 @@ def test_the_directives_are_those_of_the_table(tmp_path):
 
 
 def test_a_run_over_nodes_is_one_task_on_each(tmp_path):
-    script = make_script(make_job(tmp_path, num_nodes=3, srun_args=["--mpi=none"]))
+    script = make(tmp_path, num_nodes=3, srun_args=["--mpi=none"])
     assert {"--nodes=3", "--ntasks-per-node=1", "--gres=gpu:2"} <= set(directives(script))
     words = "--nodes=3 --ntasks=3 --kill-on-bad-exit=0 --wait=0 --no-kill --cpu-bind=none --export=ALL --mpi=none"
     assert f"srun {words} \\" in script
 
 
 def test_a_job_of_several_nodes_outlives_one_of_them_unless_kill_on_node_fail_is_set(tmp_path):
-    script = make_script(make_job(tmp_path, num_nodes=3))
+    script = make(tmp_path, num_nodes=3)
     assert "--no-kill" in directives(script)
     assert '--script-host "${SLURMD_NODENAME:-}" --script-lost requeue -- ' in script
-    assert "--script-lost cancel" in make_script(make_job(tmp_path, num_nodes=3, requeue=False))
-    for job in (make_job(tmp_path, num_nodes=3, kill_on_node_fail=True), make_job(tmp_path)):
-        assert "--no-kill" not in make_script(job)
-        assert "--script-host" not in make_script(job)
+    assert "--script-lost cancel" in make(tmp_path, num_nodes=3, requeue=False)
+    for other in (make(tmp_path, num_nodes=3, kill_on_node_fail=True), make(tmp_path)):
+        assert "--no-kill" not in other
+        assert "--script-host" not in other
 
 
 def test_each_of_several_nodes_starts_ray_and_only_the_first_runs_the_command(tmp_path):
-    job = make_job(tmp_path, num_nodes=3)
-    (line,) = [line for line in make_script(job).splitlines() if "bring_up" in line]
+    (line,) = [line for line in make(tmp_path, num_nodes=3).splitlines() if "bring_up" in line]
     node, _, first = line.partition(" -- ")
-    assert node.startswith("  /venv/bin/python -P -m trivet.cluster.bring_up --gpus 2 --lost-after-s 30 ")
+    assert node.startswith(f"  {sys.executable} -P -m trivet.cluster.bring_up --gpus 2 --lost-after-s 30 ")
     assert '--directory "$directory" --job "$start"' in node
     assert first.endswith(f'-m trivet.schedulers.job rl {tmp_path}/rl-1f0c.toml --pid-file "$pid_file" &')
-    assert "bring_up" in make_script(replace(job, num_nodes=1))  # a run over nodes that has one of them needs Ray too
-    assert "bring_up" not in make_script(make_job(tmp_path))
+    assert "bring_up" not in make(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +125,7 @@ def test_each_of_several_nodes_starts_ray_and_only_the_first_runs_the_command(tm
 @pytest.mark.parametrize("command", ["rl", "eval"])
 def test_a_script_is_clean_for_bash_and_shellcheck(tmp_path, keys, command):
     script = tmp_path / "rl.sbatch"
-    job = replace(make_job(tmp_path / "with spaces", **keys), command=command)
-    script.write_text(make_script(job))
+    script.write_text(make(tmp_path / "with spaces", command=command, **keys))
     subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", script], check=True)
@@ -139,7 +133,7 @@ def test_a_script_is_clean_for_bash_and_shellcheck(tmp_path, keys, command):
 
 def test_names_in_a_path_are_no_part_of_the_script(tmp_path):
     script = tmp_path / "rl.sbatch"
-    text = make_script(make_job(tmp_path / "it's $(touch here) 100%", project_dir=tmp_path))
+    text = make(tmp_path / "it's $(touch here) 100%", project_dir=tmp_path)
     assert "--output='" in text
     assert "100%%'/%j.log" in text
     script.write_text(text.replace("srun ", "echo ").replace("squeue", "true"))
@@ -148,7 +142,7 @@ def test_names_in_a_path_are_no_part_of_the_script(tmp_path):
 
 
 def test_a_job_that_is_not_to_be_queued_again_asks_for_nothing(tmp_path):
-    script = make_script(make_job(tmp_path, requeue=False))
+    script = make(tmp_path, requeue=False)
     assert "--no-requeue" in directives(script)
     assert "scontrol" not in script
 
@@ -316,8 +310,7 @@ def run_script(
         (programs / name).chmod(0o755)
     (directory / "slurm").mkdir(exist_ok=True)
     script = directory / "slurm" / "rl.sbatch"
-    job = make_job(directory / "slurm", num_nodes=num_nodes, project_dir=directory)
-    script.write_text(make_script(replace(job, command=command)))
+    script.write_text(make(directory / "slurm", num_nodes=num_nodes, command=command, project_dir=directory))
     environ = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     environ |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     with subprocess.Popen(
