@@ -25,7 +25,7 @@ from trivet.launcher.logs import RunLog
 from trivet.launcher.processes import LocalHost, role_environment
 from trivet.launcher.run_directory import Scratch
 from trivet.machine import inspect_machine
-from trivet.process.lifetime import adopt_orphans
+from trivet.process.lifetime import adopt_orphans, die_with_parent
 from trivet.process.lock import holder_of
 from trivet.process.sockets import ReservedPorts
 from trivet.secret import share_secret
@@ -59,6 +59,7 @@ class NodeActor:
         """Number and bytes of the newest observed state."""
         self._contact = Contact(lost_after_s=self._settings.lost_after_s, now=time.monotonic())
         self._log_file = self._layout.log_file(f"node_{self._settings.node}.log")
+        die_with_parent()  # the raylet: nothing else ends the actor if all of Ray on this machine is killed
         adopt_orphans()
         threading.Thread(target=self._run, name="node-processes", daemon=True).start()
         lost_after_s = self._settings.lost_after_s
