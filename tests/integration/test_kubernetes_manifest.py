@@ -27,6 +27,8 @@ pytestmark = pytest.mark.skipif(not can_make_nodes(), reason="making network nam
 START_S = 420.0
 MAX_STEPS = 1_000_000
 """More than any machine takes before it is told to end."""
+RARELY = CONFIG.replace("interval = 6", "interval = 10000")
+"""An interval that is never reached: the only commits are the one that the eviction asks for, and the last."""
 NODES = """
 [deployment]
 type = "multi_node"
@@ -116,14 +118,25 @@ def test_a_pod_finds_files_and_secrets_as_the_manifest_says(tmp_path: Path) -> N
     assert (tmp_path / "volume" / "here").exists()
 
 
+def finish(runner: ManifestRunner, layout: RunLayout, directory: Path) -> None:
+    """Check that the run has committed what it was told to, and have the next start go on from there for five steps only."""
+    (reached,) = committed_steps(layout)
+    assert 0 < reached < MAX_STEPS
+    assert any(event.reason == "preempted" for event in read_events(layout.events) if isinstance(event, Stop))
+    (file,) = (directory / "pods" / "config_maps").glob("*/rl.toml")
+    file.write_text(file.read_text().replace(f"max_steps = {MAX_STEPS}", f"max_steps = {reached + 5}"))
+    await_that(runner, lambda: runner.tick() is not None, "the end")
+    assert (runner.outcome, runner.restarts) == ("Completed", 1), runner.output()
+    report = assert_proven(check_run(layout))
+    assert (report.last_step, report.starts) == (reached + 5, {"orchestrator": 2, "trainer": 2})
+
+
 @pytest.mark.vllm
 def test_a_run_whose_pod_is_evicted_commits_and_goes_on_in_a_new_one(tmp_path: Path, tiny_model: Path) -> None:
     volume = tmp_path / "volume"
     volume.mkdir()
     layout = RunLayout(volume / "run")
-    # An interval that is never reached: the only commits are the one that the eviction asks for, and the last.
-    text = CONFIG.replace("interval = 6", "interval = 10000").format(max_steps=400, output_dir="run", model=tiny_model)
-    documents = write_manifest(tmp_path, text)
+    documents = write_manifest(tmp_path, RARELY.format(max_steps=MAX_STEPS, output_dir="run", model=tiny_model))
     with run_manifest(
         documents, directory=tmp_path / "pods", claims={"runs": volume}, secret_values=SECRETS, num_slots=2
     ) as runner:
@@ -131,13 +144,7 @@ def test_a_run_whose_pod_is_evicted_commits_and_goes_on_in_a_new_one(tmp_path: P
         runner.pod("job").terminate()
         await_that(runner, lambda: runner.restarts == 1, "the restart", timeout_s=120)
         assert runner.ended == [("job", 143)]
-        (reached,) = committed_steps(layout)
-        assert 0 < reached < 400
-        await_that(runner, lambda: runner.tick() is not None, "the end")
-        assert (runner.outcome, runner.restarts) == ("Completed", 1), runner.output()
-    assert any(event.reason == "preempted" for event in read_events(layout.events) if isinstance(event, Stop))
-    report = assert_proven(check_run(layout))
-    assert (report.last_step, report.starts) == (400, {"orchestrator": 2, "trainer": 2})
+        finish(runner, layout, tmp_path)
 
 
 @pytest.mark.vllm
@@ -145,7 +152,7 @@ def test_a_ray_job_outlives_a_lost_pod_and_commits_when_its_head_is_evicted(tmp_
     volume = tmp_path / "volume"
     volume.mkdir()
     layout = RunLayout(volume / "run")
-    text = CONFIG.replace("interval = 6", "interval = 10000").format(max_steps=MAX_STEPS, output_dir="run", model=tiny_model)
+    text = RARELY.format(max_steps=MAX_STEPS, output_dir="run", model=tiny_model)
     documents = write_manifest(tmp_path, text + NODES, kind="rayjob")
 
     def num(kind: type[ServerUp | Train]) -> int:
@@ -164,13 +171,5 @@ def test_a_ray_job_outlives_a_lost_pod_and_commits_when_its_head_is_evicted(tmp_
         assert committed_steps(layout) == []
         runner.pod("head").terminate()
         await_that(runner, lambda: runner.restarts == 1, "the failure of the job", timeout_s=120)
-        (reached,) = committed_steps(layout)
-        # The next start is to finish.
-        (decided,) = (tmp_path / "pods" / "config_maps").glob("*/rl.toml")
-        decided.write_text(decided.read_text().replace(f"max_steps = {MAX_STEPS}", f"max_steps = {reached + 5}"))
-        await_that(runner, lambda: runner.tick() is not None, "the end")
-        assert (runner.outcome, runner.restarts) == ("Completed", 1), runner.output()
-    assert any(event.reason == "preempted" for event in read_events(layout.events) if isinstance(event, Stop))
-    report = assert_proven(check_run(layout))
-    assert (report.last_step, report.starts) == (reached + 5, {"orchestrator": 2, "trainer": 2})
+        finish(runner, layout, tmp_path)
     assert not descendants_with("trivet", os.getpid()), "something of the run is left"

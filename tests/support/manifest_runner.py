@@ -24,10 +24,9 @@ from support.ray_nodes import RayNodes, make_ray_nodes
 _PORT, _DASHBOARD_PORT = 6379, 8265
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 _UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
-_SUBMIT = """
-until (exec 3<> /dev/tcp/{head}/{port}) 2> /dev/null; do sleep 0.5; done
-exec ray job submit --address=http://{head}:{port} --submission-id={id} -- {entrypoint}
-"""
+_AWAIT_HEAD = f"until (exec 3<> /dev/tcp/{{head}}/{_DASHBOARD_PORT}) 2> /dev/null; do sleep 0.5; done\n"
+"""KubeRay has the other pods wait until the head is up."""
+_SUBMIT = f"exec ray job submit --address=http://{{head}}:{_DASHBOARD_PORT} --submission-id={{id}} -- {{entrypoint}}"
 
 
 class Pod:
@@ -160,25 +159,27 @@ class ManifestRunner:
         assert self._cluster["authOptions"] == {"mode": "token"}
         self._token = secrets.token_hex(32)
         group, self._head = self._cluster["headGroupSpec"], self._nodes.address(self._free[0])
-        self._start_ray("head", group, "--head --dashboard-host=0.0.0.0", f"127.0.0.1:{_PORT}")
+        self._start_ray("head", group, "ray start --head --dashboard-host=0.0.0.0", f"127.0.0.1:{_PORT}")
         for each in self._cluster["workerGroupSpecs"]:
             for _ in range(each["replicas"]):
                 self._start_worker(each)
-        values = {"head": self._head, "port": _DASHBOARD_PORT, "id": secrets.token_hex(4)}
-        script = _SUBMIT.format(**values, entrypoint=self._spec["entrypoint"])
+        submit = _SUBMIT.format(head=self._head, id=secrets.token_hex(4), entrypoint=self._spec["entrypoint"])
+        script = _AWAIT_HEAD.format(head=self._head) + submit
         spec = {"containers": [{"name": "submitter", "command": ["bash", "-euc", script]}], "terminationGracePeriodSeconds": 1}
         self._start("submitter", spec, {"RAY_ADDRESS": f"http://{self._head}:{_DASHBOARD_PORT}"})
 
     def _start_worker(self, group: Mapping[str, Any]) -> None:
         address = f"{self._head}:{_PORT}"
-        self._start_ray(group["groupName"], group, f"--address={address}", address)
+        command = f"{_AWAIT_HEAD.format(head=self._head)}ray start --address={address}"
+        self._start_ray(group["groupName"], group, command, address)
 
-    def _start_ray(self, name: str, group: Mapping[str, Any], words: str, address: str) -> None:
+    def _start_ray(self, name: str, group: Mapping[str, Any], script: str, address: str) -> None:
         """Start a pod with the command that KubeRay makes."""
         parameters = " ".join(f"--{key}={value}" for key, value in group["rayStartParams"].items())
         spec = group["template"]["spec"]
         (container,) = spec["containers"]
-        command = ["bash", "-c", f"ulimit -n 65536; exec ray start --block --metrics-export-port=8080 {words} {parameters}"]
+        script = script.replace("ray start", f"exec ray start --block --metrics-export-port=8080 {parameters}")
+        command = ["bash", "-c", script]
         self._start(name, {**spec, "containers": [{**container, "command": command}]}, {"RAY_ADDRESS": address})
 
     def _start(self, name: str, spec: Mapping[str, Any], variables: Mapping[str, str]) -> None:
