@@ -83,11 +83,11 @@ class ClusterRun:
         """Have a machine join the cluster. Its roles inherit the environment of Ray."""
         self.nodes.join(machine, environ={**ENVIRON, **environ})
 
-    def start(self, *flags: str) -> "subprocess.Popen[bytes]":
+    def start(self, *flags: str, machine: int = 0, environ: Mapping[str, str] = ENVIRON) -> "subprocess.Popen[bytes]":
         """Start the driver in the directory of the run: the paths in its configuration are relative to it."""
         command = module_command("trivet.launcher.commands.rl", "@", str(self._config), *flags)
         command = ["env", f"--chdir={self._directory}", *command]
-        return self.nodes.start(0, command, log=self._log, environ=self.nodes.environ(ENVIRON))
+        return self.nodes.start(machine, command, log=self._log, environ=self.nodes.environ(environ))
 
     def output(self) -> str:
         return self._log.read_text()

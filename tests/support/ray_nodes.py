@@ -1,4 +1,4 @@
-"""Ray clusters on one machine: each machine of a cluster has its own network, processes and temporary files.
+"""Ray clusters on one machine: each machine of a cluster has its own name, network, processes and temporary files.
 
 Without a PID namespace, `ray start` would find the Ray of another machine and refuse.
 """
@@ -23,7 +23,8 @@ RAY = str(Path(sys.executable).with_name("ray"))
 _PORT = 6379
 START_S = 120.0
 _BOOT = """
-mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$0" && trap "" CHLD && echo up && exec sleep infinity
+echo "$1" > /proc/sys/kernel/hostname && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs -o size=256m tmpfs "$0" || exit
+trap "" CHLD && echo up && exec sleep infinity
 """
 """The first process of a machine. It ignores SIGCHLD, so that the kernel reaps the processes whose parents have ended."""
 _DRAIN = """
@@ -52,8 +53,10 @@ class RayNodes(Nodes):
     def __init__(self, count: int, *, directory: Path, has_token: bool = True, has_tls: bool = False) -> None:
         super().__init__(count)
         self._directory = directory
-        self._temporary = Path("/tmp", self.name)  # Ray makes Unix sockets below it: their paths have at most 107 bytes
+        self.temporary = Path("/tmp", self.name)  # Ray makes Unix sockets below it: their paths have at most 107 bytes
         self._firsts: dict[int, psutil.Process] = {}
+        self._rays: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
+        """The newest start of Ray on each machine, and where its output begins."""
         self.token = directory / "auth_token" if has_token else None
         self._certificate = directory / "ray.crt" if has_tls else None
         if self.token is not None:
@@ -67,16 +70,16 @@ class RayNodes(Nodes):
         return f"{self.address(0)}:{_PORT}"
 
     def make(self) -> None:
-        self._temporary.mkdir()
+        self.temporary.mkdir()
         super().make()
         for node in range(self.count):
             self.boot(node)
 
     def boot(self, node: int) -> None:
         """Start a machine that was lost, or was never started. It runs nothing yet."""
-        enter = ["ip", "netns", "exec", self._namespace(node), "unshare", "--mount", "--pid", "--fork", "--mount-proc"]
+        enter = ["ip", "netns", "exec", self._namespace(node), "unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
         boot = subprocess.Popen(
-            [*enter, "--kill-child", "sh", "-c", _BOOT, str(self._temporary)],
+            [*enter, "--kill-child", "sh", "-c", _BOOT, str(self.temporary), f"machine-{node}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -92,7 +95,16 @@ class RayNodes(Nodes):
 
         The process returned is the parent of the command, in the same process group: signal both with `os.killpg`.
         """
-        enter = ["nsenter", "--target", str(self._firsts[node].pid), "--mount", "--pid", "--net", f"--wdns={Path.cwd()}"]
+        enter = [
+            "nsenter",
+            "--target",
+            str(self._firsts[node].pid),
+            "--mount",
+            "--uts",
+            "--pid",
+            "--net",
+            f"--wdns={Path.cwd()}",
+        ]
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [*enter, *command],
@@ -109,10 +121,9 @@ class RayNodes(Nodes):
 
     def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return `environ` with what a driver needs to reach the cluster."""
-        values = {**environ, "RAY_ADDRESS": self.head_address, "RAY_TMPDIR": str(self._temporary), "RAY_worker_niceness": "0"}
+        values = {**environ, "RAY_ADDRESS": self.head_address, "RAY_TMPDIR": str(self.temporary), "RAY_worker_niceness": "0"}
         values |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-        values |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "15", "RAY_prestart_worker_first_driver": "0"}
-        values |= {"RAY_raylet_start_wait_time_s": str(round(START_S))}
+        values |= {"RAY_raylet_start_wait_time_s": str(round(START_S)), "RAY_prestart_worker_first_driver": "0"}
         # Metrics ask nobody for a token. The head has no switch for two of their ports, and goes on when it cannot listen.
         values |= {"RAY_enable_metrics_collection": "0", "AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
         if self.token is not None:
@@ -123,12 +134,17 @@ class RayNodes(Nodes):
         return values
 
     def start_head(
-        self, node: int = 0, *words: str, num_cpus: int = 0, environ: Mapping[str, str] = os.environ
+        self,
+        node: int = 0,
+        *words: str,
+        num_cpus: int = 0,
+        environ: Mapping[str, str] = os.environ,
+        does_wait: bool = True,
     ) -> "subprocess.Popen[bytes]":
         """Start the cluster on machine 0."""
         assert node == 0, "the other machines seek the head on machine 0"
         head = ("--head", f"--port={_PORT}", "--include-dashboard=false")
-        return self._start_ray(node, [*head, f"--num-cpus={num_cpus}", *words], environ)
+        return self._start_ray(node, [*head, f"--num-cpus={num_cpus}", *words], environ, does_wait=does_wait)
 
     def join(
         self,
@@ -138,27 +154,43 @@ class RayNodes(Nodes):
         resources: Mapping[str, float] | None = None,
         labels: Mapping[str, str] | None = None,
         environ: Mapping[str, str] = os.environ,
+        does_wait: bool = True,
     ) -> "subprocess.Popen[bytes]":
         """Have a machine join the cluster."""
         given = [f"--resources={json.dumps(dict(resources or {}))}", f"--num-cpus={num_cpus}"]
         if labels:
             given.append(f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}")
-        return self._start_ray(node, [f"--address={self.head_address}", *given, *words], environ)
+        return self._start_ray(node, [f"--address={self.head_address}", *given, *words], environ, does_wait=does_wait)
 
-    def _start_ray(self, node: int, words: Sequence[str], environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        log = self._directory / f"ray_{node}.out"
+    def _start_ray(
+        self, node: int, words: Sequence[str], environ: Mapping[str, str], *, does_wait: bool
+    ) -> "subprocess.Popen[bytes]":
+        log = self._log_of_ray(node)
         offset = log.stat().st_size if log.exists() else 0
-        variables = self.environ(environ)
+        variables = {**self.environ(environ), "RAY_gcs_rpc_server_reconnect_timeout_s": "15"}
         del variables["RAY_ADDRESS"]
         command = [RAY, "start", "--block", f"--node-ip-address={self.address(node)}", *_SMALL, *words]
         started = self.start(node, command, log=log, environ=variables)
+        self._rays[node] = started, offset
 
         def is_up() -> bool:
-            assert started.poll() is None, log.read_text()
-            return b"Ray runtime started" in log.read_bytes()[offset:]
+            assert self.has_ray(node), log.read_text()
+            return self.is_ray_up(node)
 
-        wait_until(is_up, timeout_s=START_S, waiting_for=f"Ray on machine {node}")
+        if does_wait:
+            wait_until(is_up, timeout_s=START_S, waiting_for=f"Ray on machine {node}")
         return started
+
+    def has_ray(self, node: int) -> bool:
+        """Return whether Ray on a machine is starting or up."""
+        return node in self._rays and self._rays[node][0].poll() is None
+
+    def is_ray_up(self, node: int) -> bool:
+        """Return whether Ray on a machine is up."""
+        return self.has_ray(node) and b"Ray runtime started" in self._log_of_ray(node).read_bytes()[self._rays[node][1] :]
+
+    def _log_of_ray(self, node: int) -> Path:
+        return self._directory / f"ray_{node}.out"
 
     def find(self, node: int, *words: str) -> int:
         """Return the host's pid of the process of a machine whose command line has these words."""
@@ -187,6 +219,10 @@ class RayNodes(Nodes):
         command = [sys.executable, "-c", _DRAIN, self.address(node)]
         assert self.start(0, command, log=log, environ=self.environ(os.environ)).wait(START_S) == 0, log.read_text()
 
+    def root(self, node: int) -> Path:
+        """Return the directory through which the files of a machine can be seen. It goes with the machine."""
+        return Path(f"/proc/{self._firsts[node].pid}/root")
+
     def roles(self, node: int) -> list[int]:
         """Return the processes that the actor of a machine has started."""
         return descendants(self.find(node, "ray::NodeActor"))
@@ -195,7 +231,7 @@ class RayNodes(Nodes):
         super().remove()
         for process in self.processes:
             process.wait(20)
-        self._temporary.rmdir()  # it fails if a machine wrote there outside its own mount
+        self.temporary.rmdir()  # it fails if a machine wrote there outside its own mount
 
     def _make_certificate(self, path: Path) -> None:
         """Make one certificate for all machines. It is its own authority."""
