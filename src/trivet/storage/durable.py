@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Mapping
@@ -148,7 +149,7 @@ def write_atomically(path: Path, data: bytes, *, is_private: bool = False) -> No
 
 def write_first(path: Path, data: bytes, *, is_private: bool = False) -> None:
     """Write `path` as `write_atomically` does, unless it exists. If several processes call it at once, one of them writes."""
-    own_file = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    own_file = path.with_name(f"{path.name}.{_unique()}")
     write_atomically(own_file, data, is_private=is_private)
     try:
         os.link(own_file, path)
@@ -184,7 +185,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def _replace(path: Path, data: bytes, *, does_sync: bool, mode: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{_unique()}.tmp")
     with open(temporary, "wb", opener=_open_private) as file:
         file.write(data)
         if does_sync:
@@ -192,6 +193,11 @@ def _replace(path: Path, data: bytes, *, does_sync: bool, mode: int) -> None:
             os.fsync(file.fileno())
     temporary.chmod(mode)
     temporary.replace(path)
+
+
+def _unique() -> str:
+    """Return letters that no other file has, whatever machine wrote it: containers may share host names and process ids."""
+    return secrets.token_hex(8)
 
 
 def write_json_atomically(path: Path, value: object) -> None:

@@ -1,4 +1,7 @@
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,7 @@ from trivet.storage.durable import (
     hash_files,
     list_files,
     remove_directory,
+    replace_file,
     sweep_removed,
     sync_tree,
     write_atomically,
@@ -92,3 +96,12 @@ def test_difference_names_the_file_and_what_is_wrong(tmp_path, damage, expected)
     assert difference is not None
     assert str(path) in difference
     assert expected in difference
+
+
+def test_writers_with_one_host_name_and_process_id_do_not_meet(tmp_path: Path) -> None:
+    """Threads have both in common, as processes in containers may."""
+    path, texts = tmp_path / "file", [f"{number}".encode() * 1000 for number in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(partial(replace_file, path), texts))
+    assert path.read_bytes() in texts
+    assert list(tmp_path.iterdir()) == [path]
