@@ -1,6 +1,7 @@
 """Reads the reports of a node's processes in a thread: a shared directory that does not answer must not silence the node."""
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -15,7 +16,6 @@ class ReportReader:
     >>> reader = ReportReader(host.read_reports)
     >>> reader.follow(3, child)
     >>> reports = reader.newest(3)
-    >>> reader.close()
     """
 
     def __init__(self, read: Callable[[Child], RoleReports]) -> None:
@@ -23,10 +23,8 @@ class ReportReader:
         self._children: dict[int, Child] = {}
         self._newest: dict[int, RoleReports] = {}
         self._error: Exception | None = None
-        self._is_closing = threading.Event()
         # A thread that hangs with the directory must not keep the node from ending.
-        self._thread = threading.Thread(target=self._run, name="report-reader", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="report-reader", daemon=True).start()
 
     def follow(self, number: int, child: Child) -> None:
         """Read the reports of a process from now on."""
@@ -47,10 +45,6 @@ class ReportReader:
             raise self._error
         return self._newest.get(number, RoleReports())
 
-    def close(self) -> None:
-        """Have the thread end, without waiting for it."""
-        self._is_closing.set()
-
     def _run(self) -> None:
         try:
             self._keep_reading()
@@ -58,7 +52,8 @@ class ReportReader:
             self._error = exc
 
     def _keep_reading(self) -> None:
-        while not self._is_closing.wait(_INTERVAL_S):
+        while True:
+            time.sleep(_INTERVAL_S)
             for number, child in list(self._children.items()):
                 with suppress(OSError):  # the directory cannot be read now: there is nothing new
                     self._newest[number] = self._read(child)

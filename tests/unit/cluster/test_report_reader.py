@@ -43,14 +43,12 @@ def directory() -> Iterator[Directory]:
 
 
 @pytest.fixture
-def reader(directory: Directory) -> Iterator[ReportReader]:
-    reader = ReportReader(directory.read)
-    yield reader
-    reader.close()
+def reader(directory: Directory) -> ReportReader:
+    return ReportReader(directory.read)
 
 
-def await_newest(reader: ReportReader, order: int, expected: RoleReports) -> None:
-    wait_until(lambda: reader.newest(order) == expected, timeout_s=20, waiting_for=f"the reports of {order}")
+def await_newest(reader: ReportReader, number: int, expected: RoleReports) -> None:
+    wait_until(lambda: reader.newest(number) == expected, timeout_s=20, waiting_for=f"the reports of {number}")
 
 
 def test_reports_are_read_again_and_again_until_they_are_forgotten(directory: Directory, reader: ReportReader) -> None:
@@ -78,5 +76,4 @@ def test_a_directory_that_hangs_is_not_waited_for(directory: Directory, reader: 
     directory.answers["one"] = FIRST
     reader.follow(1, make_child("one"))
     assert reader.newest(1) == NEVER
-    reader.close()
     directory.may_answer.set()

@@ -1,9 +1,9 @@
 """Runs the groups that the orchestrator, on another node, gives to the pool of this one.
 
 It connects to the orchestrator (`nodes.node_pools`), and connects again whenever the line was cut, or to another node when the
-orchestrator was started there because its own was lost. What a session left is cancelled
-when the orchestrator begins another: it runs those groups elsewhere. Answers that a cut swallowed show in the next beat. A node
-that drains says so in its beats. The orchestrator ends the session once it has every answer, so no group is lost or run twice.
+orchestrator was started there because its own was lost. What a session left is cancelled when the orchestrator begins another: it
+runs those groups elsewhere. Answers that a cut swallowed show in the next beat. A node that drains says so in its beats. The
+orchestrator ends the session once it has every answer, so no group is lost or run twice.
 """
 
 import asyncio
