@@ -93,7 +93,7 @@ def test_an_example_that_misbehaves_costs_its_own_group_and_is_counted_by_its_er
     async def scenario(pool: WorkerPool) -> None:
         [worker] = pool.status()
         assert pool.infos["unruly"].num_examples == len(WAYS) == len(set(pool.infos["unruly"].example_hashes))
-        assert await pool.prompt("unruly", split=Split.TRAIN, example_id=1) == [{"role": "user", "content": "raise"}]
+        assert (await pool.example("unruly", split=Split.TRAIN, example_id=1)).prompt == [{"role": "user", "content": "raise"}]
         harmless = ["well", "fork", "fork-and-return", "big-text"]
         ways = [*FAILING, *harmless, *FAILING, *harmless]
         asked = [pool.run_group(request(way, url, group_id=group_id)) for group_id, way in enumerate(ways)]

@@ -30,7 +30,7 @@ REFUSED = {
 
 ENDED = {
     "unknown-call": "an answer to call 1000, which was never made",
-    "prompt-for-group": "a PromptFound in answer to call 0, which needs a GroupDone",
+    "prompt-for-group": "a ExampleFound in answer to call 0, which needs a GroupDone",
     "garbage": "are not a WorkerAnswer",
     "killed": "was killed by SIGKILL",
     "hangs": "event loop was blocked",

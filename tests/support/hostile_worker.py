@@ -16,13 +16,13 @@ import numpy as np
 from trivet.environments.workers.channel import pack_message
 from trivet.environments.workers.main import limit_resources, make_hello
 from trivet.wire.codec import decode
-from trivet.wire.groups import EnvironmentInfo
+from trivet.wire.groups import EnvironmentInfo, Example
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.versions import VersionRun
 from trivet.wire.workers import (
     EnvironmentLoaded,
+    ExampleFound,
     GroupDone,
-    PromptFound,
     Pulse,
     RunGroupOrder,
     WorkerAnswer,
@@ -58,7 +58,7 @@ def answer_group(way: str, asked: RunGroupOrder, send) -> None:
         case "unknown-call":
             send(msgspec.structs.replace(done, call_id=call + 1000))
         case "prompt-for-group":
-            send(PromptFound(call_id=call, messages=[]))
+            send(ExampleFound(call_id=call, example=Example(prompt=[])))
         case "killed":
             os.kill(os.getpid(), 9)
         case "hangs" | "no-pulse":

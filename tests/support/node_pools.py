@@ -15,7 +15,7 @@ from trivet.environments.nodes.node_pools import open_node_pools
 from trivet.environments.nodes.pool_server import PoolServer
 from trivet.secret import RunSecret
 from trivet.wire.events import EnvLoad, Event
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 
@@ -48,8 +48,8 @@ class StandInPool:
     def fail(self, group_id: int, error: Exception) -> None:
         self.running[group_id].set_exception(error)
 
-    async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": f"{env} {example_id} of {self._pid}"}]
+    async def example(self, env: str, *, split: Split, example_id: int) -> Example:
+        return Example(prompt=[{"role": "user", "content": f"{env} {example_id} of {self._pid}"}])
 
     async def run(self) -> None:
         await asyncio.Event().wait()

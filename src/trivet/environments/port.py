@@ -4,10 +4,10 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from trivet.wire.events import Event
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 
@@ -29,8 +29,8 @@ class EnvironmentPool(Protocol):
         """
         ...
 
-    async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Return the messages that an example starts with."""
+    async def example(self, env: str, *, split: Split, example_id: int) -> Example:
+        """Return an example of the data."""
         ...
 
     async def run(self) -> None:

@@ -77,9 +77,9 @@ async def check_prompts(
     overlong: list[tuple[Draw, int]] = []
     draws = list({(draw.env, draw.example_id): draw for draw in draws}.values())
     for draw in draws:
-        messages = await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id)
+        example = await pool.example(draw.env, split=Split.TRAIN, example_id=draw.example_id)
         try:
-            count, context = await client.count_tokens(messages, model=model)
+            count, context = await client.count_tokens(example.prompt, model=model)
         except InferenceError as exc:  # servers other than vLLM may not count tokens; the first rollouts show what does not fit
             logger.info("lengths of prompts are not known: %s", exc)
             return limits

@@ -129,7 +129,7 @@ async def _begin_sampling(
     await _ensure_first_policy(loop, config)
 
     async def read_prompts(draws: Sequence[Draw]) -> list[list[dict[str, Any]]]:
-        return [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws]
+        return [(await pool.example(draw.env, split=Split.TRAIN, example_id=draw.example_id)).prompt for draw in draws]
 
     async with AsyncExitStack() as checking:
         clients = [inference_client(config.client, root) for root in servers.roots]  # without the secret: they change no server

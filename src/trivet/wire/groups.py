@@ -41,6 +41,15 @@ class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
     is_truncated: bool = False
 
 
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """What people see of an example."""
+
+    prompt: list[dict[str, Any]]
+    """The messages that its rollouts start with, in the OpenAI chat format."""
+    answer: str = ""
+    """The reference answer in the data; empty if it has none."""
+
+
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to run `num_rollouts` rollouts of one example on one server and to score them together."""
 

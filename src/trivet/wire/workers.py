@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, ServerAccess, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, ServerAccess, Split
 from trivet.wire.rollouts import Rollout
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of these messages and of every struct in them. Raise it whenever one changes; a test compares their schema with it."""
 PULSE_INTERVAL_S = 1.0
 """Seconds between two pulses of a worker."""
@@ -74,8 +74,8 @@ class RunGroupOrder(msgspec.Struct, frozen=True, tag=True):
     request: GroupRequest
 
 
-class AskPrompt(msgspec.Struct, frozen=True, tag=True):
-    """Order to return an example's prompt."""
+class AskExample(msgspec.Struct, frozen=True, tag=True):
+    """Order to return an example."""
 
     call_id: int
     env: str
@@ -90,7 +90,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
-CallOrder = RunGroupOrder | AskPrompt | Cancel
+CallOrder = RunGroupOrder | AskExample | Cancel
 """The orders of a call, which a worker and the pool of another node take alike."""
 
 
@@ -123,11 +123,11 @@ class GroupDone(msgspec.Struct, frozen=True, tag=True):
     rollouts: list[Rollout]
 
 
-class PromptFound(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `AskPrompt`."""
+class ExampleFound(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `AskExample`."""
 
     call_id: int
-    messages: list[dict[str, Any]]
+    example: Example
 
 
 class CallFailed(msgspec.Struct, frozen=True, tag=True):
@@ -143,7 +143,7 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
     """The worker ended while it ran the call, which may be made again. Only the pool of another node can say so."""
 
 
-CallAnswer = GroupDone | PromptFound | CallFailed
+CallAnswer = GroupDone | ExampleFound | CallFailed
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -11,6 +11,7 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, InferenceError
 from trivet.orchestrator.buffer import FinishedGroup, GroupCounters
 from trivet.orchestrator.prompts import PromptLimits, check_prompts, limits_of
+from trivet.wire.groups import Example
 
 LIMITS = PromptLimits(seq_len=256, max_tokens={"toy": 16})
 
@@ -18,8 +19,8 @@ LIMITS = PromptLimits(seq_len=256, max_tokens={"toy": 16})
 class Prompts:
     """A pool whose prompt of example n is n words, and a server with a context of 64 that reads a word as a token."""
 
-    async def prompt(self, env: str, *, split: object, example_id: int) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": "a " * example_id}]
+    async def example(self, env: str, *, split: object, example_id: int) -> Example:
+        return Example(prompt=[{"role": "user", "content": "a " * example_id}])
 
     async def count_tokens(self, messages: Sequence[dict[str, Any]], *, model: str) -> tuple[int, int | None]:
         return len(messages[0]["content"].split()), 64

@@ -14,6 +14,7 @@ DIGESTS = {
     4: "3482f57fc0497e747ba7bb13f32274e3f991dc6e2585e6a9ab5bb83b6d86a678",
     5: "1a07a5d73f4f7faf09de252885e5ba69343d03f68dd9ba1fb3d1d31f0344d182",
     6: "0633ae1527f5018cce39335e46ada689b9dc2c0162a9f78d12254dc22a650b68",
+    7: "93e05193777f6f6679c19868debafa9eb639d4c39233639b09946ea1ed8503eb",
 }
 """Digest of the schema by version of the protocol. A released line never changes: a changed schema needs the next version."""
 

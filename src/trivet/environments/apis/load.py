@@ -22,7 +22,7 @@ from trivet.environments.apis.groups import StageBoard
 from trivet.errors import EnvironmentLoadError
 from trivet.process.imports import file_of
 from trivet.shown_text import printable
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import HostSettings
 
@@ -56,8 +56,8 @@ class EnvironmentHost(Protocol):
         """
         ...
 
-    def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Return the messages that an example starts with."""
+    def example(self, *, split: Split, example_id: int) -> Example:
+        """Return an example of the data."""
         ...
 
     def serving(self) -> AbstractAsyncContextManager[None]:

@@ -3,7 +3,7 @@
 Training uses the tokens, which are never cut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trivet.errors import RolloutFailed
@@ -45,6 +45,20 @@ def describe(error: BaseException) -> str:
 def cut(text: str, max_chars: int = _MAX_ERROR_CHARS) -> str:
     """Return `text`, or its first `max_chars` characters with a note of its length."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"
+
+
+_ANSWER_FIELDS = ("answer", "target", "solution", "ground_truth", "label", "expected")
+"""Names under which data sets keep the reference answer, the usual one first."""
+
+
+def find_answer(record: Mapping[str, Any]) -> str:
+    """Return the reference answer in a record of a data set, or in its field `info`; empty if it has none."""
+    info = record.get("info")
+    for fields in (record, info if isinstance(info, Mapping) else {}):
+        for name in _ANSWER_FIELDS:
+            if isinstance(value := fields.get(name), str | int | float) and value != "":
+                return str(value)
+    return ""
 
 
 def find_example(examples: Sequence[Any] | None, example_id: int) -> Any:

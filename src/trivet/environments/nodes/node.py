@@ -5,15 +5,14 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from trivet.environments.workers.calls import PendingCalls
 from trivet.wire.events import Event
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 from trivet.wire.worker_nodes import EndSession, FromNode, NodeBeat, StartSession, ToNode
-from trivet.wire.workers import AskPrompt, CallOrder, Cancel, GroupDone, PromptFound, RunGroupOrder
+from trivet.wire.workers import AskExample, CallOrder, Cancel, ExampleFound, GroupDone, RunGroupOrder
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +71,10 @@ class RemoteNode:
         finally:
             self.num_pending[request.env] -= 1
 
-    async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Ask for an example's prompt, as `EnvironmentPool.prompt`."""
-        order = AskPrompt(call_id=self._calls.next_id(), env=env, split=split, example_id=example_id)
-        return (await self._calls.call(order, PromptFound)).messages
+    async def example(self, env: str, *, split: Split, example_id: int) -> Example:
+        """Ask for an example, as `EnvironmentPool.example`."""
+        order = AskExample(call_id=self._calls.next_id(), env=env, split=split, example_id=example_id)
+        return (await self._calls.call(order, ExampleFound)).example
 
     def take_metrics(self) -> dict[str, float]:
         """Return the node's metrics since the last call."""

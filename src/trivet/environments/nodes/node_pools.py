@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -25,7 +24,7 @@ from trivet.process.sockets import in_frames, listen_encrypted
 from trivet.secret import RunSecret
 from trivet.wire.codec import decode, encode
 from trivet.wire.events import Event
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 from trivet.wire.versions import GroupId
@@ -96,12 +95,12 @@ class NodePools:
                 self._homes[key] = node
             raise
 
-    async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Return the messages that an example starts with."""
+    async def example(self, env: str, *, split: Split, example_id: int) -> Example:
+        """Return an example of the data."""
         for _ in range(MAX_LOSSES - 1):
             with suppress(WorkerLost):
-                return await (await self._choose(env)).prompt(env, split=split, example_id=example_id)
-        return await (await self._choose(env)).prompt(env, split=split, example_id=example_id)
+                return await (await self._choose(env)).example(env, split=split, example_id=example_id)
+        return await (await self._choose(env)).example(env, split=split, example_id=example_id)
 
     async def run(self) -> None:
         """Hear the nodes, until cancelled."""

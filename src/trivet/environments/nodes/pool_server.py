@@ -26,7 +26,7 @@ from trivet.secret import RunSecret
 from trivet.wire.codec import decode, encode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.worker_nodes import EndSession, FromNode, NodeBeat, StartSession, ToNode
-from trivet.wire.workers import AskPrompt, CallAnswer, CallFailed, Cancel, GroupDone, PromptFound, RunGroupOrder
+from trivet.wire.workers import AskExample, CallAnswer, CallFailed, Cancel, ExampleFound, GroupDone, RunGroupOrder
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class PoolServer:
         if message.session != self._session and not isinstance(message.body, EndSession):
             self._start_session(message.session)
         match message.body:
-            case RunGroupOrder() | AskPrompt() as asked:
+            case RunGroupOrder() | AskExample() as asked:
                 running, call_id = self._running, asked.call_id
                 self._newest_call = call_id
                 running[call_id] = tasks.create_task(self._answer(asked, message.session), name=f"call-{call_id}")
@@ -162,12 +162,12 @@ class PoolServer:
             task.cancel()
         self._running = {}
 
-    async def _answer(self, asked: RunGroupOrder | AskPrompt, session: str) -> None:
+    async def _answer(self, asked: RunGroupOrder | AskExample, session: str) -> None:
         call_id = asked.call_id
         try:
-            if isinstance(asked, AskPrompt):
-                messages = await self._pool.prompt(asked.env, split=asked.split, example_id=asked.example_id)
-                self._post(PromptFound(call_id=call_id, messages=messages), session)
+            if isinstance(asked, AskExample):
+                example = await self._pool.example(asked.env, split=asked.split, example_id=asked.example_id)
+                self._post(ExampleFound(call_id=call_id, example=example), session)
             else:
                 self._post(GroupDone(call_id=call_id, rollouts=await self._pool.run_group(asked.request)), session)
         except RolloutFailed as exc:

@@ -14,12 +14,12 @@ from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
 from trivet.wire.groups import GroupRequest
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.versions import count_tokens
-from trivet.wire.workers import AskPrompt, CallAnswer, CallFailed, CallOrder, Cancel, GroupDone, PromptFound, RunGroupOrder
+from trivet.wire.workers import AskExample, CallAnswer, CallFailed, CallOrder, Cancel, ExampleFound, GroupDone, RunGroupOrder
 
 _DTYPES = {"token_ids_T": np.int32, "loss_mask_T": np.bool_, "logprobs_T": np.float32}
 """The dtype of each array of a sample. T counts the sample's tokens."""
 
-AnswerT = TypeVar("AnswerT", GroupDone, PromptFound)
+AnswerT = TypeVar("AnswerT", GroupDone, ExampleFound)
 
 
 class PendingCalls:
@@ -27,7 +27,7 @@ class PendingCalls:
 
     def __init__(self, send: Callable[[CallOrder], None]) -> None:
         self._send = send
-        self._pending: dict[int, tuple[type[GroupDone | PromptFound], asyncio.Future[Any]]] = {}
+        self._pending: dict[int, tuple[type[GroupDone | ExampleFound], asyncio.Future[Any]]] = {}
         """The type of the answer, and the future that gets it, by call id."""
         self._loss = ""
         """How the worker ended; empty while it runs."""
@@ -44,7 +44,7 @@ class PendingCalls:
         self.newest += 1
         return self.newest
 
-    async def call(self, order: RunGroupOrder | AskPrompt, answer_type: type[AnswerT]) -> AnswerT:
+    async def call(self, order: RunGroupOrder | AskExample, answer_type: type[AnswerT]) -> AnswerT:
         """Send `order` and wait for its answer. If the caller is cancelled, send the worker an order to cancel the call.
 
         Raises:

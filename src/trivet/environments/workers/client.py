@@ -25,20 +25,20 @@ from trivet.process.lifetime import end_session, module_command, tied_command
 from trivet.process.signals import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.shown_text import printable
 from trivet.wire.events import EnvLoad
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 from trivet.wire.workers import (
     PROTOCOL,
     PULSE_INTERVAL_S,
-    AskPrompt,
+    AskExample,
     CallFailed,
     EnvironmentLoaded,
     EnvironmentLoadFailed,
+    ExampleFound,
     GroupDone,
     HostSettings,
     LoadEnvironment,
-    PromptFound,
     Pulse,
     RunGroupOrder,
     WorkerAnswer,
@@ -161,10 +161,10 @@ class WorkerClient:
             )
         return done.rollouts
 
-    async def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Return the messages that an example starts with. Raises as `run_group`."""
-        order = AskPrompt(call_id=self._calls.next_id(), env=self.name, split=split, example_id=example_id)
-        return (await self._calls.call(order, PromptFound)).messages
+    async def example(self, *, split: Split, example_id: int) -> Example:
+        """Return an example of the data. Raises as `run_group`."""
+        order = AskExample(call_id=self._calls.next_id(), env=self.name, split=split, example_id=example_id)
+        return (await self._calls.call(order, ExampleFound)).example
 
     async def ended(self) -> str:
         """Wait until the process has ended; return how it ended, as the end of a sentence.
@@ -275,7 +275,7 @@ class WorkerClient:
                         self._loading.set_result(loaded.info)
                     case EnvironmentLoadFailed(message=message):
                         self._loading.set_exception(EnvironmentLoadError(message))
-                    case GroupDone() | PromptFound() | CallFailed() as call_answer:
+                    case GroupDone() | ExampleFound() | CallFailed() as call_answer:
                         self._calls.resolve(call_answer)
         except MessageRefused as exc:
             self.end(f"sent what is not an answer: {exc}")

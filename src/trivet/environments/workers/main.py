@@ -37,14 +37,14 @@ from trivet.shown_text import printable
 from trivet.wire.workers import (
     PROTOCOL,
     PULSE_INTERVAL_S,
-    AskPrompt,
+    AskExample,
     CallFailed,
     Cancel,
     EnvironmentLoaded,
     EnvironmentLoadFailed,
+    ExampleFound,
     GroupDone,
     LoadEnvironment,
-    PromptFound,
     Pulse,
     RunGroupOrder,
     WorkerAnswer,
@@ -129,7 +129,7 @@ class Worker:
             async with self._host.serving(), asyncio.TaskGroup() as calls:
                 while (order := await channel.receive(WorkerOrder)) is not None:
                     match order.body:
-                        case RunGroupOrder() | AskPrompt() as call:
+                        case RunGroupOrder() | AskExample() as call:
                             task = calls.create_task(self._answer(call), name=f"call-{call.call_id}")
                             self._running[call.call_id] = task
                             task.add_done_callback(lambda _, call_id=call.call_id: self._running.pop(call_id))
@@ -143,12 +143,12 @@ class Worker:
                     task.cancel()
             measuring.cancel()
 
-    async def _answer(self, call: RunGroupOrder | AskPrompt) -> None:
+    async def _answer(self, call: RunGroupOrder | AskExample) -> None:
         """Carry out a call of the pool and send the answer; after an error send its failure."""
         try:
-            if isinstance(call, AskPrompt):
-                messages = self._host.prompt(split=call.split, example_id=call.example_id)
-                answer = PromptFound(call_id=call.call_id, messages=messages)
+            if isinstance(call, AskExample):
+                example = self._host.example(split=call.split, example_id=call.example_id)
+                answer = ExampleFound(call_id=call.call_id, example=example)
             else:
                 answer = GroupDone(call_id=call.call_id, rollouts=await self._host.run_group(call.request))
         except (Exception, SystemExit, KeyboardInterrupt) as exc:  # an error of the user's code fails only its own group

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -29,7 +28,7 @@ from trivet.environments.workers.limits import WorkerLog, measure_sessions, memo
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, TrivetError, WaitTimeout, WorkerLost
 from trivet.process.event_loop import lag_metrics
 from trivet.wire.events import EnvRestart, Event
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 from trivet.wire.workers import HostSettings
@@ -186,10 +185,10 @@ class WorkerPool:
         self._failures[request.env, failure.kind] += 1
         raise failure
 
-    async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Return the messages that an example starts with."""
+    async def example(self, env: str, *, split: Split, example_id: int) -> Example:
+        """Return an example of the data."""
         _, worker = await self._choose(self._environments[env])
-        return await worker.prompt(split=split, example_id=example_id)
+        return await worker.example(split=split, example_id=example_id)
 
     async def _choose(self, environment: _Environment) -> tuple[_Slot, WorkerClient]:
         """Return the ready worker with the fewest pending groups. While none is ready, wait; `_keep_alive` may end the run then."""

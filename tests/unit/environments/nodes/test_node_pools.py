@@ -44,7 +44,9 @@ def test_what_fails_on_a_node_fails_in_the_same_way_here_and_prompts_come_from_t
         there = StandInPool(pid=1)
         nodes.start(1, there)
         async with opening() as pool:
-            assert await pool.prompt("toy", split=Split.EVAL, example_id=3) == [{"role": "user", "content": "toy 3 of 1"}]
+            assert (await pool.example("toy", split=Split.EVAL, example_id=3)).prompt == [
+                {"role": "user", "content": "toy 3 of 1"}
+            ]
             failing, losing = (asyncio.create_task(pool.run_group(ask(number))) for number in (0, 1))
             await until(lambda: len(there.running) == 2)
             there.fail(0, RolloutFailed("no such tool", kind="ToolError"))
@@ -221,7 +223,7 @@ def test_what_is_no_message_is_passed_over() -> None:
                 stranger, host="127.0.0.1", port=nodes.config.port, key=SECRET.derive(node_module_key)
             )
             await stranger.send(b"\x81\xa4what")
-            assert (await pool.prompt("toy", split=Split.EVAL, example_id=1))[0]["content"] == "toy 1 of 1"
+            assert (await pool.example("toy", split=Split.EVAL, example_id=1)).prompt[0]["content"] == "toy 1 of 1"
             context.destroy(linger=0)
 
     play(scenario)

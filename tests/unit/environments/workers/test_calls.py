@@ -11,25 +11,25 @@ import pytest
 from support.groups import make_request
 from trivet.environments.workers.calls import PendingCalls, find_fault
 from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
-from trivet.wire.groups import Split
+from trivet.wire.groups import Example, Split
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.versions import PolicyVersion, VersionRun
-from trivet.wire.workers import AskPrompt, CallFailed, CallOrder, Cancel, GroupDone, PromptFound
+from trivet.wire.workers import AskExample, CallFailed, CallOrder, Cancel, ExampleFound, GroupDone
 
 
-def order(calls: PendingCalls, example_id: int) -> AskPrompt:
-    return AskPrompt(call_id=calls.next_id(), env="toy", split=Split.TRAIN, example_id=example_id)
+def order(calls: PendingCalls, example_id: int) -> AskExample:
+    return AskExample(call_id=calls.next_id(), env="toy", split=Split.TRAIN, example_id=example_id)
 
 
-def answer(call_id: int) -> PromptFound:
-    return PromptFound(call_id=call_id, messages=[{"content": str(call_id)}])
+def answer(call_id: int) -> ExampleFound:
+    return ExampleFound(call_id=call_id, example=Example(prompt=[{"content": str(call_id)}]))
 
 
 def test_every_caller_gets_the_answer_of_its_own_call_in_whatever_order_they_come():
     async def scenario() -> None:
         sent: list[CallOrder] = []
         calls = PendingCalls(sent.append)
-        first, second, third = (asyncio.create_task(calls.call(order(calls, index), PromptFound)) for index in (7, 8, 9))
+        first, second, third = (asyncio.create_task(calls.call(order(calls, index), ExampleFound)) for index in (7, 8, 9))
         await asyncio.sleep(0)
         assert [message.call_id for message in sent] == calls.ids == [0, 1, 2]
         calls.resolve(answer(1))
@@ -50,7 +50,7 @@ def test_a_cancelled_caller_cancels_its_call_and_its_late_answer_is_dropped():
     async def scenario() -> None:
         sent: list[CallOrder] = []
         calls = PendingCalls(sent.append)
-        calling = asyncio.create_task(calls.call(order(calls, 7), PromptFound))
+        calling = asyncio.create_task(calls.call(order(calls, 7), ExampleFound))
         await asyncio.sleep(0)
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -66,9 +66,9 @@ def test_a_cancelled_caller_cancels_its_call_and_its_late_answer_is_dropped():
 def test_an_answer_to_something_else_is_refused():
     async def scenario() -> None:
         calls = PendingCalls(lambda _: None)
-        calling = asyncio.create_task(calls.call(order(calls, 7), PromptFound))
+        calling = asyncio.create_task(calls.call(order(calls, 7), ExampleFound))
         await asyncio.sleep(0)
-        with pytest.raises(MessageRefused, match="GroupDone in answer to call 0, which needs a PromptFound"):
+        with pytest.raises(MessageRefused, match="GroupDone in answer to call 0, which needs a ExampleFound"):
             calls.resolve(GroupDone(call_id=0, rollouts=[]))
         calling.cancel()
 
@@ -78,10 +78,10 @@ def test_an_answer_to_something_else_is_refused():
 def test_the_end_of_the_worker_fails_calls_in_flight_and_later_ones():
     async def scenario() -> None:
         calls = PendingCalls(lambda _: None)
-        calling = asyncio.create_task(calls.call(order(calls, 7), PromptFound))
+        calling = asyncio.create_task(calls.call(order(calls, 7), ExampleFound))
         await asyncio.sleep(0)
         calls.fail_all("the worker ended with exit code 7")
-        for lost in (calling, calls.call(order(calls, 8), PromptFound)):
+        for lost in (calling, calls.call(order(calls, 8), ExampleFound)):
             with pytest.raises(WorkerLost, match="ended with exit code 7"):
                 await lost
 

@@ -16,14 +16,14 @@ from trivet.environments.workers.client import PulseMonitor, WorkerClient
 from trivet.environments.workers.limits import WorkerLog
 from trivet.errors import EnvironmentLoadError, WorkerLost
 from trivet.process.signals import STACKS_SIGNAL, STACKS_WITHIN_S
-from trivet.wire.groups import EnvironmentInfo, Split
+from trivet.wire.groups import EnvironmentInfo, Example, Split
 from trivet.wire.workers import (
     PROTOCOL,
-    AskPrompt,
+    AskExample,
     EnvironmentLoaded,
     EnvironmentLoadFailed,
+    ExampleFound,
     HostSettings,
-    PromptFound,
     Pulse,
     WorkerAnswer,
     WorkerHello,
@@ -65,12 +65,12 @@ def test_a_worker_loads_answers_and_lets_calls_fail_when_it_exits(tmp_path: Path
     async def scenario(client: WorkerClient, worker_end: Channel, stand_in: StandInProcess) -> None:
         worker_end.post(WorkerAnswer(body=EnvironmentLoaded(info=EnvironmentInfo(num_examples=3))))
         assert (await client.wait_loaded(timeout_s=1.0)).num_examples == 3
-        first, second = (asyncio.create_task(client.prompt(split=Split.TRAIN, example_id=index)) for index in (0, 1))
+        first, second = (asyncio.create_task(client.example(split=Split.TRAIN, example_id=index)) for index in (0, 1))
         order = await worker_end.receive(WorkerOrder)
         assert order is not None
-        assert isinstance(order.body, AskPrompt)
-        worker_end.post(WorkerAnswer(body=PromptFound(call_id=order.body.call_id, messages=[{"content": "x"}])))
-        assert await first == [{"content": "x"}]
+        assert isinstance(order.body, AskExample)
+        worker_end.post(WorkerAnswer(body=ExampleFound(call_id=order.body.call_id, example=Example(prompt=[{"content": "x"}]))))
+        assert (await first).prompt == [{"content": "x"}]
         assert client.num_pending == 1
         stand_in.exit(7)
         await worker_end.aclose()
@@ -99,7 +99,7 @@ def test_the_pool_hears_of_the_end_before_a_caller_can_retry(tmp_path: Path):
 
         async def call() -> None:
             with pytest.raises(WorkerLost):
-                await client.prompt(split=Split.TRAIN, example_id=0)
+                await client.example(split=Split.TRAIN, example_id=0)
             heard.append("caller")
 
         async def keep_alive() -> None:
@@ -129,7 +129,7 @@ def test_an_environment_that_cannot_be_loaded_is_reported(tmp_path: Path):
 @pytest.mark.parametrize(
     "message",
     [
-        WorkerOrder(body=AskPrompt(call_id=0, env="toy", split=Split.TRAIN, example_id=0)),
+        WorkerOrder(body=AskExample(call_id=0, env="toy", split=Split.TRAIN, example_id=0)),
         WorkerAnswer(body=Pulse(loop_age_s=math.nan, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[])),
         WorkerAnswer(body=Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[math.inf])),
     ],

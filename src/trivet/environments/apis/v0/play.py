@@ -14,12 +14,12 @@ import verifiers as vf
 from openai import AsyncOpenAI, BadRequestError
 
 from trivet.environments.apis.groups import Stage, StageBoard, is_infrastructure, limit_time, play_group
-from trivet.environments.apis.messages import describe, find_example, shorten_messages, to_messages
+from trivet.environments.apis.messages import describe, find_answer, find_example, shorten_messages, to_messages
 from trivet.environments.apis.turns import Turn, later_seed, make_turn, request_arguments, rollout_seed, to_samples
 from trivet.environments.apis.v0.score import read_scores, rescore, score_group
 from trivet.environments.examples import data_digest, example_hashes
 from trivet.errors import RolloutFailed
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import HostSettings
 
@@ -135,9 +135,10 @@ class V0Host:
             counted_tokens=sum(token_counts),
         )
 
-    def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Return the messages that an example starts with."""
-        return to_messages(self._datasets[split][example_id]["prompt"])
+    def example(self, *, split: Split, example_id: int) -> Example:
+        """Return an example of the data."""
+        record = self._datasets[split][example_id]
+        return Example(prompt=to_messages(record["prompt"]), answer=find_answer(record))
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -25,13 +25,13 @@ from verifiers.v1.interception import server as interception_server
 from verifiers.v1.types import Response, SamplingConfig, TurnTokens
 
 from trivet.environments.apis.groups import Stage, StageBoard, limit_time, play_group
-from trivet.environments.apis.messages import find_example, shorten_messages
+from trivet.environments.apis.messages import find_answer, find_example, shorten_messages
 from trivet.environments.apis.rewards import collect_reward_errors
 from trivet.environments.apis.turns import Turn, later_seed, read_turn, request_arguments, rollout_seed
 from trivet.environments.apis.v1.score import OUT_OF_CONTEXT, make_failure, rescore, task_messages, to_rollout
 from trivet.errors import RolloutFailed
 from trivet.process.proxies import is_direct
-from trivet.wire.groups import OVERLONG_REFUSALS, EnvironmentInfo, GroupRequest, Split, server_root
+from trivet.wire.groups import OVERLONG_REFUSALS, EnvironmentInfo, Example, GroupRequest, Split, server_root
 from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import HostSettings
 
@@ -125,9 +125,10 @@ class V1Host:
         config._turns, config._settings = self._turns, self._settings  # pyright: ignore[reportPrivateUsage]  pydantic's rule
         return config
 
-    def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Return the messages that a task starts with."""
-        return shorten_messages(task_messages(self._tasks[example_id].data))
+    def example(self, *, split: Split, example_id: int) -> Example:
+        """Return a task as an example."""
+        data = self._tasks[example_id].data
+        return Example(prompt=shorten_messages(task_messages(data)), answer=find_answer(data.model_dump(mode="json")))
 
     def serving(self) -> AbstractAsyncContextManager[None]:
         """Run the interception endpoints and shared tool servers. Enter and leave it in one task, as verifiers requires."""

@@ -244,9 +244,9 @@ def test_tasks_are_numbered_and_named_by_what_they_ask() -> None:
     assert first == third != second
     assert (host.api, host.info.num_examples, host.info.num_eval_examples) == ("v1", 3, 3)
     asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "b"}]
-    assert host.prompt(split=Split.TRAIN, example_id=1) == asked
+    assert host.example(split=Split.TRAIN, example_id=1).prompt == asked
     chosen = host_of("http://127.0.0.1:9", "talks", {"rows": rows, "select": {"skip": 1, "limit": 1}})
-    assert chosen.prompt(split=Split.EVAL, example_id=0) == asked
+    assert chosen.example(split=Split.EVAL, example_id=0).prompt == asked
 
 
 def test_a_shell_for_the_model_needs_a_place_that_the_user_names() -> None:
