@@ -1,4 +1,4 @@
-"""The command `trivet env`: writes, installs, lists and removes environment packages.
+"""The command `trivet env`: writes, installs, lists, tests and removes environment packages.
 
 Packages that trivet itself runs on never change: each environment is installed into a virtual environment of its own.
 """
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
+from trivet.cli.env_test import configure_test, run_test
 from trivet.cli.environment_packages import choose_source, install, remove, require_on_hub
 from trivet.dependencies import InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, check_imports, find_environments
@@ -55,6 +56,7 @@ def configure_env(parser: argparse.ArgumentParser) -> None:
     install.add_argument("--from-index", action="store_true", help="download a package that is not here from the package index")
     install.add_argument("--path", type=Path, default=FOLDER, help="the folder of environments (default: environments)")
     actions.add_parser("list", help="show the installed environments: version, where each came from, whether it loads")
+    configure_test(actions.add_parser("test", help="find out whether an environment is worth training on"))
     remove = actions.add_parser(
         "remove", help="remove an environment with its virtual environment; a directory of sources stays"
     )
@@ -87,6 +89,8 @@ def run_env(arguments: argparse.Namespace) -> int:
                 f"{made.describe()}, {time.monotonic() - started:.1f} s"
             )
             return 0
+        case "test":
+            return run_test(arguments)
         case "list":
             return list_environments(directory)
         case _:

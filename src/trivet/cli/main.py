@@ -42,7 +42,7 @@ TOOLS = {
     "merge": Tool("run_tools", "put a trained adapter into its base model, as a model that any program loads"),
     "quickstart": Tool("quickstart", "teach a tiny model to reverse texts, in minutes: the whole program at work"),
     "init": Tool("init", "a workspace: project file, example environments and configurations, endpoints"),
-    "env": Tool("env", "environment packages: init NAME writes one; install NAME|PATH, list, remove NAME"),
+    "env": Tool("env", "environment packages: init NAME writes one; install NAME|PATH, list, test NAME, remove NAME"),
     "cluster": Tool("cluster", "kubernetes FILE or skypilot FILE: the manifest or task of a run over machines of a cluster"),
     "doctor": Tool("doctor", "what this machine has for a run, what is missing, and how to get it"),
 }
