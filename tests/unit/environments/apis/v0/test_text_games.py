@@ -1,0 +1,53 @@
+"""A game with the interface of Gymnasium as an environment."""
+
+import random
+from typing import Any
+
+import pytest
+
+from support.scripted_policy import play, said
+from trivet.environments.apis.v0.text_games import make_environment
+
+
+class HigherLower:
+    """The secret is a number from 1 to 9; each guess costs 0.1, and the right one gives 1."""
+
+    def __init__(self, *, forgets_seed: bool = False) -> None:
+        self._draw = random.Random() if forgets_seed else None
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        self._secret = (self._draw or random.Random(seed)).randint(1, 9)
+        clue = f" It is not {self._draw.random()}." if self._draw else ""
+        return f"Game {seed}: guess a number from 1 to 9.{clue}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        guess = int(action) if action.isdigit() else 0
+        if guess == self._secret:
+            return "right", 1.0, True, False, {}
+        return "higher" if guess < self._secret else "lower", -0.1, False, False, {}
+
+
+def test_a_rollout_plays_until_the_game_ends_and_gets_the_sum_of_its_rewards() -> None:
+    env = make_environment(HigherLower, num_examples=3, system_prompt="Reply with a number.")
+    secret = random.Random(0).randint(1, 9)
+    state = play(env, ["0", "10", f" {secret}\n", "never asked"])
+    assert said(state, "user") == ["higher", "lower", "right"]
+    assert state["reward"] == pytest.approx(0.8)
+    assert [message["content"] for message in env.get_dataset()[2]["prompt"]] == [
+        "Reply with a number.",
+        "Game 2: guess a number from 1 to 9.",
+    ]
+
+
+def test_the_last_action_counts_and_seeds_of_training_and_evaluation_differ() -> None:
+    env = make_environment(HigherLower, num_examples=2, num_eval_examples=2, max_turns=2)
+    state = play(env, ["0", "0", "never asked"])
+    assert state["reward"] == pytest.approx(-0.2)
+    seeds = [{row["info"]["seed"] for row in dataset} for dataset in (env.get_dataset(), env.get_eval_dataset())]
+    assert not set.intersection(*seeds)
+
+
+def test_a_game_that_does_not_follow_its_seed_fails_the_rollout() -> None:
+    env = make_environment(HigherLower, num_examples=1, args={"forgets_seed": True})
+    with pytest.raises(Exception, match=r"reset\(seed=0\) began with another text"):
+        play(env, ["5"])
