@@ -69,7 +69,8 @@ def _process_problems(test: EnvironmentTest) -> Iterator[str]:
 def _reward_problems(test: EnvironmentTest, *, floor: float | None, ceiling: float | None) -> Iterator[str]:
     every = [reward for result in test.results.values() for group in result.rewards.values() for reward in group]
     if every and max(every) - min(every) < 1e-9:
-        yield f"every reply of every policy got the reward {every[0]:g}: nothing can be learnt from it"
+        if ceiling is not None:
+            yield f"every reply of every policy got the reward {every[0]:g}: nothing can be learnt from it"
         return
     gold = test.results[PolicyKind.GOLD].mean if PolicyKind.GOLD in test.results else None
     if gold is not None and floor is not None and gold <= floor:

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -62,6 +63,19 @@ class ScriptedServer:
         }
 
 
+def as_stream(answer: Mapping[str, Any]) -> str:
+    """Return an answer as a stream of events: one with the whole message, one with the usage, and the end."""
+    choice = answer["choices"][0]
+    calls = [{**call, "index": index} for index, call in enumerate(choice["message"].get("tool_calls") or [])]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    common = {**answer, "object": "chat.completion.chunk", "usage": None}
+    events = [
+        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]},
+        {**common, "choices": [], "usage": answer["usage"]},
+    ]
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
 @contextmanager
 def serve_scripts() -> Iterator[ScriptedServer]:
     """Serve on a free port of loopback for a block."""
@@ -70,10 +84,12 @@ def serve_scripts() -> Iterator[ScriptedServer]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            status, answer = server.answer(self.path, self.rfile.read(int(self.headers.get("Content-Length", 0))))
-            content = json.dumps(answer).encode()
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, answer = server.answer(self.path, body)
+            is_streamed = status == HTTPStatus.OK and json.loads(body).get("stream")
+            content = (as_stream(answer) if is_streamed else json.dumps(answer)).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", "text/event-stream" if is_streamed else "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)

@@ -69,6 +69,7 @@ def test_each_reason_against_an_environment_is_named(test: EnvironmentTest, prob
 
 def test_without_an_answer_and_a_model_the_verdict_is_unknown() -> None:
     means = {policy: mean for policy, mean in MEANS.items() if policy is not PolicyKind.GOLD}
-    judgement = judge(measured(means, num_answers=0))
-    assert judgement.verdict is Verdict.UNKNOWN
-    assert "pass --base-url" in judgement.notes[0]
+    for measured_means in (means, dict.fromkeys(means, 0.0)):
+        judgement = judge(measured(measured_means, num_answers=0))
+        assert judgement.verdict is Verdict.UNKNOWN
+        assert "pass --base-url" in judgement.notes[0]
