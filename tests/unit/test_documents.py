@@ -23,7 +23,7 @@ from trivet.config.schema.vf_rl import VfRLConfig
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODELS: list[type[Section]] = [RLConfig, VfRLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-OTHER_PROGRAMS = {"python", "mkdocs", "torchrun", "wandb"}
+OTHER_PROGRAMS = {"python", "mkdocs", "torchrun", "wandb", "tensorboard"}
 """Commands of others that the pages start with `uv run`."""
 
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

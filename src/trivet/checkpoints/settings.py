@@ -37,8 +37,18 @@ _SCHEDULES = (_LEARNING_RATE, "sampling.temp_scheduler", "env.*.sampling.temp_sc
 """Sections of the roles that are schedules, with the keys `type` and `total_steps`."""
 
 MAY_CHANGE = (
-    *("run", "output_dir", "max_steps", "ckpt", "log", "wandb", "heartbeat", "metrics_server", "memory_profiler_path"),
-    *("trace_path", "bench", "detectors", "faults", "rollout_transport", "env_nodes", "dist_timeout_seconds", "device"),
+    *("run", "output_dir", "max_steps", "ckpt", "log", "wandb", "tracking", "heartbeat", "metrics_server"),
+    *(
+        "memory_profiler_path",
+        "trace_path",
+        "bench",
+        "detectors",
+        "faults",
+        "rollout_transport",
+        "env_nodes",
+        "dist_timeout_seconds",
+        "device",
+    ),
     *("gpu_memory_utilization", "release_gpu_memory", "sleep_servers", "num_ranks", "weights", "micro_batch_tokens"),
     *("data.micro_batch_size", "data.pack_function", "data.record", "replay", "record_rollouts", "model.attn"),
     *("model.share_prefixes", "model.reshard_after_forward", "model.reduce_each_row", "model.ac", "model.ac_offloading"),

@@ -3,6 +3,7 @@
 These checks are separate from the others, because a configuration can be read on a machine without the model.
 """
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,13 @@ _MADE_BY = {
     "outputs/quickstart": "uv run trivet quickstart",
 }
 """The command that makes each model with which an example configuration starts, by the model's directory."""
+_TRACKER_PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "trackio": ("trackio", "trackio"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "opentelemetry": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"),
+}
+"""The module that each section of [tracking] needs, and what installs it."""
 _DATA_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 
@@ -48,7 +56,8 @@ def require_files(config: Section) -> None:
 
 
 def file_problems(config: Section) -> Iterator[str]:
-    """Yield a problem for each file or directory in `config` that is missing or cannot be used."""
+    """Yield a problem for each file, directory or package that `config` needs, and that is missing or cannot be used."""
+    yield from _tracker_problems(config)
     if isinstance(config, EvalConfig):
         if config.weights_dir is not None and not config.weights_dir.is_dir() and not config.watcher:
             yield (
@@ -70,6 +79,25 @@ def file_problems(config: Section) -> Iterator[str]:
     elif isinstance(config, TrainingConfig):
         yield from _training_problems(config, ROOT, is_served=False)
     yield from _name_problems(config)
+
+
+def _tracker_problems(config: Section) -> Iterator[str]:
+    """Check that the packages of the trackers are installed. A run's roles have the sections too, and each is named once."""
+    missing: set[str] = set()
+    for path, _ in all_keys(type(config)):
+        name = str(path[-1])
+        if path[-2:-1] == ("tracking",) and value_at(config, path) is not None and name not in missing:
+            module, packages = _TRACKER_PACKAGES[name]
+            if not _is_installed(module):
+                missing.add(name)
+                yield f"[{Key(*path)}] needs a package that is not installed: `uv pip install {packages}`, or remove the section"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
 
 
 def _data_problems(config: ConversationsConfig | FakeDataConfig, at: Key) -> Iterator[str]:

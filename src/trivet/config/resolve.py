@@ -34,7 +34,11 @@ DETERMINISTIC: dict[str, object] = {
 """Values that `deterministic = true` sets in each role, besides seeds."""
 _STEPPING_ROLES = ("trainer", "orchestrator")
 _ROLES = (*_STEPPING_ROLES, "inference")
-_FILLED_SECTIONS = {"wandb": _STEPPING_ROLES, "detectors": _STEPPING_ROLES, "bench": ("trainer",), "log": _ROLES}
+_FILLED_SECTIONS = {
+    **dict.fromkeys(("wandb", "tracking", "detectors"), _STEPPING_ROLES),
+    "bench": ("trainer",),
+    "log": _ROLES,
+}
 """The roles whose sections a section of the run fills, key by key."""
 
 

@@ -63,7 +63,7 @@ RENAMED = {
     },
     "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
     "rollout_transport": "trainer.rollout_transport",
-    **{f"{role}monitors.wandb": f"{role}wandb" for role in _TRAINING_PREFIXES},
+    **{f"{role}{section}.wandb": f"{role}wandb" for role in _TRAINING_PREFIXES for section in ("monitors", "tracking")},
     **{f"{role}resume.step": f"{role}ckpt.resume_step" for role in _TRAINING_PREFIXES},
     "trainer.model.experimental.lora": "trainer.model.lora",
     "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",

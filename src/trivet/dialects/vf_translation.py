@@ -10,6 +10,7 @@ from trivet.config.load import LoadedConfig, environment_entries, load_sources
 from trivet.config.schema.environment import parse_environment_id
 from trivet.config.schema.inference import VLLM_KEYS
 from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import TrackingConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs, VfWandbConfig
 from trivet.config.values import Entry
 from trivet.key_names import key_name
@@ -122,8 +123,9 @@ def _check(config: VfRLConfig, findings: Findings) -> None:
         )
     if isinstance(resume, str) and _CHECKPOINT.fullmatch(resume) is None:
         findings.refuse(f'{keys.resume_from_checkpoint} must be true, false, or end with checkpoint-N, got "{resume}"')
-    if unknown := sorted({*_report_targets(args)} - {"wandb", "none", "all"}):
-        findings.refuse(f'{keys.report_to} knows "wandb" and "none", got "{", ".join(unknown)}"')
+    if unknown := sorted({*_report_targets(args)} - {"wandb", "none", "all", *TrackingConfig.model_fields}):
+        known = ", ".join(f'"{name}"' for name in ("wandb", *TrackingConfig.model_fields))
+        findings.refuse(f'{keys.report_to} knows {known} and "none", got "{", ".join(unknown)}"')
     length = f"max_seq_len ({args.max_seq_len})"
     if "micro_batch_size" in args.model_fields_set:
         findings.notice(f"{keys.micro_batch_size}: rows of packed rollouts have at most {length} tokens, however many fit")
@@ -217,6 +219,8 @@ def _derived_values(config: VfRLConfig) -> list[tuple[bool, str, object, str]]:
         # The documented trainer logs sample completions with every line of numbers.
         (has_wandb, "wandb.log_extras.interval", args.logging_steps, "logging_steps"),
         (has_wandb, "wandb.log_extras.samples", shows_samples, "log_completions"),
+        *((name in _report_targets(args), f"tracking.{name}", {}, "report_to") for name in TrackingConfig.model_fields),
+        *((name in _report_targets(args), f"tracking.{name}.name", run_name, "run_name") for name in ("trackio", "mlflow")),
         (shows_samples, "orchestrator.shown_samples.count", args.num_completions_to_print, "num_completions_to_print"),
         (not shows_samples, "orchestrator.shown_samples", None, "log_completions"),
     ]

@@ -1,7 +1,7 @@
 """Runs the command `eval`: evaluates the start model and published policies on running servers, one after the other.
 
-Consumes targets: the policies to evaluate (`evaluation.targets`). Produces evals/step_N/<env>/ and W&B points. Waits for groups
-(`WorkerPool` bounds each wait) and for servers (`ServerPool` bounds each wait).
+Consumes targets: the policies to evaluate (`evaluation.targets`). Produces evals/step_N/<env>/ and points in trackers. Waits for
+groups (`WorkerPool` bounds each wait) and for servers (`ServerPool` bounds each wait).
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from rich.table import Table
 from trivet.config.command import run_command
 from trivet.config.layout import STABLE
 from trivet.config.schema.evaluation import EvalConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import host_settings
 from trivet.environments.workers.pool import open_worker_pool
@@ -34,6 +35,7 @@ from trivet.process.event_loop import run_until_signalled
 from trivet.process.proxies import direct_variables, is_direct
 from trivet.schedulers.submit import submit
 from trivet.telemetry.logs import setup_logging
+from trivet.telemetry.sinks import open_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +90,16 @@ async def _run(plan: EvalPlan, console: Console) -> int:
         ]
         async with open_worker_pool(settings, log_of=plan.layout.eval_worker_log, limits=config) as pool:
             require_resumable(plan, pool, base_digest=base_digest)
-            if config.wandb is None:
-                return await evaluate_targets(plan, servers, pool, console, lambda version, values: None)
-            # W&B is imported late, because the import takes a second.
-            from trivet.telemetry.wandb_sink import WandbSink
+            run = RunIdentity(id=f"eval-{time.time():.0f}-{os.getpid()}")
+            opened = open_sinks(wandb=config.wandb, tracking=config.tracking, role="eval", run=run, output_dir=plan.layout.root)
+            with ExitStack() as stack:
+                sinks = [stack.enter_context(closing(sink)) for sink in opened]
 
-            plan.layout.root.mkdir(parents=True, exist_ok=True)
-            run_id = f"eval-{time.time():.0f}-{os.getpid()}"
-            with closing(WandbSink(config.wandb, role="eval", run_id=run_id, output_dir=plan.layout.root)) as sink:
-                return await evaluate_targets(plan, servers, pool, console, sink.write_eval)
+                def write_scores(version: int, values: Mapping[str, float]) -> None:
+                    for sink in sinks:
+                        sink.write_eval(version, values)
+
+                return await evaluate_targets(plan, servers, pool, console, write_scores)
     finally:
         await servers.aclose()
 

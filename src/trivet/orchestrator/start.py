@@ -67,7 +67,12 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         layout=layout,
         run=config.run,
         detectors=config.detectors,
-        outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, shown_samples=config.shown_samples),
+        outputs=TelemetryOutputs(
+            wandb=config.wandb,
+            tracking=config.tracking,
+            heartbeat=config.heartbeat,
+            shown_samples=config.shown_samples,
+        ),
         resume_step=step,
         check=AttemptGuard(layout, config.run).check,
     )

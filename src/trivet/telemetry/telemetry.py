@@ -1,4 +1,4 @@
-"""Writes all outputs of a role about its work: step lines, metrics, events and W&B. A role's loop has one `Telemetry`."""
+"""Writes all outputs of a role about its work: step lines, metrics, events and trackers. A role's loop has one `Telemetry`."""
 
 import logging
 import threading
@@ -11,18 +11,27 @@ import httpx
 from trivet.algorithms.detectors import Thresholds, make_detectors
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import ShownSamplesConfig
-from trivet.config.schema.shared import DetectorsConfig, HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
+from trivet.config.schema.shared import (
+    DetectorsConfig,
+    HeartbeatConfig,
+    MetricsServerConfig,
+    RunIdentity,
+    TrackingConfig,
+    WandbConfig,
+)
 from trivet.errors import Diverged
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.telemetry.console import eval_line, sample_lines, step_line
 from trivet.telemetry.events import EventWriter
 from trivet.telemetry.logs import SUCCESS
 from trivet.telemetry.metrics import MetricsWriter
+from trivet.telemetry.sinks import open_sinks
 from trivet.wire.events import Event
 from trivet.wire.rollouts import Rollout
 
 logger = logging.getLogger(__name__)
 
+_NO_TRACKERS = TrackingConfig()
 _HEARTBEAT_TIMEOUT_S = 10.0
 """Longest time for one call, in seconds. `Heartbeat.close` waits at most this long for a call that is under way."""
 
@@ -32,6 +41,7 @@ class TelemetryOutputs:
     """The configured outputs besides the run's own files. None switches an output off."""
 
     wandb: WandbConfig | None = None
+    tracking: TrackingConfig = _NO_TRACKERS
     heartbeat: HeartbeatConfig | None = None
     shown_samples: ShownSamplesConfig | None = None
     metrics_server: MetricsServerConfig | None = None
@@ -58,7 +68,7 @@ class Telemetry:
             check: called before each event and line of metrics; raises when this role must not write any more.
 
         Raises:
-            ConfigError: the port of the metrics server is in use, or W&B did not start.
+            ConfigError: the port of the metrics server is in use, or a tracker refused to start.
         """
         self._server = None
         if outputs.metrics_server is not None:
@@ -77,12 +87,14 @@ class Telemetry:
         self._heartbeat = Heartbeat(outputs.heartbeat.url) if outputs.heartbeat is not None else None
         self._watch = DetectorWatch(detectors) if detectors is not None else None
         self._shown_samples = outputs.shown_samples
-        self._wandb = None
-        if outputs.wandb is not None:
-            # Imported only here, because the import of W&B takes a second.
-            from trivet.telemetry.wandb_sink import WandbSink
-
-            self._wandb = WandbSink(outputs.wandb, role=role, run_id=run.id, output_dir=layout.root)
+        self._sinks = open_sinks(
+            wandb=outputs.wandb,
+            tracking=outputs.tracking,
+            role=role,
+            run=run,
+            output_dir=layout.root,
+            resume_step=resume_step,
+        )
 
     def write_step(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a finished step to all outputs, and check them with the detectors.
@@ -91,8 +103,8 @@ class Telemetry:
             Diverged: a detector that is set to `stop` found a problem. The metrics have been written before.
         """
         self._metrics.write(step, values)
-        if self._wandb is not None:
-            self._wandb.write(step, values)
+        for sink in self._sinks:
+            sink.write_step(step, values)
         if self._server is not None:
             self._server.update(step, values)
         logger.log(SUCCESS, "%s", step_line(self._role, step, values))
@@ -105,8 +117,8 @@ class Telemetry:
         """Write the scores of a policy to metrics/eval.jsonl and the console."""
         assert self._evals is not None, "only the orchestrator evaluates during a run"
         self._evals.write(version, values)
-        if self._wandb is not None:
-            self._wandb.write_eval(version, values)
+        for sink in self._sinks:
+            sink.write_eval(version, values)
         logger.log(SUCCESS, "%s", eval_line(version, values))
 
     def show_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
@@ -116,8 +128,8 @@ class Telemetry:
             for rollout in rollouts[: shown.count]:
                 for line in sample_lines(step, rollout, max_chars=shown.max_chars):
                     logger.log(SUCCESS, "%s", line)
-        if self._wandb is not None:
-            self._wandb.write_rollouts(step, rollouts)
+        for sink in self._sinks:
+            sink.write_rollouts(step, rollouts)
 
     def write_event(self, event: Event) -> None:
         """Append the event to events.jsonl."""
@@ -129,10 +141,10 @@ class Telemetry:
 
     def close(self) -> None:
         """Close every output. May be called again."""
-        for output in (self._events, self._metrics, self._evals, self._server, self._heartbeat, self._wandb):
+        for output in (self._events, self._metrics, self._evals, self._server, self._heartbeat, *self._sinks):
             if output is not None:
                 output.close()
-        self._heartbeat = self._wandb = None
+        self._heartbeat, self._sinks = None, []
 
 
 class Heartbeat:

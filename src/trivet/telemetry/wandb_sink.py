@@ -1,6 +1,5 @@
 """Writes metrics to Weights & Biases. Both roles write to one W&B run, whose id is the run's. Imported only when [wandb] is set."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import wandb
 from trivet.config.schema.shared import WandbConfig
 from trivet.errors import ConfigError
 from trivet.telemetry.console import conversation_text
+from trivet.telemetry.sinks import Sink
 from trivet.wire.rollouts import Rollout
 
 _PRIMARY_ROLE = "trainer"
@@ -18,7 +18,7 @@ _MAX_CELL_CHARS = 20_000
 _COLUMNS: list[str | int] = ["step", "prompt", "completion", "reward", "advantage", "turns"]
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Writes one role's part of the shared W&B run."""
 
     def __init__(self, config: WandbConfig, *, role: str, run_id: str, output_dir: Path) -> None:
@@ -28,6 +28,7 @@ class WandbSink:
             ConfigError: W&B refused to start, for example without a login.
         """
         settings = wandb.Settings(console="off", silent=True, x_label=role, x_primary=role in (_PRIMARY_ROLE, "sft", "eval"))
+        output_dir.mkdir(parents=True, exist_ok=True)
         self._role = role
         self._extras = config.log_extras
         try:
@@ -46,14 +47,9 @@ class WandbSink:
             ) from exc
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a step's metrics. The role precedes each name, because both roles have metrics such as `time/step`."""
-        numbers = {f"{self._role}/{name}": value for name, value in values.items() if math.isfinite(value)}
-        self._run.log({"step": step, **numbers})
-
-    def write_eval(self, version: int, values: Mapping[str, float]) -> None:
-        """Write the scores of an evaluation under their own names, `eval/<env>/…`, without the role."""
-        self._run.log({"step": version, **values})
+    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
+        """Write the metrics of a step. W&B takes the time itself."""
+        self._run.log({"step": step, **values})
 
     def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Write a table of rollouts and histograms, in every `log_extras.interval`-th step."""

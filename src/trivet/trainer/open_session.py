@@ -99,7 +99,12 @@ def open_session(
             layout=layout,
             run=config.run,
             detectors=config.detectors,
-            outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, metrics_server=config.metrics_server),
+            outputs=TelemetryOutputs(
+                wandb=config.wandb,
+                tracking=config.tracking,
+                heartbeat=config.heartbeat,
+                metrics_server=config.metrics_server,
+            ),
             resume_step=from_step,
             check=AttemptGuard(layout, config.run).check,
         )

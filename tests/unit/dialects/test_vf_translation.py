@@ -249,7 +249,7 @@ def test_the_flag_that_resumes_takes_a_name_or_stands_alone(tmp_path: Path, word
         ("rollouts_per_example = 8\nnum_generations = 4\n", "num_generations .* and trainer.args.rollouts_per_example"),
         ('resume_from_checkpoint = "latest"\n', "must be true, false, or end with checkpoint-N"),
         ("lerning_rate = 1.0\n", "did you mean trainer.args.learning_rate"),
-        ('report_to = "tensorboard"\n', 'knows "wandb" and "none"'),
+        ('report_to = "comet"\n', 'knows "wandb", "tensorboard", "trackio", "mlflow", "opentelemetry" and "none"'),
         ('lora_modules_to_save = ["norm"]\n', "modules_to_save"),
         ("mask_env_responses = false\n", r"no log-probability to weigh it by; .* data\.loss_mask\.tool = true"),
         ("fp16 = true\n", "unknown key trainer.args.fp16"),

@@ -10,7 +10,7 @@ from trivet.config.schema.base import MAX_ROLLOUTS, MAX_WAIT_S, Section
 from trivet.config.schema.deployment import SlurmConfig
 from trivet.config.schema.environment import EnvWorkersConfig, EvalEnvConfig, EvalSamplingConfig
 from trivet.config.schema.inference import ClientConfig
-from trivet.config.schema.shared import LogConfig, WandbConfig
+from trivet.config.schema.shared import LogConfig, TrackingConfig, WandbConfig
 
 
 class EvalClientConfig(ClientConfig):
@@ -91,6 +91,8 @@ class EvalConfig(EnvWorkersConfig):
     """Progress bars on a terminal; elsewhere, or when false, a line now and then."""
     wandb: WandbConfig | None = None
     """Log the scores as `eval/<env>/…` at the step of each policy, to a W&B run of their own."""
+    tracking: TrackingConfig = TrackingConfig()
+    """The same for other trackers."""
     log: LogConfig = LogConfig()
     slurm: SlurmConfig | None = None
     """Set: the evaluation is submitted to SLURM. Unset: it runs here."""

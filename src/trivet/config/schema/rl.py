@@ -15,6 +15,7 @@ from trivet.config.schema.shared import (
     DetectorsConfig,
     FaultsConfig,
     LogConfig,
+    TrackingConfig,
     WandbConfig,
     WeightsConfig,
 )
@@ -57,6 +58,8 @@ class RLConfig(Section):
     """Trainer ranks on a machine without a GPU."""
     model: SharedModelConfig = SharedModelConfig()
     wandb: WandbConfig | None = None
+    """Shared by trainer and orchestrator."""
+    tracking: TrackingConfig = TrackingConfig()
     """Shared by trainer and orchestrator."""
     log: LogConfig = LogConfig()
     """Shared by trainer, orchestrator and launcher."""

@@ -82,6 +82,55 @@ class WandbConfig(Section):
     """None: numbers only."""
 
 
+class TensorBoardConfig(Section):
+    """Event files for TensorBoard in `tensorboard/<role>/` of output_dir. Needs the extra `tensorboard`."""
+
+    flush_s: float = Field(default=10.0, gt=0, le=MAX_WAIT_S)
+    """Seconds after which numbers are in the file at the latest: TensorBoard shows a run while it goes on."""
+
+
+class TrackioConfig(Section):
+    """Logging to trackio: its local database, or a server. Needs the extra `trackio`."""
+
+    project: str = "trivet"
+    """trackio's project."""
+    name: str | None = None
+    """Run name, before the role's name; unset: the run's id. A resumed run goes on in it."""
+    space_id: str | None = None
+    """Space of Hugging Face, such as `user/space`, that shows the numbers; unset: nothing leaves this machine."""
+    server_url: WebAddress | None = None
+    """A trackio server of your own; the variable TRACKIO_WRITE_TOKEN holds its token."""
+
+
+class MlflowConfig(Section):
+    """Logging to MLflow: one of its runs for each role, which a resumed run goes on in. Needs the extra `mlflow`."""
+
+    experiment: str = "trivet"
+    """MLflow's experiment. It is made if it does not exist."""
+    name: str | None = None
+    """Run name, before the role's name; unset: the run's id."""
+    tracking_uri: str | None = None
+    """Address of a server; unset: files in `mlruns/` of output_dir. Variables such as MLFLOW_TRACKING_TOKEN hold its login."""
+
+
+class OpenTelemetryConfig(Section):
+    """Spans and metrics of each step for a collector, by OTLP over HTTP. Needs the extra `opentelemetry`."""
+
+    endpoint: WebAddress = "http://127.0.0.1:4318"
+    """Address of the collector, without `/v1/traces`. The variable OTEL_EXPORTER_OTLP_HEADERS holds its login."""
+    service_name: str = "trivet"
+    """Attribute `service.name`, by which collectors group what they get."""
+
+
+class TrackingConfig(Section):
+    """Trackers that get the run's metrics besides `metrics/` and W&B, under the same names as W&B."""
+
+    tensorboard: TensorBoardConfig | None = None
+    trackio: TrackioConfig | None = None
+    mlflow: MlflowConfig | None = None
+    opentelemetry: OpenTelemetryConfig | None = None
+
+
 class HeartbeatConfig(Section):
     """Requests that tell a monitoring service that the run goes on."""
 
@@ -220,5 +269,6 @@ class SteppingRoleConfig(RoleConfig):
     ckpt: CkptConfig = CkptConfig()
     weights: WeightsConfig = WeightsConfig()
     wandb: WandbConfig | None = None
+    tracking: TrackingConfig = TrackingConfig()
     heartbeat: HeartbeatConfig | None = None
     detectors: DetectorsConfig = DetectorsConfig()

@@ -166,7 +166,8 @@ class VfTrainerArgs(Section):
     num_completions_to_print: int = Field(default=1, ge=1)
     """Rollouts shown each time."""
     report_to: str | list[str] = "none"
-    """`wandb`, or `none`. A table [trainer.args.wandb] turns W&B on too."""
+    """`wandb`, `tensorboard`, `trackio`, `mlflow`, `opentelemetry`, several of them, or `none`. A table [trainer.args.wandb] turns
+    W&B on too."""
     wandb: VfWandbConfig | None = None
     vllm_server_host: str = "127.0.0.1"
     """Interface on which the inference server listens."""
