@@ -268,6 +268,13 @@ def test_runs_are_named_by_their_directories_and_by_what_tells_them_apart():
     assert name_runs([Path("/a/x/run"), Path("/b/x/run")]) == ["a/x/run", "b/x/run"]
 
 
+def test_the_library_that_draws_charts_comes_with_its_license():
+    found = {item.name: item.read_text() for item in files("trivet.view").joinpath("static").iterdir()}
+    assert found["uPlot.LICENSE"].startswith("The MIT License")
+    named = re.findall(r'(?:src|href)="/([^"]+)"', found["index.html"])
+    assert {"uPlot.iife.min.js", "uPlot.min.css"} < set(named) <= set(found)
+
+
 def test_text_never_becomes_html_in_the_page():
     # Models write the rollouts. The page's scripts have no way to parse text as markup or code.
     ways = re.compile(

@@ -33,14 +33,3 @@ export function clock(unixSeconds) {
 export function percent(share) {
   return `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %`;
 }
-
-/** About `count` round numbers from `low` to `high`. */
-export function ticks(low, high, count) {
-  const raw = (high - low) / Math.max(1, count);
-  if (!(raw > 0)) return [low];
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw);
-  const found = [];
-  for (let index = Math.ceil(low / step); index * step <= high + step * 1e-9; index += 1) found.push(Number((index * step).toPrecision(12)));
-  return found;
-}
