@@ -84,6 +84,8 @@ class RunLayout:
     batches = _SubPath("batches")
     rollouts = _SubPath("rollouts")
     evals = _SubPath("evals")
+    explained = _SubPath("explained")
+    """The directory of what `trivet explain` has computed. No role reads or writes it."""
 
     def role_lock(self, role: str) -> Path:
         """Return the file that a role's process locks, so that no second process of the role can run here."""
@@ -108,6 +110,10 @@ class RunLayout:
     def recorded_batch(self, step: int) -> Path:
         """Return the file of the recorded batch of a step."""
         return self.batches / f"{step_name(step)}{BATCH_SUFFIX}"
+
+    def explained_step(self, step: int) -> Path:
+        """Return the file with the shares of the tokens of a step."""
+        return self.explained / f"{step_name(step)}.msgpack.z"
 
     def rollouts_step(self, step: int) -> Path:
         """Return the directory of the rollouts of a step."""

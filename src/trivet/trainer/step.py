@@ -24,13 +24,13 @@ from trivet.trainer.failures import (
     explaining_memory,
     explaining_update_memory,
 )
-from trivet.trainer.losses.terms import Loss, LossUnit
+from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.policy_model import PolicyModel, set_last_row
 from trivet.trainer.model.reference import Reference
 from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
 from trivet.trainer.ranks.world import World, gather_values, sum_over_ranks
-from trivet.trainer.rows import RowTensors, plan_rows
+from trivet.trainer.rows import RowPlan, RowTensors, plan_rows
 from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
 
@@ -85,24 +85,13 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     started = time.monotonic()
     world, model = learner.world, learner.model
     learner.optimizer.zero_grad(set_to_none=True)
-    num_tokens = sum(int(np.count_nonzero(row.loss_mask_T)) for row in rows)
-    if num_tokens == 0:
+    counts = count_units(rows)
+    if counts[LossUnit.TOKEN] == 0:
         raise BatchError(
             f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at "
             f"{key_name('seq_len')}; look at rollouts/ and raise {list_keys('seq_len', 'orchestrator.sampling.max_tokens')}"
         )
-    num_samples = sum(bool(mask_T.any()) for row in rows for mask_T in row.split(row.loss_mask_T))
-    counts = {LossUnit.TOKEN: num_tokens, LossUnit.SAMPLE: num_samples}
-    row_limit = learner.micro_batch_tokens or max(row.num_tokens for row in rows)
-    plan = plan_rows(
-        rows,
-        num_ranks=world.size,
-        cost=model_cost(model).flops,
-        max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else model.lanes.max_tokens(row_limit),
-        max_shared_tokens=learner.micro_batch_tokens or max(row_limit, model.seq_len),
-        shares_prefixes=model.shares_prefixes,
-        packs=model.packs,
-    )
+    plan = plan_step(model, rows, num_ranks=world.size, micro_batch_tokens=learner.micro_batch_tokens)
     own_rows = plan.take(world.rank, device=world.device)
     if learner.reference is not None:
         own_rows = learner.reference.score(model, own_rows)
@@ -144,6 +133,36 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     )
 
 
+def count_units(rows: Sequence[MicroBatch]) -> dict[LossUnit, int]:
+    """Return the divisors of a step's loss terms."""
+    masks = [mask_T for row in rows for mask_T in row.split(row.loss_mask_T)]
+    return {
+        LossUnit.TOKEN: sum(int(np.count_nonzero(mask_T)) for mask_T in masks),
+        LossUnit.SAMPLE: sum(bool(mask_T.any()) for mask_T in masks),
+    }
+
+
+def plan_step(
+    model: PolicyModel, rows: Sequence[MicroBatch], *, num_ranks: int = 1, micro_batch_tokens: int | None = None
+) -> RowPlan:
+    """Decide which samples of a step share a row, and which rank computes it."""
+    row_limit = micro_batch_tokens or max(row.num_tokens for row in rows)
+    return plan_rows(
+        rows,
+        num_ranks=num_ranks,
+        cost=model_cost(model).flops,
+        max_tokens=micro_batch_tokens if model.lanes.count == 1 else model.lanes.max_tokens(row_limit),
+        max_shared_tokens=micro_batch_tokens or max(row_limit, model.seq_len),
+        shares_prefixes=model.shares_prefixes,
+        packs=model.packs,
+    )
+
+
+def share_of_step(row_loss: RowLoss, counts: Mapping[LossUnit, int]) -> torch.Tensor:
+    """Return what a row adds to the step's loss, with gradient."""
+    return torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
+
+
 def _accumulate(
     learner: Learner, rows: Sequence[RowTensors], *, max_tokens: int, counts: Mapping[LossUnit, int]
 ) -> list[RowOutcome]:
@@ -164,7 +183,7 @@ def _accumulate(
                 (scores.logprobs_N.sum() * 0.0).backward()
                 return None
             row_loss = learner.loss(scores, row)
-            share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
+            share = share_of_step(row_loss, counts)
             share.backward()
         return RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach(), values=row_loss.values)
 

@@ -97,6 +97,7 @@ def load_custom_loss(config: CustomLossConfig) -> Loss:
                 for name in names
             },
         }
-        return RowLoss({LossUnit(config.unit): losses_S.sum()}, values)
+        unit, tokens_N = LossUnit(config.unit), (losses_S.detach() / ratios.lengths_S)[row.samples_N]
+        return RowLoss({unit: losses_S.sum()}, values, {unit: tokens_N})
 
     return compute

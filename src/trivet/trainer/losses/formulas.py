@@ -71,6 +71,7 @@ def _make_loss(
             **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=masked_N),
             **values,
         },
+        {unit: detached_N},
     )
 
 
@@ -179,7 +180,8 @@ def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig) -
         **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=low_N | high_N),
         "geo_seq_ratio": ratio_S.detach(),
     }
-    return RowLoss({LossUnit.SAMPLE: -objective_S.sum()}, values)
+    tokens_N = (values["loss"] / ratios.lengths_S)[row.samples_N]
+    return RowLoss({LossUnit.SAMPLE: -objective_S.sum()}, values, {LossUnit.SAMPLE: tokens_N})
 
 
 def _clip_objective(
@@ -298,7 +300,7 @@ def _regularize(loss: Loss, config: PolicyLossConfig) -> Loss:
         return loss
 
     def compute(scores: TokenScores, row: RowTensors) -> RowLoss:
-        terms, values = loss(scores, row)
+        terms, values, tokens = loss(scores, row)
         added = torch.zeros_like(scores.logprobs_N)
         if config.beta:
             assert row.reference_logprobs_N is not None, "the step scores the reference when beta is set"
@@ -309,7 +311,8 @@ def _regularize(loss: Loss, config: PolicyLossConfig) -> Loss:
         if config.entropy_coef:
             added = added - config.entropy_coef * scores.entropies_N
         token_term = terms.get(LossUnit.TOKEN, torch.zeros((), device=added.device)) + added.sum()
-        return RowLoss({**terms, LossUnit.TOKEN: token_term}, values)
+        token_N = tokens.get(LossUnit.TOKEN, torch.zeros_like(added)) + added.detach()
+        return RowLoss({**terms, LossUnit.TOKEN: token_term}, values, {**tokens, LossUnit.TOKEN: token_N})
 
     return compute
 
@@ -317,4 +320,5 @@ def _regularize(loss: Loss, config: PolicyLossConfig) -> Loss:
 def cross_entropy(scores: TokenScores, row: RowTensors) -> RowLoss:
     """Compute - log-probability of each loss token: the loss of supervised fine-tuning."""
     loss_N = -scores.logprobs_N
-    return RowLoss({LossUnit.TOKEN: loss_N.sum()}, {"loss": loss_N.detach(), "entropy": scores.entropies_N.detach()})
+    values = {"loss": loss_N.detach(), "entropy": scores.entropies_N.detach()}
+    return RowLoss({LossUnit.TOKEN: loss_N.sum()}, values, {LossUnit.TOKEN: loss_N.detach()})

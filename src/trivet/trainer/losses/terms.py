@@ -32,6 +32,9 @@ class RowLoss(NamedTuple):
     """Scalars with gradient, by their divisor; the step's loss is the sum of the quotients over all rows."""
     values: dict[str, torch.Tensor | Selected]
     """Detached per-token [N] or per-sample [S] values by metric name. Values of only some tokens are `Selected`."""
+    tokens: dict[LossUnit, torch.Tensor] = {}
+    """Detached per-token [N] parts of each term, whose sum is the term (`trainer.token_shares`). The loss of a whole sample is
+    divided evenly among its tokens."""
 
 
 Loss = Callable[[TokenScores, RowTensors], RowLoss]

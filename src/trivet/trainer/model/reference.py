@@ -21,7 +21,7 @@ from trivet.trainer.ranks.world import World
 from trivet.trainer.rows import RowTensors
 from trivet.weights.manifest import verify
 from trivet.weights.retention import reference_version_after
-from trivet.wire.versions import START_VERSION, Step
+from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
@@ -74,23 +74,32 @@ def open_reference(
     logger.info("reference policy version=%s beta=%s", version, loss.beta)
     if version == from_step:
         return Reference(model)
-    if version == START_VERSION:
-        return Reference(_load(config, world))
-    directory = layout.weights_step(version)
     try:
-        verify(directory)
+        return Reference(load_published(config, world, layout=layout, version=version))
     except WeightsError as exc:
         raise CheckpointError(
             f"step {from_step} is compared with policy {version} (trainer.loss.reference_update_interval = "
             f"{loss.reference_update_interval}), which cannot be read: {exc}; resume from a multiple of the interval"
         ) from exc
+
+
+def load_published(config: TrainerModelConfig, world: World, *, layout: RunLayout, version: PolicyVersion) -> PolicyModel:
+    """Load the policy of `version` to score with it: the start model, or what the run published. Collective.
+
+    Raises:
+        WeightsError: the policy is not in `weights/`, or its files are not those that were published.
+    """
+    if version == START_VERSION:
+        return _load(config, world)
+    directory = layout.weights_step(version)
+    verify(directory)
     if config.lora is None:
-        return Reference(_load(config, world, name=str(directory)))
+        return _load(config, world, name=str(directory))
     from trivet.trainer.model.lora import read_adapter
 
     policy = _load(config, world)
     read_adapter(directory, policy)
-    return Reference(policy)
+    return policy
 
 
 def _load(config: TrainerModelConfig, world: World, *, name: str | None = None) -> PolicyModel:

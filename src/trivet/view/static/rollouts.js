@@ -4,6 +4,7 @@ import { ask } from "./ask.js";
 import { empty, fill, h } from "./dom.js";
 import { number } from "./format.js";
 import { tokenView } from "./tokens.js";
+import { explainView } from "./explain.js";
 
 const ROWS = 50;
 
@@ -58,7 +59,7 @@ export class RolloutsPage {
     if (!isNew && this.shownLine === line) return;
     this.shownLine = line;
     for (const row of this.list.querySelectorAll("[data-line]")) row.setAttribute("aria-current", row.dataset.line === String(line));
-    fill(this.detail, rolloutView(data, { line }));
+    fill(this.detail, rolloutView(data, { line }), this.query.eval || !data.samples.length ? null : explainView({ run: this.query.run, step: this.query.step, line }));
   }
 
   drawBar({ envs }) {
