@@ -38,6 +38,8 @@ TOOLS = {
     "top": Tool("run_tools", "a run at a glance in the terminal"),
     "evals": Tool("run_tools", "evaluations in the terminal: scores, rollouts, two policies side by side"),
     "check": Tool("run_tools", "prove that a run lost and repeated nothing, or name the event that broke it"),
+    "explain": Tool("explain", "why each token of a step was trained or not, and what it added to the loss"),
+    "selection": Tool("selection", "how what a run trained differs from what it sampled: length, reward, difficulty, latency"),
     "replay": Tool("replay", "score a run's saved rollouts with today's reward functions, and show what changed"),
     "merge": Tool("run_tools", "put a trained adapter into its base model, as a model that any program loads"),
     "quickstart": Tool("quickstart", "teach a tiny model to reverse texts, in minutes: the whole program at work"),

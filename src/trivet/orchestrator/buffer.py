@@ -201,6 +201,7 @@ class GroupBuffer:
                 reward_mean=float(rewards.mean()),
                 oldest_version=PolicyVersion(oldest),
                 newest_version=PolicyVersion(newest),
+                completion_tokens=num_sampled / len(group.rollouts),
             )
         )
         matches = mask_rollouts(group, self._filters)

@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from trivet.errors import ConfigError
+from trivet.errors import ConfigError, HistoryError
+from trivet.history.selection import measure_selection, read_ended_groups
 from trivet.process.lifetime import process_exists
+from trivet.view.explanation import explain_rollout, read_seq_len
 from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
 from trivet.view.run import ViewedRun, read_configs
@@ -84,6 +86,14 @@ class Api:
                 ],
                 lambda run, _: run.evaluations.stamp(),
             ),
+            "explanation": Route(
+                _explanation,
+                lambda run, query: [
+                    stamp_of(_rollouts_file(run, query)),
+                    stamp_of(run.layout.explained_step(_number(query, "step", default=0))),
+                ],
+            ),
+            "selection": Route(_selection, lambda run, _: stamp_of(run.layout.events)),
             "config": Route(
                 lambda run, _: read_configs(run.layout),
                 lambda run, _: [stamp_of(run.layout.configs), stamp_of(run.layout.run_file)],
@@ -192,6 +202,18 @@ def _rollout(run: ViewedRun, query: Query) -> object:
     except NotServed as exc:
         fault = str(exc)
     return {"record": record, "samples": tables, "fault": fault}
+
+
+def _selection(run: ViewedRun, _: Query) -> object:
+    try:
+        return measure_selection(read_ended_groups(run.layout))
+    except (ConfigError, HistoryError) as exc:
+        return {"fault": str(exc)}
+
+
+def _explanation(run: ViewedRun, query: Query) -> object:
+    step, line = _number(query, "step", default=0), _number(query, "line", default=0)
+    return explain_rollout(run, step=step, line=line, seq_len=read_seq_len(run.layout))
 
 
 def _rollouts_file(run: ViewedRun, query: Query) -> Path:

@@ -71,6 +71,8 @@ class Finish(Event):
     reward_mean: float
     oldest_version: PolicyVersion
     newest_version: PolicyVersion
+    completion_tokens: float | None = None
+    """Mean number of tokens that the model sampled for a rollout of the group; None in histories of older versions."""
 
 
 class Filter(Event):

@@ -7,12 +7,13 @@ import { CurvesPage } from "./curves.js";
 import { fill, h, table } from "./dom.js";
 import { EvalsPage } from "./evals.js";
 import { RolloutsPage } from "./rollouts.js";
+import { SelectionPage } from "./selection.js";
 import { TimelinePage } from "./timeline.js";
 
-const PAGES = { curves: ["Curves", CurvesPage], timeline: ["Time line", TimelinePage], rollouts: ["Rollouts", RolloutsPage], evals: ["Evaluations", EvalsPage], config: ["Configuration", ConfigPage] };
+const PAGES = { curves: ["Curves", CurvesPage], timeline: ["Time line", TimelinePage], rollouts: ["Rollouts", RolloutsPage], evals: ["Evaluations", EvalsPage], config: ["Configuration", ConfigPage], selection: ["Selection", SelectionPage] };
 const LIVE_MS = 2000, OVER_MS = 10000;
 const THEME = "trivet-theme";
-const KEYS = [["1 to 5", "pages"], ["[ ]", "step before, next step"], ["j k", "next rollout, rollout before"], ["arrows", "cursor of the chart in focus; Enter opens the step's rollouts, Esc ends the zoom"], ["t", "light or dark"], ["?", "this help"]];
+const KEYS = [["1 to 6", "pages"], ["[ ]", "step before, next step"], ["j k", "next rollout, rollout before"], ["arrows", "cursor of the chart in focus; Enter opens the step's rollouts, Esc ends the zoom"], ["t", "light or dark"], ["?", "this help"]];
 
 class App {
   constructor() {
@@ -136,7 +137,7 @@ class App {
   onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName)) return;
     const pages = Object.keys(PAGES);
-    if (/^[1-5]$/.test(event.key)) this.go(pages[Number(event.key) - 1]);
+    if (/^[1-6]$/.test(event.key)) this.go(pages[Number(event.key) - 1]);
     else if (event.key === "t") this.toggleTheme();
     else if (event.key === "?") document.getElementById("help").showModal();
     else this.page?.onKey?.(event.key);
