@@ -99,13 +99,15 @@ def read_ended_groups(layout: RunLayout) -> list[EndedGroup]:
     return list(ended.values())
 
 
-def follow_groups(events: Iterable[AnyEvent]) -> tuple[dict[int, EndedGroup], list[int]]:
-    """Return the groups that ended by id, and the steps whose batches stand. A resume voids what came after its step."""
+def follow_groups(events: Iterable[AnyEvent]) -> tuple[dict[int, EndedGroup], dict[int, int]]:
+    """Return the groups that ended by id, in that order, and by step how many had ended when its batch was formed.
+
+    A resume voids what came after its step.
+    """
     seen: dict[int, EndedGroup] = {}
     order: list[int] = []
     """Ids of the groups that ended, in that order."""
     num_ended_at: dict[int, int] = {}
-    """By step, how many groups had ended when its batch was formed."""
     for event in events:
         if isinstance(event, Start) and event.role == ORCHESTRATOR:
             num_ended_at = {step: count for step, count in num_ended_at.items() if step <= event.from_step}
@@ -128,7 +130,7 @@ def follow_groups(events: Iterable[AnyEvent]) -> tuple[dict[int, EndedGroup], li
             group.cause = f"filtered: {event.reason}" if is_filter else event.reason.partition(":")[0]
             group.values.setdefault("latency_s", event.time - group.started)
             order.append(event.group_id)
-    return {group_id: seen[group_id] for group_id in order}, sorted(num_ended_at)
+    return {group_id: seen[group_id] for group_id in order}, num_ended_at
 
 
 def _add_rollouts(layout: RunLayout, step: int, ended: dict[int, EndedGroup]) -> None:

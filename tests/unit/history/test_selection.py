@@ -56,7 +56,7 @@ def test_the_effects_of_the_causes_add_up_to_the_bias() -> None:
     ]
     groups, steps = follow_groups(events)
     report = measure_selection(list(groups.values()))
-    assert steps == [1]
+    assert steps == {1: 5}
     assert report.num_groups == {"filtered: zero_signal": 1, "stale": 1, "failed": 1, TRAINED: 2}
     biases = {bias.quantity: bias for bias in report.biases}
     assert biases["tokens"].bias == pytest.approx(15 - 45)
