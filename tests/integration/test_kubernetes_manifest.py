@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from support.cluster_run import MODULES
 from support.histories import assert_proven
 from support.manifest_runner import ManifestRunner, run_manifest
 from support.nodes import can_make_nodes
@@ -163,11 +164,12 @@ def test_a_ray_job_outlives_a_lost_pod_and_commits_when_its_head_is_evicted(tmp_
     ) as runner:
         await_that(runner, lambda: num(Train) > 4, "steps")
         servers = num(ServerUp)
-        runner.pod("infer").terminate()
+        serving = runner.pod_with(MODULES["inference"])
+        serving.terminate()
         await_that(runner, lambda: num(ServerUp) > servers, "a server in a new pod")
         steps = num(Train)
         await_that(runner, lambda: num(Train) > steps + 4, "steps with it")
-        assert [name for name, _ in runner.ended] == ["infer"]
+        assert [name for name, _ in runner.ended] == [serving.name]
         assert committed_steps(layout) == []
         runner.pod("head").terminate()
         await_that(runner, lambda: runner.restarts == 1, "the failure of the job", timeout_s=120)

@@ -60,6 +60,14 @@ class Pod:
             self._stopping = self._start(f"{self._prefix} {shlex.join(self._hook)}")
             self._kill_at = time.monotonic() + self._grace_s
 
+    def runs(self, word: str) -> bool:
+        """Return whether a process of the pod has a word in its command."""
+        for pid in self._nodes.pids(self.slot):
+            with suppress(psutil.Error):  # it ended meanwhile
+                if word in psutil.Process(pid).cmdline():
+                    return True
+        return False
+
     def poll(self) -> int | None:
         """Return the exit code as Kubernetes shows it: 128 + N after signal N. All processes end with the first."""
         code = self._first.poll()
@@ -113,6 +121,10 @@ class ManifestRunner:
     def pod(self, name: str) -> Pod:
         """Return the newest pod of a name: `job`, `submitter`, `head` or that of a worker group."""
         return next(pod for pod in reversed(self._pods) if pod.name == name)
+
+    def pod_with(self, module: str) -> Pod:
+        """Return the pod that runs a module. Ray may place any node in any pod that has the room."""
+        return next(pod for pod in self._pods if pod.runs(module))
 
     def output(self) -> str:
         """Return what the pods wrote."""
