@@ -5,6 +5,7 @@ Packages that trivet itself runs on never change: each environment is installed 
 
 import argparse
 import importlib.util
+import json
 import keyword
 import re
 import sys
@@ -55,7 +56,10 @@ def configure_env(parser: argparse.ArgumentParser) -> None:
     install.add_argument("--venv", metavar="NAME", help="the name of its virtual environment (default: the environment's id)")
     install.add_argument("--from-index", action="store_true", help="download a package that is not here from the package index")
     install.add_argument("--path", type=Path, default=FOLDER, help="the folder of environments (default: environments)")
-    actions.add_parser("list", help="show the installed environments: version, where each came from, whether it loads")
+    listing = actions.add_parser(
+        "list", help="show the installed environments: version, where each came from, whether it loads"
+    )
+    listing.add_argument("--json", action="store_true", help="print them as JSON")
     configure_test(actions.add_parser("test", help="find out whether an environment is worth training on"))
     remove = actions.add_parser(
         "remove", help="remove an environment with its virtual environment; a directory of sources stays"
@@ -92,7 +96,7 @@ def run_env(arguments: argparse.Namespace) -> int:
         case "test":
             return run_test(arguments)
         case "list":
-            return list_environments(directory)
+            return list_environments(directory, as_json=arguments.json)
         case _:
             remove(arguments.name, directory=directory)
             print(f"{arguments.name} was removed with its virtual environment")
@@ -145,7 +149,7 @@ class _ListedEnvironment(NamedTuple):
     """`yes`, or `no` with the reason."""
 
 
-def list_environments(directory: Path, installed: InstalledPackages | None = None) -> int:
+def list_environments(directory: Path, installed: InstalledPackages | None = None, *, as_json: bool = False) -> int:
     """Print every installed environment with its version, its virtual environment, where it came from, and whether it loads.
 
     Args:
@@ -160,13 +164,15 @@ def list_environments(directory: Path, installed: InstalledPackages | None = Non
         location = f"{venv.name} (verifiers {venv.version_of('verifiers')})"
         listed += _inspect_environments(find_environments(venv.packages()), location, python=str(venv.python))
     listed += _inspect_environments(find_environments(installed), TRIVET_VENV)
-    if not listed:
+    if as_json:
+        print(json.dumps([line._asdict() for line in listed], indent=1))
+    elif not listed:
         print("no environments are installed; `trivet env install NAME` installs one")
-        return 0
-    lines = [_ListedEnvironment("NAME", "VERSION", "IN", "FROM", "LOADS"), *listed]
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    for line in lines:
-        print(*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line.loads, sep="  ")
+    else:
+        lines = [_ListedEnvironment("NAME", "VERSION", "IN", "FROM", "LOADS"), *listed]
+        widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        for line in lines:
+            print(*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line.loads, sep="  ")
     return int(any(line.loads != "yes" for line in listed))
 
 

@@ -3,7 +3,7 @@
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,6 +46,8 @@ TOOLS = {
     "quickstart": Tool("quickstart", "teach a tiny model to reverse texts, in minutes: the whole program at work"),
     "init": Tool("init", "a workspace: project file, example environments and configurations, endpoints"),
     "env": Tool("env", "environment packages: init NAME writes one; install NAME|PATH, list, test NAME, remove NAME"),
+    "schema": Tool("schema", "write JSON schemas of the configuration files, by which editors complete and check them"),
+    "completion": Tool("completion", "print a script by which bash or zsh completes the commands and their keys"),
     "cluster": Tool("cluster", "kubernetes FILE or skypilot FILE: the manifest or task of a run over machines of a cluster"),
     "doctor": Tool("doctor", "what this machine has for a run, what is missing, and how to get it"),
 }
@@ -65,16 +67,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_until_output_closes(lambda: _run_tool(arguments))
 
 
-def _run_tool(arguments: Sequence[str]) -> int:
+def make_parser(configured: Collection[str] = tuple(TOOLS)) -> argparse.ArgumentParser:
+    """Return the parser of the command.
+
+    Args:
+        configured: tools whose arguments it knows. Importing the others takes time, and some need packages that may be absent.
+    """
     parser = _Parser(prog="trivet", description="Tools around a run.")
+    parser.add_argument("--version", action="store_true", help="print the version of trivet")
     commands = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
-    chosen = next((word for word in arguments if word in TOOLS), None)
+    for name, tool in TOOLS.items():
+        command = commands.add_parser(name, help=tool.summary, description=f"{tool.summary[0].upper()}{tool.summary[1:]}.")
+        if name in configured:
+            getattr(_import(tool), f"configure_{name}")(command)
+    return parser
+
+
+def _run_tool(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["--version"]:
+        from trivet.dependencies import own_version  # here: `init` runs before the packages are installed that this imports
+
+        print(f"trivet {own_version()}")
+        return 0
     try:
-        for name, tool in TOOLS.items():
-            command = commands.add_parser(name, help=tool.summary, description=f"{tool.summary[0].upper()}{tool.summary[1:]}.")
-            if name == chosen:  # importing the other tools takes time, and some need packages that may be absent
-                getattr(_import(tool), f"configure_{name}")(command)
-        parsed = parser.parse_args(arguments)
+        parsed = make_parser([word for word in arguments if word in TOOLS][:1]).parse_args(arguments)
         for name, given in vars(parsed).items():
             for value in given if isinstance(given, list) else [given]:
                 if isinstance(value, Path):

@@ -58,13 +58,17 @@ def run_status(arguments: argparse.Namespace) -> int:
     """Print the current activity of the run, or how it ended. Return the exit code."""
     layout = RunLayout(arguments.output_dir)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(read_status(layout)), indent=1).decode() + "\n")
+        _print_json(read_status(layout))
         return 0
     clock = StatusClock()
     status = watch_status(layout, clock)
     for line in describe_run(status, layout=layout, now=clock.now(status), is_alive=process_exists):
         print(printable(line))
     return 0
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
 
 
 def configure_view(parser: argparse.ArgumentParser) -> None:
@@ -100,15 +104,19 @@ def run_view(arguments: argparse.Namespace) -> int:
 def configure_check(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `trivet check`."""
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir; the run may be going on")
+    parser.add_argument("--json", action="store_true", help="print the counts and what does not hold as JSON")
 
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Check the files of a run against what every run must guarantee. Return 0 if all guarantees hold, else 1."""
-    from trivet.history.check import check_run, describe_report
+    from trivet.history.check import check_run, describe_report, report_values
 
     layout = RunLayout(arguments.output_dir)
     history = check_run(layout)
-    print(printable(describe_report(history, events=layout.events)))
+    if arguments.json:
+        _print_json(report_values(history))
+    else:
+        print(printable(describe_report(history, events=layout.events)))
     return 1 if history.ledger.breaches else 0
 
 
@@ -133,11 +141,15 @@ def configure_evals(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="a run's output_dir, or the directory of one evaluation or of several"
     )
+    parser.add_argument("--json", action="store_true", help="print the scores of every evaluation as JSON")
 
 
 def run_evals(arguments: argparse.Namespace) -> int:
     """Browse the evaluations in the terminal, or print their list without one. Return the exit code."""
     found = find_evaluations(arguments.directory)
+    if arguments.json:
+        _print_json([{"policy": item.policy, "env": item.name, "fault": item.fault, "summary": item.summary} for item in found])
+        return 0
     if sys.stdin.isatty() and sys.stdout.isatty():
         from trivet.cli.screens import EVALUATIONS, TerminalApp
 

@@ -12,6 +12,7 @@ from trivet.config.findings import Findings
 from trivet.config.load import LoadedConfig, load_arguments
 from trivet.config.schema.base import Section
 from trivet.config.sources import Arguments, parse_arguments
+from trivet.dependencies import own_version
 from trivet.errors import ConfigError, DiskFull, TrivetError
 from trivet.key_names import names_from_variable, use_names
 from trivet.machine import inspect_machine
@@ -96,13 +97,13 @@ def run_translated(
 
     def run_or_report() -> int:
         try:
-            return run() if arguments.help_section is None else _print_help(kind, arguments.help_section)
+            return _print_information(kind, arguments) if arguments.only_inform else run()
         except TrivetError as exc:
             print_error(exc)
             return exc.exit_code
         except OSError as exc:
-            if not is_full_disk(exc) or arguments.help_section is not None:
-                raise  # help writes only to the output: if that is full, there is no place for a message
+            if not is_full_disk(exc) or arguments.only_inform:
+                raise  # it writes only to the output: if that is full, there is no place for a message
             print_error(describe_full_disk(exc))
             return DiskFull.exit_code
 
@@ -116,10 +117,14 @@ def _print_notices(notices: Sequence[str]) -> None:
         print(f"notice: {printable(notice)}", file=sys.stderr)
 
 
-def _print_help(kind: type[Section], section: str) -> int:
+def _print_information(kind: type[Section], arguments: Arguments) -> int:
+    """Print the version or the help."""
+    if arguments.help_section is None:
+        print(f"trivet {own_version()}")
+        return 0
     from trivet.config.reference import help_text  # here: it imports what only help needs
 
-    print(help_text(kind, section))
+    print(help_text(kind, arguments.help_section))
     return 0
 
 

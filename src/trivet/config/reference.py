@@ -6,6 +6,7 @@ The documentation of a key is the docstring under its field, which is read from 
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -36,8 +37,7 @@ def field_doc(section: type[Section], name: str) -> str:
 @cache
 def _docs_of(section: type) -> dict[str, str]:
     """Return the docstring under each field of a class, by the field's name."""
-    (definition,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(definition, ast.ClassDef)
+    definition = _classes_of(section.__module__)[section.__name__]
     docs: dict[str, str] = {}
     for field, text in zip(definition.body, definition.body[1:], strict=False):
         match field, text:
@@ -48,9 +48,16 @@ def _docs_of(section: type) -> dict[str, str]:
     return docs
 
 
+@cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    """Return the definition of each class of a module, which is parsed once for all of them."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+
 NEEDED = "needed"
 """Stands in place of the default for a key that must be set."""
-USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run [--changed]] [--help [SECTION]]"
+USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run [--changed]] [--help [SECTION]] [--version]"
 EXAMPLES: dict[type[Section], tuple[str, str]] = {
     RLConfig: ("rl", "rl @ config.toml --trainer.optim.lr 1e-5"),
     TrainerConfig: ("trainer", "trainer @ trainer.toml"),

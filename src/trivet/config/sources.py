@@ -76,9 +76,15 @@ class Arguments:
     flags: list[Entry] = field(default_factory=list[Entry])
     help_section: str | None = None
     """The section that `--help` is to show; empty for all sections, None without `--help`."""
+    shows_version: bool = False
     is_dry_run: bool = False
     omits_defaults: bool = False
     """True if a dry run leaves out values that are the default (`--changed`)."""
+
+    @property
+    def only_inform(self) -> bool:
+        """True if the command prints its help or its version and does nothing else."""
+        return self.shows_version or self.help_section is not None
 
 
 def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings) -> Arguments:
@@ -89,6 +95,8 @@ def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings
         if word in ("--help", "-h"):
             is_section = words and not words[0].startswith(("-", "@"))
             arguments.help_section = words.pop(0) if is_section else arguments.help_section or ""
+        elif word == "--version":
+            arguments.shows_version = True
         elif word == "--dry-run":
             arguments.is_dry_run = True
         elif word == "--changed":

@@ -66,6 +66,32 @@ def check_run(layout: RunLayout) -> RunHistory:
     return history
 
 
+def report_values(history: RunHistory) -> dict[str, object]:
+    """Return what `trivet check --json` prints. `breaches` is empty if the run keeps its guarantees."""
+    ledger, groups = history.ledger, history.groups.state
+    return {
+        "run_id": history.run_id,
+        "num_events": history.num_events,
+        "last_step": history.last_step,
+        "ended": history.last_stop.reason if history.last_stop else None,
+        "groups": {
+            "dispatched": groups.dispatched,
+            "batched": groups.batched,
+            "filtered": dict(groups.filtered),
+            "dropped": dict(groups.dropped),
+            "ready": len(groups.pending.ready),
+            "in_flight": len(groups.pending.in_flight),
+        },
+        "checks": ledger.checks,
+        "breaches": [
+            {"invariant": breach.invariant.name.lower(), "line": breach.line, "reason": breach.reason}
+            for breach in ledger.breaches
+        ],
+        "remarks": ledger.remarks,
+        "not_examined": ledger.not_examined,
+    }
+
+
 def describe_report(history: RunHistory, *, events: Path) -> str:
     """Return the text that `trivet check` prints. Lines that break an invariant are quoted from the file `events`."""
     return "\n".join(_lines(history, events))

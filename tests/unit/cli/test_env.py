@@ -1,5 +1,6 @@
 import asyncio
 import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -109,6 +110,8 @@ def test_the_list_has_version_origin_and_why_one_does_not_load(
         ["tasks", "6.0", "trivet", "index", "no: the module tasks has no load_environment, by which environments are loaded"],
         ["vf-b (id b-game)", "2.0", "trivet", "index", "yes"],
     ]
+    assert list_environments(tmp_path / "venvs", InstalledPackages([str(site)]), as_json=True) == 1
+    assert [list(row.values()) for row in json.loads(capsys.readouterr().out)] == rows[1:]
 
 
 def test_what_is_in_no_virtual_environment_is_not_removed(

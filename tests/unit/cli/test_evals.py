@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -31,6 +32,13 @@ def test_piped_output_is_the_list(run_directory: Path, capsys: pytest.CaptureFix
     assert base == ["base", "spelling", "0.5000", "0.1250", "0.7500", "1", "2", "0"]
     assert fifth[:4] == ["step", "5", "spelling", "1.0000"]
     assert tenth == ["step", "10", "spelling", "goes", "on"]
+
+
+def test_a_program_reads_the_scores(run_directory: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["evals", str(run_directory), "--json"]) == 0
+    base, fifth, tenth = json.loads(capsys.readouterr().out)
+    assert (base["policy"], base["env"], base["summary"]["avg"]) == ("base", "spelling", 0.5)
+    assert (fifth["summary"]["avg"], tenth["summary"]) == (1.0, None)
 
 
 def test_the_list_needs_no_screens_and_no_wide_output(run_directory: Path):

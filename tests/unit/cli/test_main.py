@@ -1,4 +1,5 @@
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import pytest
 
 from support.packages import write_installed
 from trivet.cli.main import TOOLS, main
+from trivet.config.reference import EXAMPLES
+from trivet.dependencies import own_version
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -23,6 +26,22 @@ def test_help_names_every_tool(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(name in out for name in TOOLS)
+
+
+@pytest.mark.parametrize("command", ["trivet.cli.main", "trivet.launcher.commands.rl", "trivet.dialects.vf_rl"])
+def test_a_command_says_its_version(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [command, "--version"])
+    assert importlib.import_module(command).main() == 0
+    assert capsys.readouterr().out == f"trivet {own_version()}\n"
+
+
+def test_the_schemas_are_written_where_the_example_configurations_name_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["schema"]) == 0
+    assert {path.stem for path in (tmp_path / ".schemas").iterdir()} == {command for command, _ in EXAMPLES.values()}
+    assert "max_steps" in json.loads((tmp_path / ".schemas" / "rl.json").read_text())["properties"]
 
 
 def test_an_unknown_tool_is_a_mistake_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:

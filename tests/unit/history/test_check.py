@@ -52,6 +52,21 @@ def test_the_event_that_broke_an_invariant_is_shown_with_its_line(layout, capsys
     assert f"| {msgspec.json.encode(events[place]).decode()[:-1]}" in out
 
 
+def test_a_program_reads_what_does_not_hold(layout, capsys):
+    events = make_run(layout)
+    place = max(place for place, event in enumerate(events) if isinstance(event, Train))
+    events.insert(place, events[place])
+    write_events(layout.events, events)
+    assert main(["check", str(layout.root), "--json"]) == 1
+    found = msgspec.json.decode(capsys.readouterr().out)
+    assert {"invariant": "exactly_once", "line": place + 2} in [
+        {name: breach[name] for name in ("invariant", "line")} for breach in found["breaches"]
+    ]
+    groups = found["groups"]
+    ends = groups["batched"] + sum(groups["filtered"].values()) + sum(groups["dropped"].values())
+    assert groups["dispatched"] == ends + groups["ready"] + groups["in_flight"]
+
+
 def broken_file(layout: RunLayout, what: str) -> None:
     checkpoint = layout.checkpoint_step(STEPS)
     match what:
