@@ -1,7 +1,7 @@
 """Extends vLLM's API server: answers have policy versions, chats continue earlier tokens, adapters have names.
 
 `policy_versions` is a field of each choice of an answer: one [version, length] per run of sampled tokens, in order. Complete
-answers of chat completions and of token-in, token-out have it; streamed answers and answers of beam search do not.
+answers of completions, of chats or texts, and of token-in, token-out have it; streamed answers and answers of beam search do not.
 
 A chat completion may carry `known_token_ids`: prompt and completion of the turn that it continues, as the answer of that turn
 reported them. If the chat template's text begins with their text, the engine reads exactly these ids and then the tokens of the new
@@ -26,6 +26,7 @@ from trivet.inference.vllm_names import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatParams,
+    CompletionResponse,
     ErrorResponse,
     GenerateTextChoice,
     GenerateTextResponse,
@@ -34,6 +35,7 @@ from trivet.inference.vllm_names import (
     LoadLoRAAdapterRequest,
     OnlineRenderer,
     OpenAIServingChat,
+    OpenAIServingCompletion,
     OpenAIServingModels,
     ServingTokens,
     TokensPrompt,
@@ -49,10 +51,10 @@ _TOKEN_IDS = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0)]], Field(min_
 """Validates `known_token_ids`."""
 
 
-def add_versions(serving: OpenAIServingChat | ServingTokens, method: str) -> None:
+def add_versions(serving: OpenAIServingChat | OpenAIServingCompletion | ServingTokens, method: str) -> None:
     """Wrap the method of `serving` that answers requests, so that choices of complete answers have policy versions.
 
-    vLLM allows further fields in the choices of chat completions. This function allows them for token-in, token-out too.
+    vLLM allows further fields in the choices of completions. This function allows them for token-in, token-out too.
     """
     for choice, response in ((GenerateTokensChoice, GenerateTokensResponse), (GenerateTextChoice, GenerateTextResponse)):
         choice.model_config["extra"] = "allow"
@@ -63,7 +65,7 @@ def add_versions(serving: OpenAIServingChat | ServingTokens, method: str) -> Non
     async def serve_with_versions(*args: Any, **kwargs: Any) -> Any:
         with collect_versions() as collected:
             answer: Any = await serve(*args, **kwargs)
-        complete_types = (ChatCompletionResponse, GenerateTokensResponse, GenerateTextResponse)
+        complete_types = (ChatCompletionResponse, CompletionResponse, GenerateTokensResponse, GenerateTextResponse)
         # Beam search makes several engine requests of one HTTP request, whose tokens no choice can be matched with.
         if len(collected) == 1 and isinstance(answer, complete_types):
             for choice in answer.choices:

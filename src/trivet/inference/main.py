@@ -323,6 +323,7 @@ async def _serve_http(
     await init_app_state(engine, app.state, args, tasks)
     add_versions(app.state.openai_serving_chat, "create_chat_completion")
     continue_chats(app.state.openai_serving_chat)
+    add_versions(app.state.openai_serving_completion, "create_completion")
     add_versions(app.state.serving_tokens, "serve_tokens")
     adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
     add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters, can_sleep=args.enable_sleep_mode))

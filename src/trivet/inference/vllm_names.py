@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest as ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse as ChatCompletionResponse
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat as OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse as CompletionResponse
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion as OpenAIServingCompletion
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels as OpenAIServingModels
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTextChoice as GenerateTextChoice
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTextResponse as GenerateTextResponse

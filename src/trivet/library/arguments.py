@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from trivet.config.findings import Findings
 from trivet.config.load import SectionT, load_sources
 from trivet.config.schema.base import Section
@@ -31,8 +33,9 @@ from trivet.dialects.vf_translation import load_run
 from trivet.environments.apis.load import LOADER, require_installed
 from trivet.errors import ConfigError
 from trivet.key_names import use_names
-from trivet.library.functions import FunctionFiles, split_partial
+from trivet.library.functions import FunctionFiles, name_of, split_partial
 from trivet.library.process import PYTHON_NAMES
+from trivet.library.rewards import RewardTask, make_environment
 from trivet.process.imports import file_of
 from trivet.shown_text import printable
 
@@ -51,8 +54,12 @@ class _RLKeys(VfTrainerArgs):
     """A function of one group's rewards, the `type` of an advantage, or the keys of [orchestrator.advantage]."""
     rewards: list[Callable[..., Any] | tuple[Callable[..., Any], float]] | None = None
     """Reward functions of verifiers, each alone or with its weight, that replace the environment's own."""
-    callbacks: list[Callable[..., Any]] = []
-    """Functions that are called in this process with each trained step."""
+    reward_weights: list[float] | None = None
+    """A weight for each of `reward_funcs`; unset: 1."""
+    max_tool_calling_iterations: int | None = Field(default=None, ge=0)
+    """The most turns of a rollout in which the model calls `tools`; unset: until it answers without one or the context is full."""
+    callbacks: list[Any] = []
+    """Functions that are called in this process with each trained step, or objects with methods as `on_step`."""
     max_model_len: int | None = None
     """Longest context of the server, tokens; unset: max_seq_len."""
     deterministic: bool | None = None
@@ -87,9 +94,9 @@ class _RLKeys(VfTrainerArgs):
     """Keys of [log]."""
 
 
-FUNCTION_KEYS = {"loss", "advantage", "rewards", "callbacks"}
-"""Keys of `RLArguments` that may hold Python functions."""
-RUN_KEYS = _RLKeys.model_fields.keys() - VfTrainerArgs.model_fields.keys() - FUNCTION_KEYS
+OWN_KEYS = {"loss", "advantage", "rewards", "reward_weights", "max_tool_calling_iterations", "callbacks"}
+"""Keys of `RLArguments` that may hold Python functions or configure them."""
+RUN_KEYS = _RLKeys.model_fields.keys() - VfTrainerArgs.model_fields.keys() - OWN_KEYS
 """The fields of `RLArguments` that a run's configuration has under the same name."""
 
 
@@ -183,20 +190,22 @@ class PlannedRun:
 
 
 @use_names(PYTHON_NAMES)
-def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args: Mapping[str, Any]) -> PlannedRun:
+def plan_run(
+    model: str | Path,
+    env: Environment | None,
+    args: RLArguments,
+    *,
+    env_args: Mapping[str, Any],
+    task: RewardTask | None = None,
+) -> PlannedRun:
     """Return the run that the arguments of `RLTrainer` describe. A ConfigError lists all problems, under the user's names."""
     if not isinstance(model, str | Path):
         raise ConfigError(
             f"model must be a Hugging Face name or a directory, got an object of type {type(model).__name__}: other processes load "
             "it; save it with save_pretrained and give that directory"
         )
-    if not (isinstance(env, str) or callable(env)):
-        raise ConfigError(
-            f"env must be the id of an environment or a function that returns one, got an object of type {type(env).__name__}: "
-            "other processes make it"
-        )
-    env, fixed_args = (env, {}) if isinstance(env, str) else split_partial(env)
-    name = env if isinstance(env, str) else name_of_environment(env)
+    env, fixed_args = _split_environment(env, task, args)
+    name = name_of_environment(env)
     output_dir = Path(args.output_dir or f"outputs/{args.run_name or name.rpartition('/')[2]}")
     functions = FunctionFiles(output_dir)
     env_args = {**fixed_args, **env_args}
@@ -205,6 +214,20 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
             inspect.signature(env).bind(**env_args)
         except TypeError as exc:
             raise ConfigError(f"env_args: {env.__name__!r} cannot be called with them: {exc}") from exc
+    table, needs_tools = {"id": env, "name": name.rpartition("/")[2], "args": env_args}, False
+    if task is not None:
+        made = make_environment(
+            task,
+            functions,
+            reward_weights=args.reward_weights,
+            max_tool_calls=args.max_tool_calling_iterations,
+            max_steps=args.max_steps,
+            examples_per_step=args.batch_size / args.rollouts_per_example,
+        )
+        table |= {"id": made.path, "args": made.args}
+        needs_tools = made.has_tools
+    elif callable(env) or args.rewards is not None:
+        table["id"] = _path_of_environment(env, args, functions)
     written = {key: value for key, value in written_values(args).items() if key in VfTrainerArgs.model_fields}
     if args.deterministic:
         written.setdefault(
@@ -213,12 +236,15 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
     dialect = {
         "model": str(model),
         "env": {"id": name, "args": env_args},
-        "inference": {"gpus": len(args.inference_gpu_ids or [0])},
+        "inference": {
+            "gpus": len(args.inference_gpu_ids or [0]),
+            **({"args": {"enable_auto_tool_choice": True}} if needs_tools else {}),
+        },
         "trainer": {"gpus": len(args.trainer_gpu_ids or [0]), "args": {**written, "output_dir": str(output_dir)}},
     }
     loaded = load_sources(VfRLConfig, [entries_of(dialect, origin=_ORIGIN)], Findings())
     run_entries = [
-        *_environment_entries(env, name, args, functions, env_args),
+        *_environment_entries(table, args),
         *entries_of({key: getattr(args, key) for key in RUN_KEYS if key in args.model_fields_set}, origin=_ORIGIN),
         *entries_of(_section_keys(args.loss, functions, argument="loss"), origin=_ORIGIN, path=("trainer", "loss")),
         *entries_of(
@@ -246,32 +272,60 @@ def plan_sft(model: str | Path | None, data: str | Path | None, args: SFTArgumen
     return loaded.config
 
 
-def name_of_environment(function: Callable[..., Any]) -> str:
-    """Return the name, in logs, metrics and paths, of the environment that a function makes."""
-    name = getattr(function, "__name__", "environment")
+def name_of_environment(env: Environment) -> str:
+    """Return the name, in logs, metrics and paths, of an environment: its id, or a name from the function that makes it."""
+    if isinstance(env, str):
+        return env
+    name = name_of(env, default="environment")
     if name != LOADER:
         return name.removeprefix("load_").replace("_", "-")
-    file = function.__globals__.get("__file__")
+    file = getattr(env, "__globals__", {}).get("__file__")
     return Path(file).stem if file else "notebook"
 
 
-def _environment_entries(
-    env: Environment, name: str, args: RLArguments, functions: FunctionFiles, env_args: Mapping[str, Any]
-) -> list[Entry]:
-    """Return the run's entries for an environment that a function makes or scores.
+def _split_environment(
+    env: Environment | None, task: RewardTask | None, args: RLArguments
+) -> tuple[Environment, dict[str, Any]]:
+    """Return the environment without fixed arguments, and these. The first function of a task names its environment."""
+    if task is not None:
+        if env is not None or args.rewards is not None:
+            given = "env" if env is not None else "rewards of RLConfig"
+            raise ConfigError(
+                f"{given} and reward_funcs exclude each other: reward_funcs with train_dataset are the environment"
+            )
+        if args.eval_strategy == "steps" and task.eval_dataset is None:
+            raise ConfigError('eval_strategy "steps" needs eval_dataset')
+        first = next(iter([task.reward_funcs] if callable(task.reward_funcs) else task.reward_funcs or []), None)
+        return name_of_environment(first) if callable(first) else "rewards", {}
+    if not (isinstance(env, str) or callable(env)):
+        raise ConfigError(
+            f"env must be the id of an environment or a function that returns one, got an object of type {type(env).__name__}: "
+            "other processes make it; without an environment, give reward_funcs and train_dataset"
+        )
+    return (env, {}) if isinstance(env, str) else split_partial(env)
 
-    An environment that is an id, without `args.rewards`, needs none: the dialect has a key for it.
-    """
-    if isinstance(env, str) and args.rewards is None:
+
+def _path_of_environment(env: Environment, args: RLArguments, functions: FunctionFiles) -> str:
+    """Return the id of an environment, or the import path of one that a function of the program makes or scores."""
+    if args.rewards is None:
+        return env if isinstance(env, str) else functions.path_of(env, argument="env")
+    pairs = [reward if isinstance(reward, tuple) else (reward, 1.0) for reward in args.rewards]
+    arguments = {
+        "environment": env,
+        "reward_funcs": [function for function, _ in pairs],
+        "weights": [weight for _, weight in pairs],
+    }
+    return functions.path_of_call(
+        "trivet.environments.apis.v0.reward_functions:load_with_rewards", arguments, argument="rewards"
+    )
+
+
+def _environment_entries(table: Mapping[str, Any], args: RLArguments) -> list[Entry]:
+    """Return the run's entries for an environment in a file. One that is an id needs none: the dialect has a key for it."""
+    if file_of(table["id"]) is None:
         return []
-    path = env if isinstance(env, str) else functions.path_of(env, argument="env")
-    if args.rewards is not None:
-        pairs = [reward if isinstance(reward, tuple) else (reward, 1.0) for reward in args.rewards]
-        rewards = [functions.path_of(reward, argument="rewards") for reward, _ in pairs]
-        path = functions.with_rewards(path, rewards, weights=[weight for _, weight in pairs])
-    table = {"id": path, "name": name.rpartition("/")[2], "args": dict(env_args)}
     paths = [("orchestrator", "env"), *([("orchestrator", "eval", "env")] if args.eval_strategy == "steps" else [])]
-    return [Entry(path=key_path, value=[table], origin="RLTrainer") for key_path in paths]
+    return [Entry(path=key_path, value=[dict(table)], origin="RLTrainer") for key_path in paths]
 
 
 def _section_keys(value: Any, functions: FunctionFiles, *, argument: str) -> dict[str, Any]:

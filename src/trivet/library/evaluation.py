@@ -20,6 +20,7 @@ from trivet.evaluation.plan import results_layout
 from trivet.evaluation.scores import Summary
 from trivet.evaluation.targets import complete_steps, read_origin
 from trivet.library.arguments import Environment, EvalArguments, entries_of, name_of_environment, written_values
+from trivet.library.callbacks import new_summaries
 from trivet.library.functions import FunctionFiles, split_partial
 from trivet.library.process import RunProcess
 from trivet.library.trainers import ProgressBar
@@ -101,8 +102,7 @@ def _plan(
     if env is not None:
         function, fixed_args = (env, {}) if isinstance(env, str) else split_partial(env)
         path = function if isinstance(function, str) else functions.path_of(function, argument="env")
-        name = function if isinstance(function, str) else name_of_environment(function)
-        values["env"] = [{"id": path, "name": name, "args": {**fixed_args, **env_args}}]
+        values["env"] = [{"id": path, "name": name_of_environment(function), "args": {**fixed_args, **env_args}}]
     if weights_dir is not None:
         values["weights_dir"] = str(weights_dir)
     if base_url is not None:
@@ -138,6 +138,5 @@ def _plan_server(
 
 def _new_summaries(layout: RunLayout, *, since: float) -> list[Summary]:
     """Return the scores that were written since the Unix time `since`, sorted by step and environment."""
-    files = [path for path in layout.evals.glob("step_*/**/summary.json") if path.stat().st_mtime >= since]
-    found = [msgspec.json.decode(path.read_bytes(), type=Summary) for path in files]
+    found = [msgspec.json.decode(path.read_bytes(), type=Summary) for path in new_summaries(layout, since=since)]
     return sorted(found, key=lambda summary: (summary.step, summary.env))

@@ -1,108 +1,91 @@
-"""Gives every function that a user passes an import path, by which the processes of the run can import it.
+"""Writes the functions that a user passes as files, by which the processes of the run import them.
 
-The path of a module's function contains the module's name or file. A function of `__main__` (a script or a notebook) is pickled
-into a file of its own, which only processes of the same user may read.
+A function is pickled with everything of the program that it uses. What a module on the path of imports defines is pickled by its
+name. Only processes of the same user may read the files.
 """
 
 import functools
 import hashlib
 import inspect
 import sys
-import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import Any
+from types import CodeType, FunctionType, MethodType
+from typing import Any, cast
 
 from trivet.errors import ConfigError
-from trivet.process.imports import file_of
 from trivet.storage.durable import write_atomically
 
 FOLDER = ".functions"
 """The folder of these files in the output directory. The dot keeps it from counting as a result of an earlier run."""
 _MAIN = "__main__"
-_INSTALLED_FOLDERS = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-"""Folders whose modules every process of this interpreter can import by name."""
-# The text of a module with a pickled function.
-_PICKLED = '''"""A function of the program that started a run, as it was at that moment. Only processes of the same user read it."""
+# The text of a module whose value is in a pickle beside it.
+_MODULE = '''"""A function of the program that started a run, as it was at that moment. Only processes of the same user read it."""
 
 import pickle
 import sys
-
-sys.path.extend(folder for folder in {folders!r} if folder not in sys.path)
-{name} = pickle.loads({pickled!r})
-'''
-# The text of a module that loads an environment and replaces its reward functions.
-_WITH_REWARDS = '''"""An environment that is scored by functions of the program that started a run."""
-
 from functools import partial
-
-import verifiers as vf
+from pathlib import Path
 
 from trivet.process.imports import import_by_path
 
-
-def load_environment(**args):
-    env = {make}(**args)
-    env.rubric = vf.Rubric(funcs=[import_by_path(path) for path in {paths!r}], weights={weights!r})
-    return env
+sys.path.extend(folder for folder in {folders!r} if folder not in sys.path)
+pickled = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
+{name} = {expression}
 '''
 
 
 class FunctionFiles:
-    """Makes the import paths of a run's functions, and the files of the functions that are in no importable module."""
+    """Makes the import paths of a run's functions, and the files behind these paths."""
 
     def __init__(self, output_dir: Path) -> None:
         self._folder = output_dir.absolute() / FOLDER
-        self._sources: dict[Path, str] = {}
-        """The text of each file that `write` will write."""
+        self._files: dict[Path, bytes] = {}
+        """The content of each file that `write` will write."""
 
     def path_of(self, function: Callable[..., Any], *, argument: str) -> str:
-        """Return the import path of `function`. For a function of `__main__` the path is valid once `write` was called.
+        """Return the import path of `function`, which is valid once `write` was called.
 
-        Raises a ConfigError, which names the user's `argument`, if no other process can import the function.
+        Raises a ConfigError, which names the user's `argument`, if it is no function or uses a value that cannot be pickled.
         """
-        if not inspect.isfunction(function) or function.__qualname__ != function.__name__ or function.__name__ == "<lambda>":
-            raise ConfigError(
-                f"{argument} must be a function that is defined with def at the top level of a file or a cell, got {function!r}"
-            )
-        name = function.__name__
-        if function.__module__ == _MAIN:
-            return self._add(name, _pickle(function, argument=argument), identity=_identity(function))
-        module = sys.modules[function.__module__]
-        if inspect.unwrap(getattr(module, name, None)) is not inspect.unwrap(function):  # type: ignore[arg-type]  # unwrap returns None for None
-            raise ConfigError(f"{argument}: module {module.__name__} has no function {name} that is {function!r}")
-        file = getattr(module, "__file__", None)
-        if file is None or not _INSTALLED_FOLDERS.isdisjoint(Path(file).resolve().parents):
-            return f"{module.__name__}:{name}"
-        return f"{Path(file).resolve()}:{name}"
+        if not callable(function):
+            raise ConfigError(f"{argument} must be a function, got {function!r}")
+        return self._add(name_of(function, default=argument), "pickled", function, argument=argument)
 
-    def with_rewards(self, environment: str, rewards: Sequence[str], *, weights: Sequence[float]) -> str:
-        """Return the import path of a function that loads an environment and replaces its reward functions.
+    def path_of_call(self, function: str, arguments: Mapping[str, Any], *, argument: str, identity: object = None) -> str:
+        """Return the import path of a `load_environment` that calls the function at the import path `function` with `arguments`.
 
         Args:
-            environment: an id or an import path.
-            rewards: the import paths of the reward functions.
-            weights: the weight of each of them.
+            identity: what of the arguments names the file; None: all of them.
         """
-        loader = "import_by_path({})" if file_of(environment) is not None else "partial(vf.load_environment, {})"
-        make = loader.format(repr(environment))
-        source = _WITH_REWARDS.format(make=make, paths=list(rewards), weights=list(weights))
-        return self._add("load_environment", source, identity=source)
+        expression = f"partial(import_by_path({function!r}), **pickled)"
+        return self._add("load_environment", expression, dict(arguments), argument=argument, identity=identity)
 
     def write(self) -> None:
         """Write the files. Only their owner may read them, because they may contain secrets of the program."""
-        if self._sources:
+        if self._files:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._folder.chmod(0o700)
-        for file, source in self._sources.items():
-            write_atomically(file, source.encode(), is_private=True)
+        for file, content in self._files.items():
+            write_atomically(file, content, is_private=True)
 
-    def _add(self, name: str, source: str, *, identity: str) -> str:
-        """Add a file with the function `name`; return its import path. Equal identities give equal names, also in a resumed run."""
-        file = self._folder / f"{name}_{hashlib.sha256(identity.encode()).hexdigest()[:8]}.py"
-        self._sources[file] = source
+    def _add(self, name: str, expression: str, value: object, *, argument: str, identity: object = None) -> str:
+        """Add the module of `name`, and the pickle of `value`, which `expression` uses. Return the import path of `name`.
+
+        Equal identities give equal names, also in a resumed run.
+        """
+        digest = hashlib.sha256(_identity(value if identity is None else identity).encode()).hexdigest()
+        file = self._folder / f"{name}_{digest[:8]}.py"
+        folders = [str(Path(folder).absolute()) for folder in sys.path]
+        self._files[file] = _MODULE.format(folders=folders, name=name, expression=expression).encode()
+        self._files[file.with_suffix(".pickle")] = _pickle(value, argument=argument)
         return f"{file}:{name}"
+
+
+def name_of(function: Callable[..., Any], *, default: str) -> str:
+    """Return the name of a function, or of the class of an object that can be called; `default` for a lambda."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if name.isidentifier() else default
 
 
 def split_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -116,54 +99,77 @@ def split_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], dic
     return function, fixed
 
 
-def _pickle(function: FunctionType, *, argument: str) -> str:
-    """Return the source of a module that contains `function` and everything in `__main__` that it uses, pickled."""
-    import cloudpickle  # here: most runs pass functions of modules, or none
+def _pickle(value: object, *, argument: str) -> bytes:
+    """Return `value` and everything of the program that it uses, pickled."""
+    import cloudpickle  # here: most runs pass functions of packages, or none
 
+    for name in _modules_of(value) - {_MAIN}:
+        package = name.partition(".")[0]
+        if name in sys.modules and not any(finder.find_spec(package, None) for finder in sys.meta_path):
+            cloudpickle.register_pickle_by_value(sys.modules[name])  # no other process could import it by its name
     try:
-        pickled = cloudpickle.dumps(function)
-    except Exception as exc:  # objects that the function uses may raise anything when they are pickled
+        return cloudpickle.dumps(value)
+    except Exception as exc:  # objects that a function uses may raise anything when they are pickled
         raise ConfigError(
             f"{argument} uses a value that other processes cannot have: {exc}; make it inside the function, or move it with the "
             "function into a file of its own, and import that"
         ) from exc
-    folders = [str(Path(folder).absolute()) for folder in sys.path]
-    return _PICKLED.format(folders=folders, name=function.__name__, pickled=pickled)
 
 
-def _identity(function: FunctionType) -> str:
-    """Return a text that identifies what a function of `__main__` computes: its code, and what it uses of `__main__`.
+def _modules_of(value: object) -> set[str]:
+    """Return the modules that define the functions in `value`."""
+    if isinstance(value, Mapping):
+        return set().union(*map(_modules_of, value.values()))
+    if isinstance(value, list | tuple):
+        return set().union(*map(_modules_of, value))
+    return {str(value.__module__)} if isinstance(value, FunctionType | type) else set()
 
-    Unlike pickled bytes, the text stays the same in another process and if the function moves to another line.
+
+def _identity(value: object, seen: dict[int, object] | None = None) -> str:
+    """Return a text that identifies what functions of the program compute: their code, and what it uses of the program.
+
+    Unlike pickled bytes, the text stays the same in another process and if a function moves to another line.
+
+    Args:
+        seen: the values that the text has already, by `id`. They are kept alive, so no later value gets the `id` of one.
     """
-    parts: dict[str, str] = {}
+    if isinstance(value, str | bytes | int | float | None):
+        return repr(value)
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return ""
+    seen[id(value)] = value
+    return f"{type(value).__name__}({', '.join(_identity(part, seen) for part in _parts_of(value))})"
 
-    def visit(name: str, value: object) -> None:
-        """Add the text of a function, class or value of `__main__` to `parts`, and of everything that it uses."""
-        if name in parts:
-            return
-        parts[name] = ""
-        value = inspect.unwrap(value) if callable(value) else value
-        if isinstance(value, FunctionType) and value.__module__ == _MAIN:
-            parts[name] = visit_code(value.__code__, value.__globals__) + repr((value.__defaults__, value.__kwdefaults__))
-        elif isinstance(value, type) and value.__module__ == _MAIN:
-            for attribute, attribute_value in vars(value).items():
-                visit(f"{name}.{attribute}", attribute_value)
-        elif isinstance(value, str | bytes | int | float | list | tuple | dict | None):
-            parts[name] = repr(value)
 
-    def visit_code(code: CodeType, namespace: dict[str, Any]) -> str:
-        """Visit everything that `code` uses, and return its own text."""
-        for name in code.co_names:
-            if name in namespace:
-                visit(name, namespace[name])
-        constants = [
-            visit_code(constant, namespace)
-            if isinstance(constant, CodeType)
-            else repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
-            for constant in code.co_consts
-        ]
-        return repr((code.co_code, code.co_names, code.co_varnames, constants))
+def _parts_of(value: Any) -> Iterable[object]:
+    """Return what identifies a value: of a function of the program its code and what it uses, of other functions the name."""
+    value = cast(Any, inspect.unwrap(value) if callable(value) else value)
+    match value:
+        case dict():
+            return [*value, *value.values()]
+        case list() | tuple():
+            return value
+        case frozenset():
+            return sorted(map(repr, value))
+        case functools.partial():
+            return [value.func, value.args, value.keywords]
+        case MethodType():
+            return [value.__func__]
+        case CodeType() as code:
+            return [code.co_code, code.co_names, code.co_varnames, code.co_consts]
+        case FunctionType(__module__="__main__") as function:
+            used = {name: function.__globals__.get(name) for name in _names_in(function.__code__)}
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+            return [function.__code__, used, cells, function.__defaults__, function.__kwdefaults__]
+        case type(__module__="__main__"):
+            return [vars(value)[name] for name in sorted(vars(value)) if name != "__firstlineno__"]
+        case FunctionType() | type():
+            return [value.__module__, value.__qualname__]
+    return ()
 
-    visit(function.__name__, function)
-    return repr(sorted(parts.items()))
+
+def _names_in(code: CodeType) -> list[str]:
+    """Return the global names that `code` and the functions inside it use."""
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names_in(constant)]
+    return [*code.co_names, *inner]

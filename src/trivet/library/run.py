@@ -7,29 +7,42 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trivet.config.layout import MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.errors import HistoryError, WeightsError
+from trivet.library.hub import upload, write_card
+from trivet.process.lifetime import module_command
 from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS, sync_tree
 from trivet.view.files import GrowingLines
 from trivet.view.run import open_run
 from trivet.view.status import read_status
+from trivet.weights.adapters import ADAPTER_CONFIG, is_adapter
 from trivet.weights.manifest import read_manifest, verify
 from trivet.weights.retention import acknowledge, forget_reader
 from trivet.wire.rollouts import RolloutRecord
 from trivet.wire.status import RunStatus
 from trivet.wire.versions import PolicyVersion
 
+if TYPE_CHECKING:
+    import pandas
+
 _COPY_LIFETIME_S = 600.0
 """Time for which the run keeps a policy that is being copied, in case that the copying program is killed."""
+
+
+_MAX_ERROR_CHARS = 2000
+"""The end of a failed merge's output that an error shows."""
 
 
 class RecordedRollout(RolloutRecord):
@@ -88,38 +101,85 @@ class Policy:
     directory: Path
     """The directory in the format of Hugging Face, with a manifest. With LoRA it holds the adapter. The run may remove it later."""
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, *, merged: bool = False) -> Path:
         """Copy the policy to a new directory, which transformers and vLLM can load.
+
+        Args:
+            merged: write an adapter together with its base model, as one complete model.
 
         Raises a WeightsError if the directory exists, or if the policy is incomplete or damaged.
         """
-        target, layout = Path(path), RunLayout(self.directory.parent.parent)
+        target = Path(path)
         if target.exists():
             raise WeightsError(
                 f"{target} exists already; save the policy under another name, or remove that first. Nothing is lost: the policy "
-                f"is in {self.directory}, which trivet.Run({str(layout.root)!r}).policy finds again"
+                f"is in {self.directory}, which trivet.Run({str(self._layout.root)!r}).policy finds again"
             )
-        reader = f"save-{os.getpid()}-{secrets.token_hex(4)}"
         staging = target.absolute().with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        if layout.readers.is_dir():  # the trainer of a live run keeps every policy that a registered reader needs
-            acknowledge(layout, reader, PolicyVersion(self.version), lifetime_s=_COPY_LIFETIME_S)
         try:
-            verify(self.directory)
-            shutil.copytree(self.directory, staging, ignore=shutil.ignore_patterns(MANIFEST, STABLE))
-            adapter_config = staging / "adapter_config.json"
-            if adapter_config.exists():  # an absolute path works from any working directory; a name on the hub stays
-                config = json.loads(adapter_config.read_bytes())
-                base = config.get("base_model_name_or_path")
-                if base and Path(base).is_dir():
-                    config["base_model_name_or_path"] = str(Path(base).absolute())
-                    adapter_config.write_text(json.dumps(config, indent=2))
+            with self._kept():
+                verify(self.directory)
+                if merged and is_adapter(self.directory):
+                    self._merge(staging)
+                else:
+                    shutil.copytree(self.directory, staging, ignore=shutil.ignore_patterns(MANIFEST, STABLE))
+                    _name_base_absolutely(staging)
             sync_tree(staging)
             staging.rename(target)
         finally:
-            forget_reader(layout, reader)
             with suppress(FileNotFoundError):
                 shutil.rmtree(staging)
         return target
+
+    def push_to_hub(self, repo_id: str, *, merged: bool = False, private: bool | None = None, token: str | None = None) -> str:
+        """Upload the policy and its model card to the Hugging Face hub; return the address of the commit.
+
+        Args:
+            repo_id: `user/name`. A repository that is not there is made.
+            merged: as in `save`.
+            private: whether a new repository is private; None: the default of the account.
+            token: None: that of `hf auth login` or HF_TOKEN.
+        """
+        with tempfile.TemporaryDirectory(prefix="trivet-push-") as scratch:
+            directory = self.save(Path(scratch) / "model", merged=merged)
+            write_card(directory, self, name=repo_id.rpartition("/")[2], steps=Run(self._layout.root).steps)
+            return upload(directory, repo_id, private=private, token=token, message=f"step {self.version}")
+
+    @property
+    def _layout(self) -> RunLayout:
+        return RunLayout(self.directory.parent.parent)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Register a reader of the policy during the block: the trainer of a live run keeps what a reader needs."""
+        reader = f"save-{os.getpid()}-{secrets.token_hex(4)}"
+        if self._layout.readers.is_dir():
+            acknowledge(self._layout, reader, PolicyVersion(self.version), lifetime_s=_COPY_LIFETIME_S)
+        try:
+            yield
+        finally:
+            forget_reader(self._layout, reader)
+
+    def _merge(self, target: Path) -> None:
+        """Write the adapter and its base model as one model, in a process of its own, which imports torch."""
+        command = module_command("trivet.cli.main", "merge", str(self.directory), str(target))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise WeightsError(
+                f"{self.directory} cannot be merged into its base model: {done.stderr.strip()[-_MAX_ERROR_CHARS:]}"
+            )
+
+
+def _name_base_absolutely(directory: Path) -> None:
+    """Make an adapter name its base model by an absolute path, which works from anywhere. A name on the hub stays."""
+    file = directory / ADAPTER_CONFIG
+    if not file.exists():
+        return
+    config = json.loads(file.read_bytes())
+    base = config.get("base_model_name_or_path")
+    if base and Path(base).is_dir():
+        config["base_model_name_or_path"] = str(Path(base).absolute())
+        file.write_text(json.dumps(config, indent=2))
 
 
 class Run:
@@ -143,6 +203,20 @@ class Run:
     def steps(self) -> list[RunStep]:
         """The valid steps in rising order. A step that was taken again after a restart is included once, with its last values."""
         return StepReader(self._layout).read_new()
+
+    def rollouts_frame(self) -> "pandas.DataFrame":
+        """Return a table with a row for each rollout that was trained on, and a column `score/NAME` for each reward function."""
+        import pandas  # here: takes a second to import
+
+        rows: list[dict[str, Any]] = []
+        for step in self.steps:
+            for rollout in step.rollouts:
+                row = {
+                    name: value for name, value in msgspec.structs.asdict(rollout).items() if name not in ("scores", "versions")
+                }
+                scores = {f"score/{name}": value for name, value in rollout.scores.items()}
+                rows.append({"step": step.number, **row, "text": rollout.text, **scores})
+        return pandas.DataFrame(rows)
 
     @property
     def policies(self) -> list[Policy]:

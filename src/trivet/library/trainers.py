@@ -24,8 +24,10 @@ from trivet.errors import ConfigError
 from trivet.key_names import names_to_variable, use_names
 from trivet.launcher.logs import describe_activity, make_progress
 from trivet.library.arguments import Environment, RLArguments, SFTArguments, plan_run, plan_sft
+from trivet.library.callbacks import Callbacks
 from trivet.library.functions import FunctionFiles
 from trivet.library.process import PYTHON_NAMES, RunProcess
+from trivet.library.rewards import RewardTask
 from trivet.library.run import Policy, Run, RunStep, StepReader
 from trivet.storage.durable import replace_file, write_atomically
 from trivet.view.status import read_status
@@ -45,7 +47,7 @@ class _Trainer:
         names: Mapping[str, str] | None = None,
         stop_timeout_s: float = 0.0,
         functions: FunctionFiles | None = None,
-        callbacks: Sequence[Callable[[RunStep], object]],
+        callbacks: Sequence[Any],
         progress: bool,
     ) -> None:
         self._config = config
@@ -53,6 +55,7 @@ class _Trainer:
         self._layout = RunLayout(config.output_dir)
         self._functions = functions
         self._callbacks = callbacks
+        Callbacks(callbacks, self._layout, since=0.0)  # refuses what is none
         self._progress = progress
 
     def __iter__(self) -> Iterator[RunStep]:
@@ -64,6 +67,7 @@ class _Trainer:
         if self._process.is_running:
             raise ConfigError("the run goes on already: one loop takes its steps; end that first, or call stop()")
         started, missed = time.time(), self._missed_steps()
+        callbacks = Callbacks(self._callbacks, self._layout, since=started)
         if self._functions is not None:
             self._functions.write()
         with (
@@ -71,11 +75,12 @@ class _Trainer:
             _stopped_after_cell_errors(self._process),
             ProgressBar(self._config.max_steps, is_wanted=self._progress) as bar,
         ):
-            for step in itertools.chain(missed, self._new_steps(bar, started=started)):
+            for step in itertools.chain(missed, self._new_steps(bar, callbacks, started=started)):
                 replace_file(self._layout.yielded_step, str(step.number).encode())
-                for callback in self._callbacks:
-                    callback(step)
+                if callbacks.step(step):
+                    self.stop()
                 yield step
+        callbacks.end(self.run)
 
     def train(self) -> Run:
         """Run to the end and return what the run wrote."""
@@ -114,7 +119,11 @@ class _Trainer:
         last = int(yielded.read_text())
         return [step for step in StepReader(self._layout).read_new() if last < step.number <= committed[-1]]
 
-    def _new_steps(self, bar: "ProgressBar", *, started: float) -> Iterator[RunStep]:
+    def rollouts_frame(self) -> Any:
+        """Return the rollouts that were trained on until now, as `Run.rollouts_frame` does."""
+        return self.run.rollouts_frame()
+
+    def _new_steps(self, bar: "ProgressBar", callbacks: Callbacks, *, started: float) -> Iterator[RunStep]:
         """Yield the steps that the run has finished since the Unix time `started`, until it ends; raise its error if it failed."""
         reader, last = StepReader(self._layout, since=started), 0
         while True:
@@ -125,6 +134,8 @@ class _Trainer:
                 values = (f"{label}={step.metrics[name]:.4g}" for label, name in shown.items() if name in step.metrics)
                 bar.update(last, activity=" ".join(values))
                 yield step
+            if callbacks.results():
+                self.stop()
             status = None
             if exit_code is not None or not last:
                 with suppress(ConfigError):  # this start has written no status yet
@@ -141,26 +152,48 @@ class _Trainer:
 class RLTrainer(_Trainer):
     """Reinforcement learning on an environment: the command `rl` for a Python program."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what a program may pass, each by its name
         self,
         model: str | Path,
-        env: Environment,
+        env: Environment | None = None,
         args: RLArguments | None = None,
         *,
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        environment_factory: Callable[[], Any] | None = None,
         env_args: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Any] = (),
         progress: bool = True,
     ) -> None:
         """Check everything that can be checked before a process is started. A ConfigError lists every problem.
 
         Args:
             model: Hugging Face name or a directory.
-            env: id of an installed environment, or a function that returns a verifiers environment.
+            env: id of an installed environment, or a function that returns a verifiers environment; None: `reward_funcs`.
             args: the arguments of the run; None uses the documented defaults.
+            reward_funcs: one function or several, as TRL's GRPOTrainer takes them: they get lists of prompts, completions and
+                columns of the data, and return a number or None for each completion.
+            train_dataset: examples with a column `prompt`, as a list of dictionaries, a datasets.Dataset or a path.
+            eval_dataset: the same, for evaluations.
+            tools: functions that the model may call, and classes: each rollout gets an object, whose methods it may call.
+            environment_factory: makes such an object; reward functions get it in `environments`.
             env_args: passed to load_environment, or to the function.
+            callbacks: called in this process, after those of `args`.
             progress: show a bar in a terminal or a notebook.
         """
         args = args or RLArguments()
-        planned = plan_run(model, env, args, env_args=env_args or {})
+        task = None
+        if reward_funcs is not None or train_dataset is not None or environment_factory is not None or tools:
+            task = RewardTask(
+                reward_funcs=reward_funcs,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                tools=tools,
+                environment_factory=environment_factory,
+            )
+        planned = plan_run(model, env, args, env_args=env_args or {}, task=task)
         with use_names(PYTHON_NAMES):
             require_files(planned.config)
         super().__init__(
@@ -169,7 +202,7 @@ class RLTrainer(_Trainer):
             names=PYTHON_NAMES,
             functions=planned.functions,
             stop_timeout_s=planned.config.recovery.preemption_grace_s + planned.config.shutdown_timeout_s,
-            callbacks=args.callbacks,
+            callbacks=[*args.callbacks, *callbacks],
             progress=progress,
         )
 
@@ -183,7 +216,7 @@ class SFTTrainer(_Trainer):
         data: str | Path | None = None,
         args: SFTArguments | None = None,
         *,
-        callbacks: Sequence[Callable[[RunStep], object]] = (),
+        callbacks: Sequence[Any] = (),
         progress: bool = True,
     ) -> None:
         """Check everything that can be checked before a process is started. A ConfigError lists every problem.
@@ -192,7 +225,7 @@ class SFTTrainer(_Trainer):
             model: Hugging Face name or a directory; None: `args.model.name`.
             data: file, directory or data set with the conversations; None: `args.data.name`.
             args: the run's arguments; None: the defaults of `sft`.
-            callbacks: called in this process with each step.
+            callbacks: called in this process.
             progress: show a bar in a terminal or a notebook.
         """
         config = plan_sft(model, data, args or SFTArguments())

@@ -1,7 +1,6 @@
-"""Import paths of functions. Those of `__main__` are tested by scripts, as a user runs them."""
+"""Functions reach other processes by files. Those of `__main__` are tested by scripts, as a user runs them."""
 
 import functools
-import importlib
 import json
 import os.path
 import stat
@@ -9,70 +8,74 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from datasets import Dataset
 
 from trivet.errors import ConfigError
 from trivet.library.functions import FunctionFiles, split_partial
 from trivet.process.imports import import_by_path
 
 
-def write_module(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> object:
-    (folder / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(str(folder))
-    module = importlib.import_module(name)
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, name, module)  # removed at the end of the test
-    return module
+def imported(files: FunctionFiles, path: str) -> object:
+    files.write()
+    return import_by_path(path)
 
 
 def test_a_function_of_an_installed_module_goes_by_its_name(tmp_path: Path) -> None:
-    path = FunctionFiles(tmp_path).path_of(os.path.join, argument="loss")
-    assert import_by_path(path) is os.path.join
-    assert ".py" not in path
+    files = FunctionFiles(tmp_path)
+    assert imported(files, files.path_of(os.path.join, argument="loss")) is os.path.join
 
 
-def test_a_function_of_a_users_file_goes_by_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = write_module(tmp_path, "file_of_a_user", "def f():\n    return 3\n", monkeypatch)
-    path = FunctionFiles(tmp_path).path_of(module.f, argument="loss")
-    assert path == f"{tmp_path}/file_of_a_user.py:f"
-    assert import_by_path(path)() == 3
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda inputs: inputs, print, functools.partial(print), test_a_function_of_a_users_file_goes_by_that_file.__str__],
-)
-def test_what_has_no_name_of_its_own_is_refused(tmp_path: Path, function: object) -> None:
-    with pytest.raises(ConfigError, match="advantage must be a function that is defined with def"):
-        FunctionFiles(tmp_path).path_of(function, argument="advantage")
-
-
-def test_a_function_that_its_module_has_no_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = write_module(tmp_path, "changed_meanwhile", "def f():\n    return 3\n", monkeypatch)
-    old, module.f = module.f, print
-    with pytest.raises(ConfigError, match="loss: module changed_meanwhile has no function f"):
-        FunctionFiles(tmp_path).path_of(old, argument="loss")
-
-
-def test_rewards_replace_the_rubric_of_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "def half(completion, **kwargs):\n    return 0.5\n\n\ndef one(completion, **kwargs):\n    return 1.0\n"
-    module = write_module(tmp_path, "rewards_of_a_user", source, monkeypatch)
+def test_only_the_user_may_read_the_files_and_none_is_written_before_the_run_starts(tmp_path: Path) -> None:
     files = FunctionFiles(tmp_path / "outputs")
-    rewards = [files.path_of(function, argument="rewards") for function in (module.half, module.one)]
-    path = files.with_rewards("reverse-text", rewards, weights=[1.0, 0.25])
-    assert not (tmp_path / "outputs").exists()  # nothing is written before the run is started
+    path = files.path_of(lambda inputs: inputs, argument="loss")
+    assert not (tmp_path / "outputs").exists()
+    assert imported(files, path)(5) == 5
+    folder = Path(path.rpartition(":")[0]).parent
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, *sorted(folder.glob("loss_*")))] == [0o700, 0o600, 0o600]
+
+
+def test_closures_methods_and_objects_that_can_be_called_take_their_values_along(tmp_path: Path) -> None:
+    class Scale:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+            self.data = Dataset.from_list([{"weight": 2.0}])
+
+        def __call__(self, value: float) -> float:
+            return value * self.factor * self.data[0]["weight"]
+
+    scale = Scale(1.5)
+    files = FunctionFiles(tmp_path)
+    paths = [files.path_of(each, argument="loss") for each in (scale, scale.__call__, lambda value: scale(value))]
     files.write()
-    file = Path(path.rpartition(":")[0])
-    assert [stat.S_IMODE(each.stat().st_mode) for each in (file.parent, file)] == [0o700, 0o600]
-    env = import_by_path(path)(num_examples=4)
-    assert ([each.__name__ for each in env.rubric.funcs], env.rubric.weights) == (["half", "one"], [1.0, 0.25])
-    files = FunctionFiles(tmp_path / "outputs")
-    again = files.with_rewards(f"{file}:load_environment", rewards[:1], weights=[1.0])
-    assert again != path
-    files.write()
-    env = import_by_path(again)(num_examples=4)
-    assert [each.__name__ for each in env.rubric.funcs] == ["half"]
+    assert [import_by_path(path)(2.0) for path in paths] == [6.0, 6.0, 6.0]
+    with pytest.raises(ConfigError, match="loss must be a function, got 3"):
+        files.path_of(3, argument="loss")
+
+
+def test_a_module_that_no_other_process_can_import_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("made_in_memory")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("def inner():\n    return 3\n\n\ndef f():\n    return inner()\n", module.__dict__)
+    files = FunctionFiles(tmp_path)
+    path = files.path_of(module.f, argument="loss")
+    monkeypatch.delitem(sys.modules, module.__name__)
+    assert imported(files, path)() == 3
+
+
+def test_rewards_replace_the_rubric_of_an_environment(tmp_path: Path) -> None:
+    def half(completion, **kwargs) -> float:
+        return 0.5
+
+    loader = "trivet.environments.apis.v0.reward_functions:load_with_rewards"
+    files = FunctionFiles(tmp_path)
+    arguments = {"environment": "reverse-text", "reward_funcs": [half], "weights": [0.25]}
+    env = imported(files, files.path_of_call(loader, arguments, argument="rewards"))(num_examples=4)
+    assert ([each.__name__ for each in env.rubric.funcs], env.rubric.weights) == (["half"], [0.25])
+    env = imported(files, files.path_of_call(loader, {**arguments, "environment": lambda: env}, argument="rewards"))()
+    assert len(env.get_dataset()) == 4
 
 
 def test_a_partial_is_a_function_and_its_keywords() -> None:

@@ -42,6 +42,8 @@ class ScoreForm(StrEnum):
     """The number of one rollout, or several by name."""
     GROUP = "group"
     """A number for each rollout of a group."""
+    PARTIAL_GROUP = "partial_group"
+    """A number for each rollout of a group, or None for a rollout to which the function does not apply."""
 
 
 class RewardNotFinite(ValueError):
@@ -124,6 +126,11 @@ def guard(
     return guarded
 
 
+def is_of_one_rollout(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether a function with these parameters scores one rollout, not a group, in the form of TRL."""
+    return not {"prompt", "completion"}.isdisjoint(parameters) and {"prompts", "completions"}.isdisjoint(parameters)
+
+
 def _handle_error(name: str, error: BaseException) -> float:
     """Collect an error of a reward function. Return the collection's `value_on_error`; if it is None, raise the error."""
     collection = _collection.get()
@@ -187,7 +194,7 @@ def _read_all(value: Any, scores: ScoreForm, read: Callable[[Any], float]) -> An
     """Convert each number in a reward function's value with `read`. The message of an error is the end of a sentence."""
     if scores is ScoreForm.NAMED and isinstance(value, Mapping):
         return {key: read(inner) for key, inner in value.items()}
-    if scores is not ScoreForm.GROUP:
+    if scores not in (ScoreForm.GROUP, ScoreForm.PARTIAL_GROUP):
         return read(value)
     values = value.tolist() if hasattr(value, "tolist") else value
     collection = _collection.get()
@@ -197,7 +204,7 @@ def _read_all(value: Any, scores: ScoreForm, read: Callable[[Any], float]) -> An
         raise TypeError(f"{_describe_value(value)}, not a list of {count}numbers, one for each rollout of the group")
     if num_rollouts is not None and len(values) != num_rollouts:
         raise ValueError(f"{_describe_value(value)}, of length {len(values)} for the {count}rollouts of the group")
-    return [read(inner) for inner in values]
+    return [None if inner is None and scores is ScoreForm.PARTIAL_GROUP else read(inner) for inner in values]
 
 
 def _as_reward(value: Any) -> float:

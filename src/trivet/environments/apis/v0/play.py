@@ -12,6 +12,7 @@ from typing import Any
 
 import verifiers as vf
 from openai import AsyncOpenAI, BadRequestError
+from openai.types.chat import ChatCompletion
 
 from trivet.environments.apis.groups import Stage, StageBoard, is_infrastructure, limit_time, play_group
 from trivet.environments.apis.messages import describe, find_answer, find_example, shorten_messages, to_messages
@@ -183,15 +184,49 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
                 break
         return await super().get_response(prompt, model, sampling_args, tools, **kwargs)
 
-    async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
+    async def to_native_prompt(self, messages: vf.Messages) -> Any:
+        """Return the messages of a request. A prompt of plain text stays one: the model continues it without a chat template."""
+        if len(messages) == 1 and messages[0].role == "text":
+            return str(messages[0].content), {}
+        return await super().to_native_prompt(messages)
+
+    async def get_native_response(
+        self, prompt: Any, model: str, sampling_args: vf.SamplingArgs, *args: Any, **kwargs: Any
+    ) -> Any:
         """Raise OverlongPromptError, as verifiers expects, for a prompt that fills the whole context."""
         try:
-            return await super().get_native_response(*args, **kwargs)
+            if isinstance(prompt, str):
+                return await self._continue_text(prompt, model, sampling_args)
+            return await super().get_native_response(prompt, model, sampling_args, *args, **kwargs)
         except BadRequestError as exc:
             # vLLM's message for a prompt as long as the context. verifiers itself recognizes the message for a longer prompt.
             if "max_tokens must be at least 1" in exc.response.text:
                 raise vf.OverlongPromptError from exc
             raise
+
+    async def _continue_text(self, prompt: str, model: str, sampling_args: vf.SamplingArgs) -> ChatCompletion:
+        """Complete a plain text by /v1/completions. The answer is returned in the form of a chat completion."""
+        wants_logprobs = {"logprobs": 0} if sampling_args.get("logprobs") else {}  # 0: of the sampled token alone
+        completions = vf.OpenAICompletionsClient(self.client)
+        answer = await completions.get_native_response(prompt, model, {**sampling_args, **wants_logprobs})
+        [choice] = answer.choices
+        extra = choice.model_extra or {}
+        logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs or []
+        converted = {
+            "index": 0,
+            "finish_reason": choice.finish_reason,
+            "message": {"role": "assistant", "content": choice.text},
+            "logprobs": {"content": [{"token": "", "logprob": value, "top_logprobs": []} for value in logprobs]},
+            **{name: extra.get(name) for name in ("token_ids", "policy_versions")},
+        }
+        return ChatCompletion.model_validate(
+            {
+                **answer.model_dump(exclude={"choices", "object"}),
+                "object": "chat.completion",
+                "choices": [converted],
+                "prompt_token_ids": extra.get("prompt_token_ids"),
+            }
+        )
 
     async def raise_from_native_response(self, response: Any) -> None:
         """Accept an empty completion: the policy chose to stop at once, which is a sample like any other."""

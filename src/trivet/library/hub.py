@@ -1,0 +1,114 @@
+"""Writes the model card of a policy, and uploads both to the Hugging Face hub.
+
+The card states what the files of the run prove: data, rewards, steps, commit and the result of `trivet check`.
+"""
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trivet.checkpoints.commit import committed_steps, read_record
+from trivet.config.layout import RunLayout
+from trivet.config.masking import mask_table
+from trivet.dependencies import own_version
+from trivet.errors import ConfigError, TrivetError
+from trivet.history.check import check_run
+from trivet.weights.adapters import is_adapter
+from trivet.weights.manifest import read_manifest
+
+if TYPE_CHECKING:
+    from trivet.library.run import Policy, RunStep
+
+_NUM_AVERAGED = 5
+"""Steps at the start and at the end of a run whose mean reward the card states."""
+
+
+def upload(directory: Path, repo_id: str, *, private: bool | None, token: str | None, message: str) -> str:
+    """Upload a directory as a model; return the address of the commit. Raises a ConfigError that has the hub's own answer."""
+    from huggingface_hub import HfApi  # here: takes half a second to import
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        return api.upload_folder(repo_id=repo_id, folder_path=directory, commit_message=message).commit_url
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as exc:
+        raise ConfigError(
+            f"{repo_id!r} cannot be pushed to {api.endpoint}: {exc}; log in with `hf auth login`, or give token=…"
+        ) from exc
+
+
+def write_card(directory: Path, policy: "Policy", *, name: str, steps: Sequence["RunStep"]) -> None:
+    """Write README.md of a saved policy into its directory."""
+    layout = RunLayout(policy.directory.parent.parent)
+    base = str(_read_config(layout, "trainer").get("model", {}).get("name", ""))
+    front = [
+        *(
+            [f"base_model: {base}"] if base and not Path(base).exists() else []
+        ),  # a directory of this machine is no model of the hub
+        f"library_name: {'peft' if is_adapter(directory) else 'transformers'}",
+        "pipeline_tag: text-generation",
+        "tags:\n- reinforcement-learning\n- trivet",
+    ]
+    facts = [
+        ("start model", Path(base).name if Path(base).exists() else base),
+        *(("data", text) for text in _data(layout)),
+        *_rewards([step for step in steps if step.number <= policy.version]),
+        ("steps", str(policy.version)),
+        ("policy", f"version {policy.version}, SHA-256 {read_manifest(policy.directory).digest}"),
+        ("commit", _commit(layout, policy.version)),
+        ("proof", _proof(layout)),
+    ]
+    rows = "\n".join(f"| {label} | {text.replace('|', '&#124;')} |" for label, text in facts)
+    text = f"# {name}\n\nTrained with trivet {own_version()}, by reinforcement learning.\n\n| | |\n|---|---|\n{rows}\n"
+    (directory / "README.md").write_text("---\n{}\n---\n{}".format("\n".join(front), text), encoding="utf-8")
+
+
+def _data(layout: RunLayout) -> Iterator[str]:
+    """Yield a line for each environment: its name, and the arguments that say what it is made of, without secrets."""
+    for env in _read_config(layout, "orchestrator").get("env", []):
+        args = env.get("args") or {}
+        described = ", ".join(f"{key}: {value}" for key, value in mask_table(args.get("made_of") or args).items() if value)
+        yield f"{env.get('name') or env['id']}{f' ({described})' if described else ''}"
+
+
+def _rewards(steps: Sequence["RunStep"]) -> Iterator[tuple[str, str]]:
+    """Yield the mean reward at both ends of the run, and the mean of each reward function at the last step with rollouts."""
+    values = [step.metrics["reward/mean"] for step in steps if "reward/mean" in step.metrics]
+    if values:
+        first, last = values[:_NUM_AVERAGED], values[-_NUM_AVERAGED:]
+        yield (
+            "reward",
+            f"{sum(first) / len(first):.4g} in the first {len(first)} steps, {sum(last) / len(last):.4g} in the last",
+        )
+    rollouts = steps[-1].rollouts if steps else []
+    for name in sorted({name for rollout in rollouts for name in rollout.scores}):
+        scores = [rollout.scores[name] for rollout in rollouts if name in rollout.scores]
+        yield f"`{name}`", f"{sum(scores) / len(scores):.4g} at step {steps[-1].number}"
+
+
+def _commit(layout: RunLayout, version: int) -> str:
+    """Describe the newest checkpoint that the policy includes."""
+    committed = [step for step in committed_steps(layout) if step <= version]
+    if not committed:
+        return "no checkpoint of this step or an earlier one is left"
+    return f"step {committed[-1]}, SHA-256 {read_record(layout, committed[-1]).digest}"
+
+
+def _proof(layout: RunLayout) -> str:
+    """Describe what `trivet check` finds in the run's files."""
+    try:
+        ledger = check_run(layout).ledger
+    except TrivetError as exc:
+        return f"the run's files cannot be checked: {exc}"
+    if ledger.breaches:
+        return f"broken: {len(ledger.breaches)} of {ledger.checks:,} statements of `trivet check` do not hold"
+    return f"consistent: {ledger.checks:,} statements of `trivet check` hold: rollouts trained once, versions, commits"
+
+
+def _read_config(layout: RunLayout, role: str) -> dict[str, Any]:
+    with suppress(FileNotFoundError):
+        return tomllib.loads((layout.configs / f"{role}.toml").read_text())
+    return {}
