@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from trivet.library.arguments import EvalArguments as EvalConfig
     from trivet.library.arguments import RLArguments as RLConfig
     from trivet.library.arguments import SFTArguments as SFTConfig
-    from trivet.library.callbacks import Stop
+    from trivet.library.callbacks import StopRun as Stop
     from trivet.library.evaluation import evaluate
     from trivet.library.run import Run
     from trivet.library.trainers import RLTrainer, SFTTrainer
@@ -24,7 +24,7 @@ _IMPORT_PATHS = {
     "Run": "trivet.library.run:Run",
     "SFTConfig": "trivet.library.arguments:SFTArguments",
     "SFTTrainer": "trivet.library.trainers:SFTTrainer",
-    "Stop": "trivet.library.callbacks:Stop",
+    "Stop": "trivet.library.callbacks:StopRun",
     "evaluate": "trivet.library.evaluation:evaluate",
 }
 """The module that defines each name of the library, and the name that it has there."""

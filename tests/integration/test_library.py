@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,9 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+import safetensors.numpy
 
+from support.documents import ROOT
 from support.histories import assert_proven
 from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
@@ -45,9 +49,9 @@ INFERENCE = {
 }
 
 
-def arguments(**others):
+def arguments(max_steps=4, **others):
     return trivet.RLConfig(
-        max_steps=4, batch_size=8, micro_batch_size=4, rollouts_per_example=4, max_seq_len=256, max_tokens=12, bf16=False,
+        max_steps=max_steps, batch_size=8, micro_batch_size=4, rollouts_per_example=4, max_seq_len=256, max_tokens=12, bf16=False,
         learning_rate=1e-2, use_lora=False, save_steps=2, loss=reinforce, output_dir=OUTPUT, inference=INFERENCE, **others,
     )
 """
@@ -80,6 +84,51 @@ args = trivet.SFTConfig(
 trainer = trivet.SFTTrainer(MODEL, DATA, args)
 print([(step.number, step.loss > 0, step.rollouts) for step in trainer], trainer.policy.version)
 """
+SMALL = """max_steps=2, batch_size=8, micro_batch_size=8, rollouts_per_example=4, max_seq_len=128, max_tokens=12, bf16=False,
+    inference={"max_num_seqs": 16, "cpu_kv_cache_gib": 0.125, "model": {"dtype": "float32", "enforce_eager": True}},"""
+"""Arguments in place of the number of steps of the page's first example."""
+AFTER_EXAMPLE = """
+frame = trainer.rollouts_frame()
+print(len(frame), sorted(name for name in frame.columns if name.startswith("score/")), frame["text"].str.len().gt(0).any())
+"""
+TEXTS = (
+    FUNCTIONS
+    + """
+heard = []
+
+
+class Heard:
+    def on_evaluation(self, summary):
+        heard.append(("evaluation", summary.env, summary.num_examples))
+
+    def on_save(self, checkpoint):
+        heard.append(("save", checkpoint.name))
+
+    def on_end(self, run):
+        heard.append(("end", run.status.state))
+
+
+class Secret:
+    wanted = "e"
+
+    def share(self, prompts, completions, trainer_state, completion_ids, **kwargs):
+        assert all(isinstance(completion, str) for completion in completions)
+        assert [len(ids) <= 12 for ids in completion_ids] and trainer_state.global_step < 100
+        return [text.count(self.wanted) / max(len(text), 1) for text in completions]
+
+
+trainer = trivet.RLTrainer(
+    MODEL,
+    reward_funcs=Secret().share,
+    train_dataset=[{"prompt": "once upon a time"}, {"prompt": "there was"}],
+    eval_dataset=[{"prompt": "a king"}],
+    args=arguments(max_steps=100, eval_strategy="steps", eval_steps=1),
+    callbacks=[Heard(), lambda step: trivet.Stop if step.number == 2 else None],
+)
+run = trainer.train()
+print(sorted({kind for kind, *_ in heard}), ("evaluation", "share", 1) in heard, heard[-1], run.steps[0].rollouts[0].prompt)
+"""
+)
 CELLS = [
     FUNCTIONS,
     "trainer = trivet.RLTrainer(MODEL, load_environment, arguments())",
@@ -118,6 +167,31 @@ def test_a_script_trains_with_its_own_functions_and_the_command_resumes_it(tmp_p
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert assert_proven(check_run(layout)).last_step == 4
+
+
+@pytest.mark.vllm
+def test_the_first_example_of_the_page_trains_an_adapter_and_saves_it_merged(tmp_path: Path, tiny_model: Path) -> None:
+    [example, *_] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/python.md").read_text(), re.MULTILINE | re.DOTALL)
+    start = tmp_path / "outputs/quickstart/sft/weights/step_100"
+    shutil.copytree(tiny_model, start)
+    assert "max_steps=100," in example
+    printed = run_script(tmp_path, example.replace("max_steps=100,", SMALL) + AFTER_EXAMPLE)
+    assert printed[-1] == "16 ['score/asks_nothing', 'score/brevity', 'score/num_turns'] True"
+    assert not (tmp_path / "my-model/adapter_config.json").exists()
+    saved, before = (safetensors.numpy.load_file(path / "model.safetensors") for path in (tmp_path / "my-model", start))
+    assert saved.keys() == before.keys()
+    assert any((saved[name] != before[name]).any() for name in saved)
+    assert_proven(check_run(RunLayout(tmp_path / "outputs/brevity")))
+
+
+@pytest.mark.vllm
+def test_plain_texts_are_continued_and_a_callback_ends_the_run(tmp_path: Path, tiny_model: Path) -> None:
+    layout = RunLayout(tmp_path / "outputs")
+    [printed] = run_script(tmp_path, names(MODEL=tiny_model, OUTPUT=layout.root) + TEXTS)
+    prompt = [{"role": "text", "content": "once upon a time"}], [{"role": "text", "content": "there was"}]
+    expected = "['end', 'evaluation', 'save'] True ('end', <RunState.INTERRUPTED: 'interrupted'>)"
+    assert printed in [f"{expected} {messages}" for messages in prompt]
+    assert assert_proven(check_run(layout)).last_step >= 2
 
 
 @pytest.mark.vllm

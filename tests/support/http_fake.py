@@ -40,6 +40,8 @@ def serve(answer: Answer) -> Iterator[str]:
         def do_POST(self) -> None:
             self._reply(self.rfile.read(int(self.headers["Content-Length"])))
 
+        do_PUT = do_POST
+
         def do_GET(self) -> None:
             self._reply(b"")
 

@@ -18,7 +18,7 @@ from trivet.library.run import Run, RunStep
 _METHODS = ("on_step", "on_evaluation", "on_save", "on_end")
 
 
-class Stop:
+class StopRun:
     """Returned by a callback, as `trivet.Stop` or `trivet.Stop()`, to end the run: it finishes its step and commits it."""
 
 
@@ -61,7 +61,7 @@ class Callbacks:
             yield path
 
     def _call(self, method: str, value: object) -> bool:
-        """Call every callback that has `method`; return whether one returned `Stop`. All are called."""
+        """Call every callback that has `method`; return whether one returned `trivet.Stop`. All are called."""
         chosen: list[Callable[[Any], object]] = []
         for callback in self._callbacks:
             has_methods = any(hasattr(callback, name) for name in _METHODS)
@@ -70,7 +70,7 @@ class Callbacks:
             elif method == "on_step" and not has_methods:
                 chosen.append(callback)
         returned = [call(value) for call in chosen]
-        return any(value is Stop or isinstance(value, Stop) for value in returned)
+        return any(value is StopRun or isinstance(value, StopRun) for value in returned)
 
 
 def new_summaries(layout: RunLayout, *, since: float) -> list[Path]:

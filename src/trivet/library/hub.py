@@ -28,13 +28,13 @@ _NUM_AVERAGED = 5
 def upload(directory: Path, repo_id: str, *, private: bool | None, token: str | None, message: str) -> str:
     """Upload a directory as a model; return the address of the commit. Raises a ConfigError that has the hub's own answer."""
     from huggingface_hub import HfApi  # here: takes half a second to import
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi(token=token)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         return api.upload_folder(repo_id=repo_id, folder_path=directory, commit_message=message).commit_url
-    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as exc:
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled) as exc:
         raise ConfigError(
             f"{repo_id!r} cannot be pushed to {api.endpoint}: {exc}; log in with `hf auth login`, or give token=…"
         ) from exc
