@@ -35,6 +35,8 @@ MAX_NAMED = 5
 """Limit of examples that a message names."""
 NUM_PROMPTS = 8
 """Prompts that are completed for the probe: one short prompt does not fill it, and some may be too long for the server."""
+_QUESTION = "What can you do?"
+"""Any text will do: the probe compares log-probabilities, not answers."""
 _MAX_TOKENS = 32
 """Limit of tokens of each completion for the probe, so that they are sampled within seconds."""
 
@@ -78,6 +80,8 @@ async def check_prompts(
     draws = list({(draw.env, draw.example_id): draw for draw in draws}.values())
     for draw in draws:
         example = await pool.example(draw.env, split=Split.TRAIN, example_id=draw.example_id)
+        if not example.prompt:  # its first message comes when it is played
+            continue
         try:
             count, context = await client.count_tokens(example.prompt, model=model)
         except InferenceError as exc:  # servers other than vLLM may not count tokens; the first rollouts show what does not fit
@@ -96,6 +100,15 @@ async def check_prompts(
             raise BatchError(f"{finding}: {reasons}; {advice}")
         logger.warning("%s: %s; they are left out of training, %s", finding, reasons, advice)
     return limits
+
+
+def with_question(prompt: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt that every chat template accepts: with a message of the user.
+
+    The first message of some environments comes only when they are played, and their examples have no prompt.
+    """
+    has_question = any(message.get("role") in ("user", "text") for message in prompt)
+    return [*prompt] if has_question else [*prompt, {"role": "user", "content": _QUESTION}]
 
 
 async def make_probe(

@@ -28,7 +28,7 @@ from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, data_of, read_part
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.prompts import NUM_CHECKED, NUM_PROMPTS, check_prompts, make_probe
+from trivet.orchestrator.prompts import NUM_CHECKED, NUM_PROMPTS, check_prompts, make_probe, with_question
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.step_directories import discard_after
 from trivet.telemetry import process_report
@@ -134,7 +134,8 @@ async def _begin_sampling(
     await _ensure_first_policy(loop, config)
 
     async def read_prompts(draws: Sequence[Draw]) -> list[list[dict[str, Any]]]:
-        return [(await pool.example(draw.env, split=Split.TRAIN, example_id=draw.example_id)).prompt for draw in draws]
+        examples = [await pool.example(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws]
+        return [with_question(example.prompt) for example in examples]
 
     async with AsyncExitStack() as checking:
         clients = [inference_client(config.client, root) for root in servers.roots]  # without the secret: they change no server

@@ -10,7 +10,7 @@ from trivet.algorithms.filters import FilterReason
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, InferenceError
 from trivet.orchestrator.buffer import FinishedGroup, GroupCounters
-from trivet.orchestrator.prompts import PromptLimits, check_prompts, limits_of
+from trivet.orchestrator.prompts import PromptLimits, check_prompts, limits_of, with_question
 from trivet.wire.groups import Example
 
 LIMITS = PromptLimits(seq_len=256, max_tokens={"toy": 16})
@@ -52,6 +52,20 @@ def test_a_server_that_counts_no_tokens_leaves_the_lengths_unknown() -> None:
             raise InferenceError("404")
 
     assert check([400], client=Deaf()) == LIMITS
+
+
+def test_an_example_whose_first_message_comes_in_play_is_not_measured_and_gets_a_question_for_the_probe() -> None:
+    class Silent(Prompts):
+        async def example(self, env: str, *, split: object, example_id: int) -> Example:
+            return Example(prompt=[] if example_id == 0 else [{"role": "user", "content": "a " * example_id}])
+
+    asked: Any = Silent()
+    draws = [make_draw(0, example_id=0), make_draw(1, example_id=7)]
+    assert asyncio.run(check_prompts(draws, limits=LIMITS, pool=asked, client=asked, model="m")).context == 64
+    assert [message["role"] for message in with_question([{"role": "system", "content": "Play."}])] == ["system", "user"]
+    assert [message["role"] for message in with_question([])] == ["user"]
+    question = [{"role": "user", "content": "why"}]
+    assert with_question(question) == question
 
 
 def test_each_environment_reserves_its_own_completion() -> None:
