@@ -11,6 +11,8 @@ COMMITTED = "COMMITTED"
 MANIFEST = "manifest.json"
 SECRET_FILE = "TRIVET_SECRET_FILE"
 """The variable that names the file of the run's secret."""
+JOB_RETRIED = "JOB_RETRIED"
+"""The variable that `schedulers.job` sets when an earlier start of the same job left a note."""
 VENVS = "TRIVET_VENVS"
 """The variable that names the directory with the virtual environments of environments."""
 OWN_VARIABLES = frozenset({SECRET_FILE, VENVS, NAMES_VARIABLE})

@@ -16,7 +16,7 @@ from trivet.checkpoints.commit import committed_steps, discard_staging, resolve_
 from trivet.checkpoints.resume import adopt, choose_fork
 from trivet.checkpoints.run_record import read_run, write_run
 from trivet.config.dump import to_toml
-from trivet.config.layout import RunLayout
+from trivet.config.layout import JOB_RETRIED, RunLayout
 from trivet.config.schema.base import Section
 from trivet.config.schema.shared import RunIdentity
 from trivet.errors import CheckpointError, ConfigError, RunDirectoryBusy
@@ -24,7 +24,6 @@ from trivet.key_names import key_name
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
 from trivet.machine import compile_cache_directory
 from trivet.process.lock import DEAD_MACHINE_S, FileLock, LockWait, holder_of, lock_directory, remove_if_free
-from trivet.schedulers.restarts import is_restarted_job
 from trivet.storage.durable import write_atomically
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
@@ -37,6 +36,8 @@ ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports", "
 _SHORT_WAIT = LockWait(timeout_s=0.3)
 """A process that checks who holds the lock takes it for a moment. This wait is longer than that."""
 
+_RESTARTED_JOB = (JOB_RETRIED, "SLURM_RESTART_COUNT")
+"""Variables that say that a scheduler has started this job before. SLURM counts; for the others `schedulers.job` leaves a note."""
 _SCRATCH_PREFIX = "trivet-"
 _MAX_SCRATCH_LENGTH = 70
 """Limit of characters in the directory's path: a socket's path may have 107, and vLLM's name of the socket takes 37."""
@@ -200,7 +201,7 @@ def wait_of_job(environ: Mapping[str, str]) -> LockWait:
     while. So the job waits. If the lock stays, the job ends with an exit code after which the scheduler starts it once more. Any
     other run waits only a moment, because another user or command holds the directory.
     """
-    if not is_restarted_job(environ):
+    if all(environ.get(name, "0") in ("", "0") for name in _RESTARTED_JOB):
         return _SHORT_WAIT
     return LockWait(timeout_s=DEAD_MACHINE_S, error=partial(RunDirectoryBusy, is_retried=True))
 

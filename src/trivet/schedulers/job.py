@@ -20,7 +20,7 @@ import msgspec
 from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.run_record import read_run
 from trivet.config.dump import to_toml
-from trivet.config.layout import COMMITTED, OWN_VARIABLES, RunLayout
+from trivet.config.layout import COMMITTED, JOB_RETRIED, OWN_VARIABLES, RunLayout
 from trivet.config.load import load_config
 from trivet.config.schema.base import Section
 from trivet.config.schema.deployment import SlurmCommand
@@ -33,7 +33,6 @@ from trivet.errors import TrivetError
 from trivet.exits import describe_exit
 from trivet.process.lifetime import module_command, tied_command
 from trivet.schedulers.preparation import FINAL_CODES
-from trivet.schedulers.restarts import JOB_RETRIED
 from trivet.shown_text import print_error
 from trivet.storage.durable import hash_file, write_atomically, write_json_atomically
 

@@ -12,13 +12,11 @@ from trivet.config.load import load_config
 from trivet.config.schema.rl import RLConfig
 from trivet.schedulers import job
 from trivet.schedulers.job import decide
-from trivet.schedulers.restarts import is_restarted_job
 
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch):
     """A job changes variables and signal handlers of its process."""
-    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.setenv("JOB_RETRIED", "0")
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
@@ -51,19 +49,11 @@ def test_the_first_start_takes_the_configuration_as_it_is_and_a_further_one_goes
     file, pid_file = write_run(tmp_path), tmp_path / "17.pid"
     first = decide("rl", file, pid_file=pid_file)
     assert load_config(RLConfig, ["@", str(first)]).config == load_config(RLConfig, ["@", str(file)]).config
-    assert not is_restarted_job(os.environ)
+    assert os.environ["JOB_RETRIED"] == "0"
     commit(tmp_path, 4)
     again = decide("rl", file, pid_file=pid_file)
     assert load_config(RLConfig, ["@", str(again)]).config.trainer.ckpt.resume_step == -1
-    assert is_restarted_job(os.environ)
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [({}, False), ({"SLURM_RESTART_COUNT": "0"}, False), ({"SLURM_RESTART_COUNT": "2"}, True), ({"JOB_RETRIED": "1"}, True)],
-)
-def test_a_job_knows_whether_it_was_started_before(environ: dict[str, str], expected: bool) -> None:
-    assert is_restarted_job(environ) is expected
+    assert os.environ["JOB_RETRIED"] == "1"
 
 
 @pytest.mark.parametrize(
