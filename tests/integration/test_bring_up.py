@@ -32,7 +32,7 @@ ASK = """
 import json, sys
 from pathlib import Path
 import grpc
-from trivet.cluster.certificates import authority_in, certify
+from trivet.cluster.ray_node import authority_in, certify
 job, own = map(Path, sys.argv[1:])
 head = json.loads((job / "head.json").read_text())
 node = certify(authority_in(job), own, addresses=["127.0.0.1"])

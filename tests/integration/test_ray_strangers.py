@@ -36,7 +36,7 @@ PUBLIC = {"GET /api/healthz", "POST /api/healthz"}
 """The agent says to everybody whether it is healthy, and nothing else."""
 IS_OPEN = """
 import sys
-from trivet.cluster.closed import is_open
+from trivet.cluster.ray_cluster import is_open
 try:
     print(is_open(sys.argv[1], timeout_s=5.0))
 except ConnectionError:

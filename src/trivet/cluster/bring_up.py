@@ -18,17 +18,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 
 from trivet.cluster.addresses import address_towards, own_address
-from trivet.cluster.certificates import make_authority
-from trivet.cluster.ray_node import RayNode, Signals
+from trivet.cluster.ray_node import RayNode, Signals, make_authority
 from trivet.errors import NodesMissing, TrivetError
 from trivet.process.lifetime import adopt_orphans, tied_command
 from trivet.process.sockets import ReservedPorts
-from trivet.schedulers.lost_script import MAX_WATCHERS, LostScriptAction, replace_lost_script
+from trivet.schedulers.lost_script import MAX_WATCHERS, replace_lost_script
 from trivet.shown_text import print_error
 from trivet.storage.durable import write_atomically, write_json_atomically
 
@@ -201,9 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpus", type=int, default=os.environ.get("SLURM_CPUS_ON_NODE"), help="cores for Ray")
     parser.add_argument("--lost-after-s", type=float, default=30.0, help="deployment.lost_after_s of the run")
     parser.add_argument("--script-host", help="SLURM's name of the node that runs the batch script, when the job may lose it")
-    parser.add_argument(
-        "--script-lost", choices=get_args(LostScriptAction), default="cancel", help="what to do with the job then"
-    )
+    parser.add_argument("--script-lost", default="scancel", help="the command that is given the job's number then")
     parser.add_argument("command", nargs="+", help="what the first node runs, after --")
     args = parser.parse_args(arguments)
     if args.index < 0 or "/" in args.job:

@@ -1,16 +1,21 @@
 """Connects the driver of a run to a Ray cluster that is closed to strangers, and asks it for the bundles of the run."""
 
 import os
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import grpc
+
 from trivet.cluster.bundles import BundleGroup
-from trivet.cluster.closed import is_open
 from trivet.config.schema.deployment import RayConfig
 from trivet.errors import ConfigError, NodesMissing
 
 _OPEN_CHECK_TIMEOUT_S = 5.0
+_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+_REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+_NO_ANSWERS = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 _HOW_TO_START = (
     "start Ray on each machine: `ray start --head` on one, `ray start --address=HOST:6379` on the others; docs/clusters.md has the"
     " lines with a token"
@@ -66,6 +71,33 @@ def connect(config: RayConfig, *, namespace: str, lost_after_s: float) -> Genera
         yield str(ray.util.get_node_ip_address())
     finally:
         ray.shutdown()
+
+
+def is_open(address: str, *, timeout_s: float, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the head of a cluster at HOST:PORT answers a call without a token.
+
+    With RAY_USE_TLS in `environ`, the call shows this machine's certificate. TLS alone does not close a cluster: the agents that
+    install packages on each machine speak plain HTTP, and only a token closes them.
+
+    Raises:
+        ConnectionError: the head does not answer at all.
+    """
+    with _open_channel(address, environ) as channel:
+        try:
+            channel.unary_unary(_METHOD)(b"", timeout=timeout_s)
+        except grpc.RpcError as exc:
+            if exc.code() in _NO_ANSWERS:
+                raise ConnectionError(f"the Ray cluster at {address} does not answer: {exc.details()}") from exc
+            return exc.code() not in _REFUSALS
+    return True
+
+
+def _open_channel(address: str, environ: Mapping[str, str]) -> grpc.Channel:
+    if environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return grpc.insecure_channel(address)
+    names = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_SERVER_CERT")
+    root, key, certificate = (Path(environ[name]).read_bytes() for name in names)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, certificate))
 
 
 def place_groups(groups: Sequence[BundleGroup]) -> dict[Any, BundleGroup]:

@@ -1,6 +1,8 @@
 """Runs Ray on this machine for one job: its variables, its words, its start and its end. `cluster.bring_up` decides when.
 
-Ray's processes are all descendants of this one, which ends them; `ray stop` would end those of other jobs too.
+Ray's processes are all descendants of this one, which ends them; `ray stop` would end those of other jobs too. They prove
+themselves to each other by certificates (TLS in both directions) of an authority that the job has for itself. The key of the
+authority lies in the private directory of the job; the key of a node never leaves the node.
 """
 
 import math
@@ -12,14 +14,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from trivet.cluster.certificates import authority_in, certify
+import trustme
+
 from trivet.cluster.fence import end_descendants
 from trivet.cluster.messages import LEAVING_FILE
 from trivet.process.lifetime import tied_command
 from trivet.process.lock import lock_directory, remove_if_free
+from trivet.schedulers.preparation import RAY_VARIABLES
+from trivet.storage.durable import write_atomically
 
 _START_TIMEOUT_S = 120.0
 """Ray starts within 8 s; under load it took 47 s."""
@@ -83,18 +89,12 @@ class RayNode:
             "RAY_TLS_SERVER_CERT": str(identity.certificate),
             "RAY_TLS_SERVER_KEY": str(identity.key),
             "RAY_TLS_CA_CERT": str(authority.certificate),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",
-            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         }
         self._own_variables = {
+            **RAY_VARIABLES,
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(math.ceil(max(_RECONNECT_S, lost_after_s))),
             "RAY_health_check_period_ms": str(round(1000 * _HEALTH_PERIOD_S)),
             "RAY_health_check_failure_threshold": str(math.ceil(lost_after_s / _HEALTH_PERIOD_S) + 1),
-            # Ray's ports for Prometheus answer everybody, also with a token and TLS.
-            "RAY_enable_metrics_collection": "0",
-            "AUTOSCALER_METRIC_PORT": "-1",
-            "DASHBOARD_METRIC_PORT": "-1",
             LEAVING_FILE: str(self.leaving),
         }
         counts = {"--num-gpus": num_gpus, "--num-cpus": num_cpus}
@@ -146,3 +146,39 @@ class RayNode:
         self.stop()
         shutil.rmtree(self.temporary, ignore_errors=True)
         os.close(self._lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The files of a certificate and of its key."""
+
+    certificate: Path
+    key: Path
+
+
+def authority_in(directory: Path) -> Identity:
+    """Return the files of an authority in `directory`."""
+    return Identity(directory / "ca.crt", directory / "ca.key")
+
+
+def make_authority(directory: Path) -> Identity:
+    """Make an authority whose files are in `directory`. Only the owner may read its key."""
+    authority = trustme.CA()
+    return _write(authority_in(directory), authority.cert_pem, authority.private_key_pem)
+
+
+def certify(authority: Identity, directory: Path, *, addresses: list[str]) -> Identity:
+    """Make a certificate for a node that has these addresses; its files are in `directory`.
+
+    Args:
+        addresses: IP addresses, without names: Ray's processes know each other by addresses.
+    """
+    issuer = trustme.CA.from_pem(authority.certificate.read_bytes(), authority.key.read_bytes())
+    node = issuer.issue_cert(*addresses)
+    return _write(Identity(directory / "node.crt", directory / "node.key"), node.cert_chain_pems[0], node.private_key_pem)
+
+
+def _write(files: Identity, certificate: trustme.Blob, key: trustme.Blob) -> Identity:
+    write_atomically(files.key, key.bytes(), is_private=True)
+    write_atomically(files.certificate, certificate.bytes())
+    return files

@@ -27,6 +27,7 @@ from trivet.process.lifetime import module_command
 from trivet.schedulers.documents import merge, to_yaml, without_none
 from trivet.schedulers.preparation import (
     FINAL_CODES,
+    RAY_VARIABLES,
     commit_time_s,
     count_gpus,
     count_serving_machines,
@@ -45,15 +46,6 @@ _MARGIN_S = 30
 """Seconds that a pod has to end beyond those of the commit: Python starts and stops, and a file system over a network is slow."""
 _RAY_VERSION = "2.60.0"
 """KubeRay asks for the version of the image. It tells apart features that all versions of our range have."""
-_RAY_VARIABLES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",
-    # Ray's ports for Prometheus answer everybody, also with a token.
-    "RAY_enable_metrics_collection": "0",
-    "AUTOSCALER_METRIC_PORT": "-1",
-    "DASHBOARD_METRIC_PORT": "-1",
-}
-"""Variables of every pod: Ray reports nothing, and roles have the usual priority."""
 _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Variable of the head: seconds between the request to end that Ray sends the driver, and its kill. Ray's default is 3."""
 _COMMIT = """
@@ -143,7 +135,7 @@ def _job(
 def _ray_job(config: RLConfig, kubernetes: KubernetesConfig, *, command: SlurmCommand, config_map: str) -> dict[str, Any]:
     # Nothing in a pod tells this RayJob from another one of its name, so the notes have an id of their own.
     pid_file = f"{os.path.normpath(_working_dir(kubernetes) / _notes(config, kubernetes))}-{secrets.token_hex(4)}.pid"
-    named = [{"name": name, "value": value} for name, value in _RAY_VARIABLES.items()]
+    named = [{"name": name, "value": value} for name, value in RAY_VARIABLES.items()]
     variables = [*named, *_user_variables(kubernetes)]
     make_pod = partial(_pod, config, kubernetes, config_map=config_map)
     head = make_pod(

@@ -9,12 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from trivet.shown_text import shorten
 
-LostScriptAction = Literal["requeue", "cancel"]
-"""The script's action on the job: queue it again, or cancel it because it is never queued again."""
 MAX_WATCHERS = 3
 """Number of nodes after the first that watch. One is too few, because it may be lost too. All nodes of a large job would overload
 the controller."""
@@ -30,7 +27,7 @@ def replace_lost_script(
     job_id: str,
     *,
     host: str,
-    action: LostScriptAction,
+    action: str,
     is_over: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -39,13 +36,14 @@ def replace_lost_script(
 
     Args:
         host: SLURM's name of the node that runs the batch script.
+        action: the command that is given the job's number: `scontrol requeue`, or `scancel` for a job that is never queued again.
         is_over: returns whether the first node has noted its exit code: then it lives, and the script acts by itself.
     """
     deadline = clock() + _NOTICE_TIMEOUT_S
     while not is_over() and clock() < deadline:
         if _run(["squeue", "--noheader", f"--jobs={job_id}", f"--nodelist={host}", "--format=%i"]) == "":
-            print(f"SLURM took {host} out of job {job_id}, and the batch script with it: {action} it here", file=sys.stderr)
-            return _run(["scontrol", "requeue", job_id] if action == "requeue" else ["scancel", job_id]) is not None
+            print(f"SLURM took {host} out of job {job_id}, and the batch script with it: {action} here", file=sys.stderr)
+            return _run([*action.split(), job_id]) is not None
         sleep(_ASK_INTERVAL_S)
     return False
 

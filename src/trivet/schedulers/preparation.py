@@ -18,6 +18,15 @@ from trivet.storage.durable import write_atomically
 Submittable = TypeVar("Submittable", RLConfig, SftConfig, EvalConfig)
 FINAL_CODES = (ConfigError.exit_code, Diverged.exit_code)
 """Exit codes that every further start would repeat."""
+RAY_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    # Ray's ports for Prometheus answer everybody, also with a token and TLS.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
+"""Variables with which Ray is started wherever we do it: it reports nothing, and roles have the usual priority."""
 
 
 def count_serving_machines(config: RLConfig, *, num_servers: int) -> int:

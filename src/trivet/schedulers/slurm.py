@@ -21,7 +21,6 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.errors import ConfigError, SubmissionFailed
 from trivet.process.lifetime import module_command
-from trivet.schedulers.lost_script import LostScriptAction
 from trivet.schedulers.preparation import (
     FINAL_CODES,
     commit_time_s,
@@ -188,8 +187,8 @@ def _task(config: AnyConfig, slurm: SlurmConfig, *, command: SlurmCommand, confi
     words = shlex.join(module_command("trivet.cluster.bring_up", "--gpus", str(gpus), "--lost-after-s", lost_after_s))
     words += ' --directory "$directory" --job "$start"'
     if _survives_lost_nodes(config, slurm):  # the node of this script among them
-        action: LostScriptAction = "requeue" if slurm.requeue else "cancel"
-        words += f' --script-host "${{SLURMD_NODENAME:-}}" --script-lost {action}'
+        action = "scontrol requeue" if slurm.requeue else "scancel"
+        words += f' --script-host "${{SLURMD_NODENAME:-}}" --script-lost "{action}"'
     return f"{words} -- {task}"
 
 

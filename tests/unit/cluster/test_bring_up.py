@@ -6,7 +6,6 @@ import signal
 import socket
 import stat
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +14,9 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from support.processes import wait_until
 from trivet.cluster import bring_up, ray_node
 from trivet.cluster.bring_up import Head, await_head, is_over, main
-from trivet.cluster.certificates import certify, make_authority
-from trivet.cluster.ray_node import RayNode, Signals
+from trivet.cluster.ray_node import RayNode, Signals, certify, make_authority
 from trivet.errors import NodesMissing
 from trivet.storage.durable import write_json_atomically
 
@@ -110,25 +107,6 @@ def test_the_first_node_keeps_its_secrets_to_its_owner_and_ends_as_its_command(t
     assert directory == str(old)
     assert not old.exists()  # the other nodes end
     assert (tmp_path / "17.0.code").read_text() == "75\n"
-
-
-def test_a_command_that_a_signal_ended_has_the_shells_exit_code(tmp_path, without_ray):
-    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert main(words(tmp_path, sys.executable, "-c", program)) == 128 + signal.SIGKILL
-
-
-def test_a_signal_reaches_the_command(tmp_path, without_ray):
-    up = tmp_path / "up"
-    program = "import signal, sys, time, pathlib; signal.signal(15, lambda *_: sys.exit(3)); pathlib.Path(sys.argv[1]).touch()"
-
-    def send() -> None:
-        wait_until(up.exists, timeout_s=20, waiting_for="the command")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    assert main(words(tmp_path, sys.executable, "-c", program + "; time.sleep(20)", str(up))) == 3
-    sender.join()
 
 
 def test_a_first_node_without_ray_can_be_started_again(tmp_path, without_ray, monkeypatch):

@@ -12,7 +12,7 @@ pytest.importorskip("grpc")
 
 import grpc
 
-from trivet.cluster.closed import is_open
+from trivet.cluster.ray_cluster import is_open
 
 
 @contextmanager

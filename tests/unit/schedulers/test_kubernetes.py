@@ -67,26 +67,10 @@ def test_a_pod_has_the_time_for_its_commit():
     assert pod(found)["terminationGracePeriodSeconds"] == 111 + 30
 
 
-def test_files_are_on_the_volume_and_the_configuration_beside_it():
-    (container,) = pod(manifest("--kubernetes.volume-path", "/data", "--kubernetes.working-dir", "/data/me"))["containers"]
-    assert container["workingDir"] == "/data/me"
-    assert container["command"] == [
-        *("python", "-P", "-m", "trivet.schedulers.job", "rl", "/run/trivet/rl.toml"),
-        *("--pid-file", "run-1/kubernetes/trivet-$(JOB_UID).pid"),
-    ]
-    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
-    assert mounts == {"configuration": "/run/trivet", "runs": "/data", "shm": "/dev/shm"}
-
-
 @pytest.mark.parametrize("value", ["1", "y", "a: b", "$(HOME)", "two\nlines"])
 def test_a_variable_has_the_value_that_was_written(value: str):
     found = manifest("--kubernetes.env", json.dumps({"A": value}))
     assert variables(found)["A"] == value.replace("$", "$$")  # which the kubelet turns back
-
-
-def test_secrets_are_named_and_never_written():
-    found = manifest("--kubernetes.secret-env.WANDB_API_KEY", "wandb/key")
-    assert variables(found)["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
 
 
 @pytest.mark.parametrize(
@@ -180,16 +164,6 @@ def test_the_command_writes_the_manifest_and_says_how_to_apply_it(tmp_path: Path
     assert pod(found)["volumes"][0]["configMap"]["name"] == config_map["metadata"]["name"]
     in_pod = load_config(RLConfig, ["@", str(directory / "rl.toml")]).config
     assert in_pod == load_config(RLConfig, ["@", "run.toml"]).config.model_copy(update={"kubernetes": None})
-
-
-def test_a_dry_run_shows_the_resolved_configuration_too(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(FILE)
-    monkeypatch.setattr("sys.argv", ["rl", "@", "run.toml", "--dry-run"])
-    assert rl.main() == 0
-    said = capsys.readouterr().out
-    assert "rollouts_per_example = 4" in said
-    assert "# wrote run-1/kubernetes/job.yaml" in said
 
 
 def test_the_nodes_of_a_run_are_pods_of_worker_groups():

@@ -3,7 +3,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from trivet.schedulers import lost_script
-from trivet.schedulers.lost_script import LostScriptAction, replace_lost_script
+from trivet.schedulers.lost_script import replace_lost_script
 
 
 class FakeSlurm:
@@ -30,7 +30,7 @@ class FakeSlurm:
         self.now += seconds
 
 
-def replace(slurm: FakeSlurm, *, action: LostScriptAction = "requeue", is_over: Callable[[], bool] = lambda: False) -> bool:
+def replace(slurm: FakeSlurm, *, action: str = "scontrol requeue", is_over: Callable[[], bool] = lambda: False) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(lost_script, "_run", slurm.run)
         return replace_lost_script(
@@ -38,8 +38,8 @@ def replace(slurm: FakeSlurm, *, action: LostScriptAction = "requeue", is_over: 
         )
 
 
-@pytest.mark.parametrize(("action", "asked"), [("requeue", "scontrol requeue 17"), ("cancel", "scancel 17")])
-def test_a_job_whose_script_was_lost_with_its_node_is_queued_again_or_cancelled(action: LostScriptAction, asked: str) -> None:
+@pytest.mark.parametrize(("action", "asked"), [("scontrol requeue", "scontrol requeue 17"), ("scancel", "scancel 17")])
+def test_a_job_whose_script_was_lost_with_its_node_is_queued_again_or_cancelled(action: str, asked: str) -> None:
     slurm = FakeSlurm(taken_out_at_s=300, is_silent_until_s=60)
     assert replace(slurm, action=action)
     assert slurm.asked == [asked]
@@ -63,7 +63,7 @@ def test_a_machine_without_slurm_asks_nothing(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setenv("PATH", "")
     slurm = FakeSlurm(taken_out_at_s=0)
     done = replace_lost_script(
-        "17", host="node1", action="cancel", is_over=lambda: slurm.now > 0, clock=lambda: slurm.now, sleep=slurm.sleep
+        "17", host="node1", action="scancel", is_over=lambda: slurm.now > 0, clock=lambda: slurm.now, sleep=slurm.sleep
     )
     assert not done
     assert "squeue failed" in capsys.readouterr().err

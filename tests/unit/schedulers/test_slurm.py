@@ -2,7 +2,6 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -87,30 +86,15 @@ def test_the_directives_are_those_of_the_table(tmp_path):
     ]
 
 
-def test_a_run_over_nodes_is_one_task_on_each(tmp_path):
-    script = make(tmp_path, num_nodes=3, srun_args=["--mpi=none"])
-    assert {"--nodes=3", "--ntasks-per-node=1", "--gres=gpu:2"} <= set(directives(script))
-    words = "--nodes=3 --ntasks=3 --kill-on-bad-exit=0 --wait=0 --no-kill --cpu-bind=none --export=ALL --mpi=none"
-    assert f"srun {words} \\" in script
-
-
 def test_a_job_of_several_nodes_outlives_one_of_them_unless_kill_on_node_fail_is_set(tmp_path):
     script = make(tmp_path, num_nodes=3)
     assert "--no-kill" in directives(script)
-    assert '--script-host "${SLURMD_NODENAME:-}" --script-lost requeue -- ' in script
-    assert "--script-lost cancel" in make(tmp_path, num_nodes=3, requeue=False)
+    assert "bring_up --gpus 2 --lost-after-s 30 " in script
+    assert '--script-host "${SLURMD_NODENAME:-}" --script-lost "scontrol requeue" -- ' in script
+    assert '--script-lost "scancel"' in make(tmp_path, num_nodes=3, requeue=False)
     for other in (make(tmp_path, num_nodes=3, kill_on_node_fail=True), make(tmp_path)):
         assert "--no-kill" not in other
         assert "--script-host" not in other
-
-
-def test_each_of_several_nodes_starts_ray_and_only_the_first_runs_the_command(tmp_path):
-    (line,) = [line for line in make(tmp_path, num_nodes=3).splitlines() if "bring_up" in line]
-    node, _, first = line.partition(" -- ")
-    assert node.startswith(f"  {sys.executable} -P -m trivet.cluster.bring_up --gpus 2 --lost-after-s 30 ")
-    assert '--directory "$directory" --job "$start"' in node
-    assert first.endswith(f'-m trivet.schedulers.job rl {tmp_path}/rl-1f0c.toml --pid-file "$pid_file" &')
-    assert "bring_up" not in make(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -187,27 +171,12 @@ def test_a_dry_run_writes_script_and_configuration_and_submits_nothing(tmp_path,
     assert submitted == meant.model_copy(update={"slurm": None})
 
 
-def test_a_configuration_with_the_table_is_submitted_and_nothing_runs_here(tmp_path, monkeypatch, capsys):
-    program = stand_in(tmp_path, f'echo "$@" > {tmp_path}/asked; echo "17;cluster"')
-    monkeypatch.setenv("PATH", str(Path(program).parent) + os.pathsep + os.environ["PATH"])
-    monkeypatch.setattr("sys.argv", ["rl", "@", str(run_file(tmp_path))])
-    assert rl.main() == 0
-    assert "job 17 submitted" in capsys.readouterr().out
-    assert (tmp_path / "asked").read_text().strip() == f"--parsable {tmp_path / 'run/slurm/rl.sbatch'}"
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["slurm"]
-
-
 def test_a_job_has_a_machine_for_each_node_and_servers_share_one_as_they_find_room():
     flags = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x", "--deployment.type", "multi_node"]
     flags += ["--deployment.num-train-nodes", "2", "--deployment.num-infer-replicas", "3", "--deployment.num-env-nodes", "1"]
     assert count_machines(load_config(RLConfig, flags).config) == 2 + 3 + 1
     shared = load_config(RLConfig, [*flags, "--deployment.servers-per-node", "2", "--deployment.max-env-nodes", "4"]).config
     assert count_machines(shared) == 2 + 2 + 4
-
-
-def test_without_the_table_nothing_is_submitted():
-    flags = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x"]
-    assert submit(load_config(RLConfig, flags), command="rl", is_dry_run=False) is None
 
 
 @pytest.mark.parametrize(
@@ -344,12 +313,6 @@ def test_a_script_that_is_submitted_again_by_hand_forgets_what_its_last_job_note
     run_script(tmp_path, code=0)
     assert not note.exists()
     assert other.exists()
-
-
-def test_a_job_whose_time_is_up_is_queued_again_when_it_committed(tmp_path):
-    code, asked, said = run_script(tmp_path, code=143, after=COMMITS.format(directory=tmp_path))
-    assert (code, asked) == (143, "requeue 17")
-    assert said.count("TERM") == 1
 
 
 @pytest.mark.parametrize("code", [1, 75, 137, 143])
