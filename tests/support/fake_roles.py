@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from trivet.cluster.messages import NodeFacts
 from trivet.config.layout import RunLayout
 from trivet.config.schema.deployment import RecoveryConfig
 from trivet.config.schema.rl import RLConfig
@@ -21,6 +22,22 @@ from trivet.wire.status import ProcessReport
 from trivet.wire.versions import Step
 
 NAMES = ("inference", "trainer", "orchestrator")
+
+
+def make_facts(name: str = "machine-1", *, host: str = "10.0.0.1", ray_node: str = "abc", num_gpus: int = 1) -> NodeFacts:
+    """Return the machine of an actor."""
+    return NodeFacts(
+        name=name,
+        host=host,
+        interface="eth0",
+        gpus=tuple(map(str, range(num_gpus))),
+        num_cpus=192,
+        version="1",
+        has_working_dir=True,
+        does_see_lock=True,
+        ray_node=ray_node,
+        niceness=0,
+    )
 
 
 @dataclass

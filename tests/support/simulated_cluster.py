@@ -1,9 +1,9 @@
 """A run over many machines in virtual time: supervision and nodes are the real ones, machines, Ray and processes are not.
 
 Real: `Supervisor`, `Recovery`, `Attempts`, the plan over nodes, `Driver`, `ClusterHost`, `NodeTable`, and on each node
-`NodeProcesses` and `Contact`. Stand-ins: Ray (`simulated_nodes`), the processes (`simulated_training`), and the scheduler that has
-a lost machine replaced or queues the job again. Time passes in the supervisor's sleeps alone, and jumps to what happens next when
-no unit of the run stops or waits for its restart.
+`NodeProcesses` and `is_missed`. Stand-ins: Ray (`simulated_nodes`), the processes (`simulated_training`), and the scheduler that
+has a lost machine replaced or queues the job again. Time passes in the supervisor's sleeps alone, and jumps to what happens next
+when no unit of the run stops or waits for its restart.
 """
 
 import io

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from trivet.cluster.fence import Contact
-from trivet.cluster.messages import NodeFacts
+from support.fake_roles import make_facts
+from trivet.cluster.fence import is_missed
 from trivet.cluster.node_processes import NodeProcesses
 from trivet.cluster.table import NodeTable
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.processes import RoleReports
+from trivet.launcher.processes import Clock, RoleReports
 from trivet.wire.status import RUNNING_GROUPS, ProcessReport
 from trivet.wire.versions import Step
 
@@ -127,19 +127,20 @@ class DirectReader:
 class SimulatedActor:
     """The actor of one node: what runs its processes and its contact with the driver are real."""
 
-    def __init__(self, cluster: "SimulatedCluster", node: int) -> None:
+    def __init__(self, cluster: "SimulatedCluster", node: int, *, machine: int) -> None:
         self._timeline = cluster.timeline
         self._node = node
         free = itertools.count(PORT)
         self.host = SimulatedHost(cluster=cluster)
-        self._contact = Contact(lost_after_s=cluster.config.deployment.lost_after_s, now=self._timeline.now)
+        self._lost_after_s = cluster.config.deployment.lost_after_s
+        self._contact_at = self._timeline.now
         self._processes = NodeProcesses(
             host=self.host,  # type: ignore[arg-type]  # acts as one
-            bind=address_of(node),
+            facts=make_facts(f"host-{node}", host=address_of(node), ray_node=f"{machine}", num_gpus=8),
             ports=SimpleNamespace(reserve=lambda _, preferred: preferred or next(free)),  # type: ignore[arg-type]
             scratch=SimpleNamespace(redirect=lambda spec: spec),  # type: ignore[arg-type]
             say=lambda _: None,
-            unix_time=lambda: self._timeline.now,
+            clock=Clock(now=lambda: self._timeline.now, unix_time=lambda: self._timeline.now),
         )
         self._exchanged_at = -_RECENT_S
         self._exit_codes: tuple[int | None, ...] = ()
@@ -150,16 +151,15 @@ class SimulatedActor:
         must = must or now - self._exchanged_at >= _RECENT_S or own.exit_codes != self._exit_codes
         if (desired := table.next_message(self._node, only_news=not must)) is None:
             return
-        self._contact.note_seen(desired.seen)
+        self._contact_at = max(self._contact_at, desired.seen)
         own.apply(desired)
         observed = own.observe()
-        self._contact.note_observed(observed.number, now=now)
         table.receive(self._node, observed, now=now, unix_time=now)
         self._exchanged_at, self._exit_codes = now, own.exit_codes
 
     def check_fence(self) -> None:
         """End the processes of the node if it misses the driver."""
-        if self._contact.is_missed(now=self._timeline.now):
+        if is_missed(self._contact_at, lost_after_s=self._lost_after_s, now=self._timeline.now):
             self.host.end_all()
 
 
@@ -197,20 +197,8 @@ class SimulatedRay:
 
     def _begin(self, node: int) -> None:
         if self._is_wanted(node):
-            facts = NodeFacts(
-                name=f"host-{node}",
-                host=address_of(node),
-                interface="eth0",
-                gpus=tuple("01234567"),
-                num_cpus=192,
-                version="1",
-                has_working_dir=True,
-                does_see_lock=True,
-                ray_node=f"{self._machines[node]}",
-                niceness=0,
-            )
-            self._table.describe(node, facts)
-            self.actors[node] = SimulatedActor(self._cluster, node)
+            self._table.begin_session(node)
+            self.actors[node] = SimulatedActor(self._cluster, node, machine=self._machines[node])
 
     def lose(self, machine: int) -> None:
         """Lose the actors of a machine with all that they run, just after their last answer."""
@@ -222,7 +210,7 @@ class SimulatedRay:
     def end_actor(self, node: int) -> None:
         """End the process of an actor whose machine Ray still reaches."""
         self.actors.pop(node).host.end_all()
-        self._timeline.after(_ACTOR_ENDED_S, lambda: (self._table.end(node), self._place(node)))
+        self._timeline.after(_ACTOR_ENDED_S, lambda: (self._table.begin_session(node), self._place(node)))
 
     def exchange(self, *, must: bool = False) -> None:
         """Exchange states with every node that the driver reaches. A node that is cut off watches itself."""

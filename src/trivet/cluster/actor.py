@@ -16,7 +16,7 @@ import msgspec
 import ray
 
 from trivet.cluster.addresses import address_towards, interface_of
-from trivet.cluster.fence import Contact, Fence
+from trivet.cluster.fence import Fence, is_missed
 from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts, Observed, decode, encode
 from trivet.cluster.node_processes import NodeProcesses
 from trivet.config.layout import RunLayout
@@ -50,14 +50,16 @@ class NodeActor:
         with suppress(OSError):  # the driver refuses this machine
             os.chdir(self._settings.working_dir)
         self._layout = RunLayout(self._settings.output_dir)
-        self._address = address_towards(self._settings.driver_host)
+        self._facts = self._find_facts()
         self._changed = threading.Condition()
         self._desired: Desired | None = None
         self._has_news = False
         """Whether `_keep` has not looked at `_desired` yet."""
-        self._observed = (0, b"")
-        """Number and bytes of the newest observed state."""
-        self._contact = Contact(lost_after_s=self._settings.lost_after_s, now=time.monotonic())
+        self._observed = (0.0, b"")
+        """Time and bytes of the newest observed state."""
+        self._contact_at: float | None = None
+        """When the newest state was observed that the driver has received. None before the driver needs this node: it may have made
+        the actor ahead of time."""
         self._log_file = self._layout.log_file(f"node_{self._settings.node}.log")
         die_with_parent()  # the raylet: nothing else ends the actor if all of Ray on this machine is killed
         adopt_orphans()
@@ -65,13 +67,12 @@ class NodeActor:
         lost_after_s = self._settings.lost_after_s
         Fence(self._is_driver_missed, lost_after_s=lost_after_s, on_end=self._note_fence)
 
-    def facts(self) -> bytes:
-        """Return the `NodeFacts` of this machine, as MessagePack."""
-        context = ray.get_runtime_context()
-        facts = NodeFacts(
+    def _find_facts(self) -> NodeFacts:
+        context, address = ray.get_runtime_context(), address_towards(self._settings.driver_host)
+        return NodeFacts(
             name=os.uname().nodename,
-            host=self._address,
-            interface=interface_of(self._address),
+            host=address,
+            interface=interface_of(address),
             gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
             num_cpus=inspect_machine().num_cpus,
             version=own_version(),
@@ -80,7 +81,6 @@ class NodeActor:
             ray_node=context.get_node_id(),
             niceness=os.getpriority(os.PRIO_PROCESS, 0),
         )
-        return encode(facts)
 
     def exchange(self, desired: bytes) -> bytes:
         """Take a `Desired`; return an `Observed` that is newer than the one that the driver has, once there is one.
@@ -89,15 +89,13 @@ class NodeActor:
         """
         message = decode(desired, Desired)
         with self._changed:
-            if self._desired is None:
-                self._contact = Contact(lost_after_s=self._settings.lost_after_s, now=time.monotonic())
-            self._contact.note_seen(message.seen)
+            self._contact_at = max(self._contact_at or time.monotonic(), message.seen)
             if self._desired is None or message.number > self._desired.number:
                 self._desired, self._has_news = message, True
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._observed[0] > message.seen, timeout=_ANSWER_WITHIN_S)
-            number, observed = self._observed
-            return observed if number > message.seen else b""
+            observed_at, observed = self._observed
+            return observed if observed_at > message.seen else b""
 
     def _run(self) -> None:
         """Keep the node as desired, to the end of the run. An error ends the actor: the driver makes another in its place."""
@@ -119,7 +117,7 @@ class NodeActor:
                 python=sys.executable,
                 environ=role_environment(own) | share_secret(self._layout, environ=self._environ),
             ),
-            bind=self._address,
+            facts=self._facts,
             ports=held.enter_context(ReservedPorts()),
             scratch=held.enter_context(Scratch(self._layout.scratch_note_of(self._settings.node))),
             say=self._say,
@@ -145,13 +143,12 @@ class NodeActor:
 
     def _publish(self, observed: Observed) -> None:
         with self._changed:
-            self._contact.note_observed(observed.number, now=time.monotonic())
-            self._observed = observed.number, encode(observed)
+            self._observed = observed.observed_at, encode(observed)
             self._changed.notify_all()
 
     def _is_driver_missed(self) -> bool:
-        """Return whether the driver is missed, which has made this actor ahead of time and calls it when it needs it."""
-        return self._desired is not None and self._contact.is_missed(now=time.monotonic())
+        contact_at, lost_after_s = self._contact_at, self._settings.lost_after_s
+        return contact_at is not None and is_missed(contact_at, lost_after_s=lost_after_s, now=time.monotonic())
 
     def _note_fence(self) -> None:
         seconds = self._settings.lost_after_s / 2

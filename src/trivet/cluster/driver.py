@@ -87,7 +87,8 @@ def lead(
             does_log_json=config.log.json_logging,
         )
         host = ClusterHost(table, check=guard.check)
-        held.enter_context(Exchange(table, groups, settings, check=partial(check_machine, output_dir=layout.root), say=_say))
+        check = partial(check_machine, output_dir=layout.root)
+        held.enter_context(Exchange(table, groups, settings, check=check, fail=guard.fail, say=_say))
         _await_nodes(host, table, config, groups=list(groups.values()), describe=describe_resources)
         host.joined_nodes()
         yield Driver(host=host, python=python)

@@ -46,23 +46,21 @@ class _Slot:
     bundle: int
     num_gpus: float
     actor: Any = None
-    facts: Any = None
-    """The call that asks for the facts, until it is answered."""
-    arrived: NodeFacts | None = None
-    """The facts of an actor that waits until the node of the one before it counts as lost."""
+    does_take_part: bool = False
+    """A new actor waits until the node of the one before it counts as lost."""
     calls: list[Any] = field(default_factory=list[Any])
     sent_at: float = 0.0
     machine: str = ""
-    """Ray's id of the actor's machine; empty before it takes part in the run."""
+    """Ray's id of the actor's machine; empty before its first answer."""
     begun_at: float = 0.0
-    """When it began to take part."""
+    """When that came."""
     num_short_lives: int = 0
 
 
 class Exchange:
     """The actors of a run's nodes.
 
-    >>> with Exchange(table, groups, settings, check=check_machine, say=say):
+    >>> with Exchange(table, groups, settings, check=check_machine, fail=guard.fail, say=say):
     ...     supervise(ClusterHost(table))
     """
 
@@ -73,6 +71,7 @@ class Exchange:
         settings: ActorSettings,
         *,
         check: Callable[[int, NodeFacts], None],
+        fail: Callable[[Exception], None],
         say: Callable[[str], None],
     ) -> None:
         """Make an actor for each bundle, without waiting for a place.
@@ -81,11 +80,13 @@ class Exchange:
             groups: Ray's placement groups, and what they are for.
             settings: those of every actor, besides the number of its node.
             check: raises when a machine does not fit the run.
+            fail: called when the nodes cannot be reached any more, or a machine was refused.
             say: prints a message about a node.
         """
         self._table = table
         self._settings = settings
         self._check = check
+        self._fail = fail
         self._say = say
         self._slots = {
             node: _Slot(group=placed, bundle=bundle, num_gpus=group.num_gpus)
@@ -122,7 +123,6 @@ class Exchange:
             max_concurrency=_MAX_CALLS + 1,
             scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle),
         ).remote(encode(settings))
-        slot.facts = slot.actor.facts.remote()
 
     def _run(self) -> None:
         try:
@@ -130,17 +130,17 @@ class Exchange:
                 self._send()
                 self._receive()
         except RayError as exc:
-            self._table.fail(NodesMissing(f"the nodes cannot be reached through Ray any more: {exc}"))
-        except Exception as exc:  # noqa: BLE001  # `NodeTable.check` raises it in the supervisor
-            self._table.fail(exc)
+            self._fail(NodesMissing(f"the nodes cannot be reached through Ray any more: {exc}"))
+        except Exception as exc:  # noqa: BLE001  # the supervisor raises it
+            self._fail(exc)
 
     def _send(self) -> None:
         now = time.monotonic()
         for node, slot in self._slots.items():
-            if slot.arrived is not None and self._table.is_lost(node, now=now):
-                self._table.describe(node, slot.arrived)
-                slot.machine, slot.begun_at, slot.arrived = slot.arrived.ray_node, now, None
-            if not slot.machine or len(slot.calls) >= _MAX_CALLS:
+            if not slot.does_take_part and self._table.is_lost(node, now=now):
+                self._table.begin_session(node)
+                slot.does_take_part = True
+            if not slot.does_take_part or len(slot.calls) >= _MAX_CALLS:
                 continue
             is_due = not slot.calls and now - slot.sent_at >= _SEND_INTERVAL_S
             if (message := self._table.next_message(node, only_news=bool(slot.calls) or not is_due)) is not None:
@@ -148,7 +148,7 @@ class Exchange:
                 slot.sent_at = now
 
     def _receive(self) -> None:
-        owners = {call: node for node, slot in self._slots.items() for call in (slot.facts, *slot.calls) if call is not None}
+        owners = {call: node for node, slot in self._slots.items() for call in slot.calls}
         if not owners:
             self._is_closing.wait(_POLL_INTERVAL_S)
             return
@@ -156,12 +156,12 @@ class Exchange:
         for call in done:
             node = owners[call]
             slot = self._slots[node]
-            if call != slot.facts and call not in slot.calls:
+            if call not in slot.calls:
                 continue  # its actor was replaced in this round
             try:
                 answer = ray.get(call, timeout=_GET_TIMEOUT_S)
             except ActorUnavailableError:
-                self._forget(slot, call)  # it may or may not have arrived, and is sent again
+                slot.calls.remove(call)  # it may or may not have arrived, and is sent again
             except ActorDiedError as exc:
                 self._replace(node, exc)
             except GetTimeoutError:
@@ -169,24 +169,16 @@ class Exchange:
             else:
                 self._take(node, call, answer)
 
-    def _forget(self, slot: _Slot, call: Any) -> None:
-        if call == slot.facts:
-            slot.facts = slot.actor.facts.remote()
-        else:
-            slot.calls.remove(call)
-
     def _take(self, node: int, call: Any, answer: object) -> None:
         if not isinstance(answer, bytes):
             raise TypeError(f"the actor of node {node} answered with {type(answer).__name__}, and not with bytes")
         slot = self._slots[node]
-        if call == slot.facts:
-            facts = decode(answer, NodeFacts)
-            self._check(node, facts)
-            slot.facts, slot.arrived = None, facts
-            return
         slot.calls.remove(call)
         if answer:
             observed = decode(answer, Observed)
+            if not slot.machine:
+                self._check(node, observed.facts)
+                slot.machine, slot.begun_at = observed.facts.ray_node, time.monotonic()
             self._table.receive(node, observed, now=time.monotonic(), unix_time=time.time())
             slot.sent_at = 0.0  # so that the node learns at once that it was seen
 
@@ -199,8 +191,8 @@ class Exchange:
             raise NodesMissing(f"node {node} does not stay up: {error}")
         if slot.machine and self._is_reached(slot.machine):
             self._say(f"the actor of node {node} has ended, and its processes with it: making another")
-            self._table.end(node)
-        slot.arrived, slot.machine = None, ""
+            self._table.begin_session(node)
+        slot.does_take_part, slot.machine = False, ""
         slot.calls.clear()
         self._make_actor(node)
 

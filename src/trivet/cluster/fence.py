@@ -20,33 +20,13 @@ _STOP_SHARE = 0.25
 _POLL_INTERVAL_S = 0.1
 
 
-class Contact:
-    """Decides whether a node misses the driver. Pure.
+def is_missed(contact_at: float, *, lost_after_s: float, now: float) -> bool:
+    """Return whether a node misses the driver, so that it must not run processes of the run.
 
-    >>> contact = Contact(lost_after_s=30.0, now=0.0)
-    >>> contact.note_observed(1, now=2.0)
-    >>> contact.note_seen(1)
-    >>> contact.is_missed(now=16.0), contact.is_missed(now=18.0)
-    (False, True)
+    Args:
+        contact_at: when the newest state was observed that the driver is known to have received.
     """
-
-    def __init__(self, *, lost_after_s: float, now: float) -> None:
-        self._alone_after_s = _ALONE_SHARE * lost_after_s
-        self._observed: dict[int, float] = {}
-        self._contact_at = now
-
-    def note_observed(self, number: int, *, now: float) -> None:
-        """Note that a state with this number was observed, to be sent to the driver."""
-        self._observed[number] = now
-
-    def note_seen(self, number: int) -> None:
-        """Note that the driver has received the state with this number."""
-        self._contact_at = max(self._contact_at, self._observed.get(number, self._contact_at))
-        self._observed = {newer: at for newer, at in self._observed.items() if newer > number}
-
-    def is_missed(self, *, now: float) -> bool:
-        """Return whether the driver is missed, so that the node must not run processes of the run."""
-        return now - self._contact_at > self._alone_after_s
+    return now - contact_at > _ALONE_SHARE * lost_after_s
 
 
 class Fence:

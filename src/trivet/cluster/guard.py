@@ -47,7 +47,7 @@ class DriverGuard:
         self._lost_after_s = lost_after_s
         self._orderly_end_s = orderly_end_s
         self._end_this_process = end_this_process
-        self._error: TrivetError | None = None
+        self._error: Exception | None = None
         self._at = dict.fromkeys(reached, time.monotonic())
         self._is_closing = threading.Event()
 
@@ -67,9 +67,14 @@ class DriverGuard:
         Raises:
             NodesMissing: something was not reached for `lost_after_s`.
             RunDirectoryBusy: another driver leads the run.
+            Exception: what `fail` noted.
         """
         if self._error is not None:
             raise self._error
+
+    def fail(self, error: Exception) -> None:
+        """Note that this driver must not lead the run any more; the first error counts."""
+        self._error = self._error or error
 
     def _reach(self, name: str) -> None:
         while not self._is_closing.wait(_CHECK_INTERVAL_S):
@@ -78,7 +83,7 @@ class DriverGuard:
             except OSError:
                 continue  # it may answer again in time
             except RunDirectoryBusy as exc:
-                self._error = exc
+                self.fail(exc)
                 return
             self._at[name] = time.monotonic()
 
@@ -88,11 +93,10 @@ class DriverGuard:
                 return
             now = time.monotonic()
             for name in [name for name, at in self._at.items() if now - at > self._lost_after_s]:
-                self._error = NodesMissing(
-                    f"{name} did not answer for {self._lost_after_s:g} s (deployment.lost_after_s), so the run ends; start it again"
-                )
+                missed = f"{name} did not answer for {self._lost_after_s:g} s (deployment.lost_after_s)"
+                self.fail(NodesMissing(f"{missed}, so the run ends; start it again"))
         if not self._is_closing.wait(self._orderly_end_s):
             printing = threading.Thread(target=print, args=(f"rl: {self._error}",), kwargs={"file": sys.stderr}, daemon=True)
             printing.start()
             printing.join(_PRINT_TIMEOUT_S)
-            self._end_this_process(self._error.exit_code)
+            self._end_this_process(self._error.exit_code if isinstance(self._error, TrivetError) else 1)

@@ -110,7 +110,6 @@ class ClusterHost:
             NodesMissing: this driver has lost the cluster or the shared directory.
         """
         self._check()
-        self._table.check()
         return frozenset(self._table.nodes).difference(self.nodes())
 
     def leaving_nodes(self) -> frozenset[int]:

@@ -102,8 +102,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """The driver begins a new session with a node that it had counted as lost. The processes of the old one end first."""
     number: int
     """Counts the messages of the driver. A message that was overtaken by a newer one is dropped."""
-    seen: int
-    """The number of the newest `Observed` of this actor that the driver has received; 0 before the first."""
+    seen: float
+    """`observed_at` of the newest `Observed` of this actor that the driver has received; 0 before the first."""
     listeners: tuple[str, ...]
     """Names of what will listen on the node. It holds a free port for each."""
     preferred_ports: dict[str, int] = {}
@@ -132,7 +132,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
     session: int
     """The session whose processes these are."""
-    number: int
+    observed_at: float
+    """Seconds of the node's monotonic clock. A newer state has a later time, which the driver sends back as `Desired.seen`."""
     time: float
     """Unix seconds of the node's clock, which may be hours off: only what is said of a report's age depends on it."""
     ports: dict[str, int] = {}
@@ -140,6 +141,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Why it does not hold all ports."""
     is_leaving: bool = False
     """Whether the node was asked to end, such as by a notice that its machine will be taken away."""
+    facts: NodeFacts
     processes: tuple[ObservedProcess, ...] = ()
     is_over: bool = False
     """Whether the node has ended its processes and given back what it held, because the run is over."""

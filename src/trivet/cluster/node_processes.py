@@ -5,16 +5,15 @@ with the process.
 """
 
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from trivet.cluster.messages import Desired, DesiredProcess, Observed, ObservedProcess
+from trivet.cluster.messages import Desired, DesiredProcess, NodeFacts, Observed, ObservedProcess
 from trivet.cluster.report_reader import ReportReader
 from trivet.errors import ConfigError
-from trivet.launcher.processes import Child, LocalHost
+from trivet.launcher.processes import SYSTEM_CLOCK, Child, Clock, LocalHost
 from trivet.launcher.run_directory import Scratch
 from trivet.process.sockets import ReservedPorts
 
@@ -39,7 +38,7 @@ class _Started:
 class NodeProcesses:
     """The processes and ports of one node.
 
-    >>> own = NodeProcesses(host=host, bind="10.0.0.2", ports=ports, scratch=scratch, say=log.say)
+    >>> own = NodeProcesses(host=host, facts=facts, ports=ports, scratch=scratch, say=log.say)
     >>> own.apply(desired)
     >>> observed = own.observe()
     """
@@ -48,31 +47,30 @@ class NodeProcesses:
         self,
         *,
         host: LocalHost,
-        bind: str,
+        facts: NodeFacts,
         ports: ReservedPorts,
         scratch: Scratch,
         say: Callable[[str], None],
-        unix_time: Callable[[], float] = time.time,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Begin with no process.
 
         Args:
-            bind: address at which the node's listeners are reached.
+            facts: those of this machine. The node's listeners are reached at its address.
             say: writes a line into the log of this node.
         """
         self.is_leaving = False
         """Whether this node was asked to end."""
         self._host = host
-        self._bind = bind
+        self._facts = facts
         self._reserved = ports
         self._scratch = scratch
         self._say = say
-        self._unix_time = unix_time
+        self._clock = clock
         self._session = 0
         self._num_applied = 0
         self._applied: Desired | None = None
         """The newest message, without its numbers."""
-        self._num_observed = 0
         self._num_sweeps = 0
         self._ports: dict[str, int] = {}
         self._port_error = ""
@@ -86,7 +84,7 @@ class NodeProcesses:
 
     def apply(self, desired: Desired) -> bool:
         """Run what is desired; return False if it was applied already."""
-        state = msgspec.structs.replace(desired, number=0, seen=0)
+        state = msgspec.structs.replace(desired, number=0, seen=0.0)
         if desired.number <= self._num_applied or state == self._applied:
             return False
         self._num_applied, self._applied = desired.number, state
@@ -107,7 +105,7 @@ class NodeProcesses:
         try:
             for name in desired.listeners:
                 if name not in self._ports:
-                    self._ports[name] = self._reserved.reserve(self._bind, preferred=desired.preferred_ports.get(name, 0))
+                    self._ports[name] = self._reserved.reserve(self._facts.host, preferred=desired.preferred_ports.get(name, 0))
         except ConfigError as exc:
             self._port_error = str(exc)
 
@@ -152,7 +150,6 @@ class NodeProcesses:
 
     def observe(self) -> Observed:
         """Return what this node runs now."""
-        self._num_observed += 1
         alive = [started.child for started in self._started.values() if started.child is not None]
         stopped = dict(zip(map(id, alive), self._host.find_stopped(alive), strict=True))
         processes: list[ObservedProcess] = []
@@ -170,11 +167,12 @@ class NodeProcesses:
             )
         return Observed(
             session=self._session,
-            number=self._num_observed,
-            time=self._unix_time(),
+            observed_at=self._clock.now(),
+            time=self._clock.unix_time(),
             ports=dict(self._ports),
             port_error=self._port_error,
             is_leaving=self.is_leaving,
+            facts=self._facts,
             processes=tuple(processes),
         )
 

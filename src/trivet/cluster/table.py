@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from trivet.cluster.messages import Desired, DesiredProcess, NodeFacts, Observed, ObservedProcess
+from trivet.cluster.messages import Desired, DesiredProcess, Observed, ObservedProcess
 from trivet.launcher.node_plan import Node
 from trivet.launcher.plan import ProcessSpec
 from trivet.wire.status import ProcessReport
@@ -21,12 +21,11 @@ _MAX_CLOCK_DRIFT_S = 2.0
 @dataclass(slots=True, kw_only=True)
 class _NodeState:
     listeners: tuple[str, ...]
-    facts: NodeFacts | None = None
-    """None until its actor has described the machine."""
-    session: int = 1
+    session: int = 0
     """The processes of an earlier session are lost."""
     num_sent: int = 0
-    seen: int = 0
+    seen: float = 0.0
+    """When the actor observed the newest state that was received, by the clock of its machine."""
     heard_at: float = 0.0
     observed: Observed | None = None
     """The newest state of the session; None while the node is lost."""
@@ -40,7 +39,7 @@ class _NodeState:
     """Whether the node was not yet sent what it should run now."""
 
     def begin_session(self) -> None:
-        self.session += 1
+        self.session, self.seen = self.session + 1, 0.0
         self.observed, self.is_dirty = None, True
         self.processes.clear()
 
@@ -49,7 +48,7 @@ class NodeTable:
     """The nodes of a run.
 
     >>> table = NodeTable({0: ("transport",), 1: ("inference",)}, lost_after_s=30.0)
-    >>> table.describe(1, facts)
+    >>> table.begin_session(1)
     >>> table.receive(1, observed, now=clock(), unix_time=time.time())
     >>> number, session = table.start(spec)
     >>> desired = table.next_message(1)
@@ -66,7 +65,6 @@ class NodeTable:
         self._num_processes = 0
         self._is_over = False
         self._draining: frozenset[str] = frozenset()
-        self._error: Exception | None = None
         self._lock = threading.Lock()
 
     @property
@@ -74,27 +72,10 @@ class NodeTable:
         """The nodes that the run wants."""
         return self._nodes.keys()
 
-    def fail(self, error: Exception) -> None:
-        """Note that the nodes cannot be reached any more: `check` raises `error`."""
-        self._error = self._error or error
-
-    def check(self) -> None:
-        """Raise the error that `fail` noted."""
-        if self._error is not None:
-            raise self._error
-
-    def describe(self, node: int, facts: NodeFacts) -> None:
-        """Note the machine of a node whose actor is new."""
+    def begin_session(self, node: int) -> None:
+        """Note that the actor of a node has ended, and its processes with it, or that another one takes part from now on."""
         with self._lock:
-            state = self._nodes[node]
-            state.facts, state.seen = facts, 0
-
-    def end(self, node: int) -> None:
-        """Note that the actor of a node has ended, and its processes with it."""
-        with self._lock:
-            state = self._nodes[node]
-            state.facts = None
-            state.begin_session()
+            self._nodes[node].begin_session()
 
     def receive(self, node: int, observed: Observed, *, now: float, unix_time: float) -> None:
         """Note what the actor of a node has observed.
@@ -105,9 +86,9 @@ class NodeTable:
         with self._lock:
             state = self._nodes[node]
             self._expire(state, now=now)
-            if observed.number <= state.seen:
+            if observed.observed_at < state.seen:
                 return  # it was overtaken
-            state.seen = observed.number
+            state.seen = observed.observed_at
             if observed.session != state.session:
                 state.is_dirty = True
                 return
@@ -201,12 +182,8 @@ class NodeTable:
             there: dict[int, Node] = {}
             for index, state in self._nodes.items():
                 self._expire(state, now=now)
-                if (
-                    state.facts is not None
-                    and state.observed is not None
-                    and state.observed.ports.keys() >= set(state.listeners)
-                ):
-                    there[index] = state.facts.node(index, state.observed.ports)
+                if state.observed is not None and state.observed.ports.keys() >= set(state.listeners):
+                    there[index] = state.observed.facts.node(index, state.observed.ports)
             return there
 
     def observed(self, node: int, session: int, number: int, *, now: float) -> ObservedProcess | None:
@@ -238,11 +215,9 @@ class NodeTable:
     def leaving(self) -> frozenset[int]:
         """Return the nodes whose machines will be taken away, as Ray or the node itself knows."""
         with self._lock:
-            there = [(node, state.observed, state.facts) for node, state in self._nodes.items()]
+            there = {node: state.observed for node, state in self._nodes.items() if state.observed is not None}
             return frozenset(
-                node
-                for node, observed, facts in there
-                if observed is not None and facts is not None and (observed.is_leaving or facts.ray_node in self._draining)
+                node for node, observed in there.items() if observed.is_leaving or observed.facts.ray_node in self._draining
             )
 
     def problems(self) -> dict[int, str]:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from support.processes import wait_until
-from trivet.cluster.fence import Contact
+from trivet.cluster.fence import is_missed
 
 _PROGRAM = """
 import os, subprocess, sys, threading, time
@@ -34,19 +34,9 @@ after.kill()
 """
 
 
-def test_contact_counts_from_the_state_that_the_driver_has_received() -> None:
-    contact = Contact(lost_after_s=30.0, now=0.0)
-    assert not contact.is_missed(now=15.0)
-    assert contact.is_missed(now=15.1)
-    contact.note_observed(1, now=10.0)
-    contact.note_observed(2, now=12.0)
-    assert contact.is_missed(now=20.0)  # the driver may not have received them
-    contact.note_seen(1)
-    assert not contact.is_missed(now=25.0)
-    assert contact.is_missed(now=25.1)
-    contact.note_seen(2)
-    contact.note_seen(1)  # it was overtaken
-    assert not contact.is_missed(now=27.0)
+def test_a_driver_is_missed_after_half_of_the_time_after_which_it_counts_the_node_as_lost() -> None:
+    assert not is_missed(100.0, lost_after_s=30.0, now=115.0)
+    assert is_missed(100.0, lost_after_s=30.0, now=115.1)
 
 
 def test_processes_end_while_the_driver_is_missed_and_may_run_again_after(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ def test_a_driver_in_whose_place_another_leads_ends_at_once() -> None:
             guard.check()
 
 
+def test_the_first_error_of_others_is_passed_on() -> None:
+    with make_guard(lambda: None, []) as guard:
+        guard.fail(ValueError("the first"))
+        guard.fail(ValueError("the second"))
+        with pytest.raises(ValueError, match="the first"):
+            guard.check()
+
+
 def test_nothing_happens_while_all_answers_and_after_the_end() -> None:
     ended = list[int]()
     with make_guard(lambda: None, ended) as guard:

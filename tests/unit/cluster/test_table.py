@@ -6,31 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from support.fake_roles import FakeClock, make_spec
+from support.fake_roles import FakeClock, make_facts, make_spec
 from trivet.cluster.host import ClusterHost, ClusterProcess
-from trivet.cluster.messages import Desired, NodeFacts, Observed, ObservedProcess
+from trivet.cluster.messages import Desired, Observed, ObservedProcess
 from trivet.cluster.table import NodeTable
 from trivet.config.layout import RunLayout
 from trivet.exits import NODE_LOST
-from trivet.launcher.processes import Clock
+from trivet.launcher.processes import Clock, RoleReports
 from trivet.wire.status import ProcessReport
 
 LOST_AFTER_S = 30.0
-
-
-def make_facts(name: str = "machine-1") -> NodeFacts:
-    return NodeFacts(
-        name=name,
-        host="10.0.0.1",
-        interface="eth0",
-        gpus=("3",),
-        num_cpus=2,
-        version="1.0",
-        has_working_dir=True,
-        does_see_lock=True,
-        ray_node="abc",
-        niceness=0,
-    )
 
 
 class Cluster:
@@ -39,21 +24,29 @@ class Cluster:
     def __init__(self, directory: Path) -> None:
         self.clock = FakeClock()
         self.table = NodeTable({1: ("inference",)}, lost_after_s=LOST_AFTER_S)
-        self.host = ClusterHost(self.table, clock=Clock(now=self.clock.now, sleep=self.clock.sleep))
+        self.host = ClusterHost(self.table, clock=Clock(now=self.clock.now, sleep=self.sleep))
         self.layout = RunLayout(directory)
         self.number = 0
+        self.facts = make_facts()
         self.processes: dict[int, ObservedProcess] = {}
         self.desired: Desired | None = None
+        self.heeded: set[int] = set()
+        """Signals that end a process."""
+
+    def sleep(self, seconds: float) -> None:
+        self.clock.sleep(seconds)
+        self.exchange()
 
     def exchange(self, *, offset: float = 0.0, **changes: object) -> Desired:
         """Deliver what the node should run, then what it has observed."""
         desired = self.table.next_message(1)
         assert desired is not None
         self.desired = desired
-        known = {
-            process.number: ObservedProcess(number=process.number, pid=700 + process.number) for process in desired.processes
-        }
-        self.processes = {number: self.processes.get(number, process) for number, process in known.items()}
+        before, self.processes = self.processes, {}
+        for number, signals in ((process.number, process.signals) for process in desired.processes):
+            ended_by = next((-sent.number for sent in signals if sent.number in self.heeded), None)
+            started = ObservedProcess(number=number, pid=700 + number, exit_code=ended_by)
+            self.processes[number] = before.get(number, started) if ended_by is None else started
         self.observe(desired.session, offset=offset, **changes)
         return desired
 
@@ -62,8 +55,9 @@ class Cluster:
         observed = Observed(
             **{
                 "session": session,
-                "number": self.number,
+                "observed_at": self.number,
                 "time": self.clock.now() - offset,
+                "facts": self.facts,
                 "ports": {"inference": 4000},
                 "processes": tuple(self.processes.values()),
                 **changes,
@@ -84,29 +78,28 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     made = Cluster(tmp_path)
-    made.table.describe(1, make_facts())
     made.exchange()
     return made
 
 
-def test_a_node_is_there_once_it_is_described_and_holds_its_ports(tmp_path: Path) -> None:
+def test_a_node_is_there_once_it_holds_its_ports(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     assert cluster.host.lost_nodes() == {1}
-    cluster.table.describe(1, make_facts())
     cluster.exchange(ports={}, port_error="port 4000 is in use")
     assert cluster.host.lost_nodes() == {1}
     assert cluster.table.problems() == {1: "port 4000 is in use"}
     cluster.exchange()
     assert cluster.host.lost_nodes() == frozenset()
     node = cluster.host.nodes()[1]
-    assert (node.host, node.machine.gpus, node.ports) == ("10.0.0.1", ("3",), {"inference": 4000})
+    assert (node.host, node.machine.gpus, node.ports) == ("10.0.0.1", ("0",), {"inference": 4000})
     assert cluster.host.joined_nodes() == {1}
     assert cluster.host.joined_nodes() == frozenset()
 
 
 def test_a_process_is_known_by_what_its_node_observes(cluster: Cluster) -> None:
     process = cluster.start()
-    assert (process.pid, process.exit_code) == (700 + process.number, None)
+    assert (process.pid, process.exit_code, process.log_offset) == (700 + process.number, None, 0)
+    assert cluster.host.read_reports(process) == RoleReports()
     cluster.note(process, stopped=(9,))
     assert cluster.host.find_stopped([process]) == [(9,)]
     cluster.note(process, exit_code=-9)
@@ -117,7 +110,7 @@ def test_a_message_that_arrives_twice_or_late_changes_nothing(cluster: Cluster) 
     process = cluster.start()
     session = cluster.desired.session if cluster.desired is not None else 0
     cluster.note(process, exit_code=3)
-    old = Observed(session=session, number=1, time=0.0, processes=())
+    old = Observed(session=session, observed_at=1.0, time=0.0, facts=make_facts(), processes=())
     cluster.table.receive(1, old, now=cluster.clock.now(), unix_time=0.0)
     assert process.exit_code == 3
     assert cluster.table.next_message(1, only_news=True) is None
@@ -156,13 +149,15 @@ def test_a_sweep_keeps_what_is_spared(cluster: Cluster) -> None:
 
 
 def test_a_silent_node_is_lost_with_its_processes_and_returns_in_a_new_session(cluster: Cluster) -> None:
-    process = cluster.start()
+    ended, process = cluster.start("trainer"), cluster.start()
+    cluster.note(ended, exit_code=3)
+    assert ended.exit_code == 3
     before = cluster.desired
     assert before is not None
     cluster.clock.sleep(LOST_AFTER_S)
     assert process.exit_code is None
     cluster.clock.sleep(0.1)
-    assert process.exit_code == NODE_LOST
+    assert (process.exit_code, ended.exit_code) == (NODE_LOST, 3)
     assert cluster.host.lost_nodes() == {1}
     assert cluster.host.start(replace(make_spec(cluster.layout, "inference"), node=1)).exit_code == NODE_LOST
     cluster.observe(before.session)  # it was only cut off, and has not heard that it was lost
@@ -170,16 +165,18 @@ def test_a_silent_node_is_lost_with_its_processes_and_returns_in_a_new_session(c
     desired = cluster.exchange()
     assert (desired.session, desired.processes) == (before.session + 1, ())
     assert cluster.host.lost_nodes() == frozenset()
-    assert process.exit_code == NODE_LOST
+    assert (process.exit_code, ended.exit_code) == (NODE_LOST, 3)
+    process.signal_group(signal.SIGKILL)
+    cluster.host.show_stacks(process, [702])
+    assert cluster.table.next_message(1, only_news=True) is None
 
 
-def test_a_node_whose_actor_ended_is_lost_at_once_until_another_describes_itself(cluster: Cluster) -> None:
+def test_a_node_whose_actor_ended_is_lost_at_once_until_another_answers(cluster: Cluster) -> None:
     process = cluster.start()
-    cluster.table.end(1)
+    cluster.table.begin_session(1)
     assert process.exit_code == NODE_LOST
     assert cluster.table.is_lost(1, now=cluster.clock.now())
-    cluster.table.describe(1, make_facts("machine-2"))
-    cluster.number = 0  # another actor counts anew
+    cluster.facts, cluster.number = make_facts("machine-2"), 0  # whose clock is another
     cluster.exchange()
     assert cluster.host.nodes()[1].name == "machine-2"
     assert cluster.desired is not None
@@ -206,7 +203,24 @@ def test_a_node_that_is_leaving_says_so(cluster: Cluster) -> None:
     assert cluster.host.leaving_nodes() == {1}
 
 
-def test_the_thread_that_exchanges_passes_on_its_error(cluster: Cluster) -> None:
-    cluster.table.fail(OSError("gone"))
-    with pytest.raises(OSError, match="gone"):
-        cluster.host.lost_nodes()
+@pytest.mark.parametrize(
+    ("heeded", "is_hurried", "waited_s"),
+    [({signal.SIGTERM, signal.SIGKILL}, False, 0), ({signal.SIGKILL}, False, 20), ({signal.SIGKILL}, True, 0)],
+)
+def test_processes_are_stopped_together(cluster: Cluster, heeded: set[int], is_hurried: bool, waited_s: float) -> None:
+    processes, before, cluster.heeded = [cluster.start(), cluster.start("trainer")], cluster.clock.now(), heeded
+    killed = cluster.host.stop(processes, timeout_s=20.0, is_hurried=lambda: is_hurried)
+    ended_by, expected = (signal.SIGTERM, []) if signal.SIGTERM in heeded else (signal.SIGKILL, processes)
+    assert (killed, [process.exit_code for process in processes]) == (expected, [-ended_by] * 2)
+    assert cluster.clock.now() - before == pytest.approx(waited_s, abs=0.5)
+
+
+def test_the_end_of_a_run_waits_for_every_node_that_is_there(cluster: Cluster) -> None:
+    cluster.table.finish()
+    assert cluster.exchange().is_over
+    assert not cluster.table.is_finished
+    cluster.exchange(is_over=True)
+    assert cluster.table.is_finished
+    cluster.exchange(is_over=False)
+    cluster.table.begin_session(1)
+    assert cluster.table.is_finished
