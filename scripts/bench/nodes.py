@@ -30,8 +30,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.cluster_run import ENVIRON  # noqa: E402
-from support.nodes import Nodes, make_nodes  # noqa: E402  # the tests' namespaces
-from support.ray_nodes import make_ray_nodes  # noqa: E402
+from support.ray_nodes import RayNodes, make_ray_nodes  # noqa: E402  # the tests' namespaces
 
 FIRST_STEP = 5
 """Steps before it wait for the server, and for torch and vLLM to have seen every shape once."""
@@ -43,16 +42,16 @@ def measure(kind: str, model: Path, directory: Path, *, steps: int) -> float:
     """Run on one node, or on two of a Ray cluster; return the seconds of a step."""
     if kind == "two":
         with make_ray_nodes(3, directory=directory) as nodes:
-            nodes.start_head(0, environ=ENVIRON)
+            nodes.start_head(environ=ENVIRON)
             for machine in (1, 2):
                 nodes.join(machine, environ=ENVIRON)
             return _measure(nodes, model, directory, OVER_NODES, environ=nodes.environ(ENVIRON), steps=steps)
-    with make_nodes(1) as nodes:
+    with make_ray_nodes(1, directory=directory) as nodes:
         return _measure(nodes, model, directory, [], environ=ENVIRON, steps=steps)
 
 
 def _measure(
-    nodes: Nodes, model: Path, directory: Path, words: Sequence[str], *, environ: Mapping[str, str], steps: int
+    nodes: RayNodes, model: Path, directory: Path, words: Sequence[str], *, environ: Mapping[str, str], steps: int
 ) -> float:
     layout, log = RunLayout(directory / "run"), directory / "log"
     values = {

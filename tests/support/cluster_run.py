@@ -75,7 +75,7 @@ class ClusterRun:
         Args:
             environ: further variables of the other machines.
         """
-        self.nodes.start_head(0, environ=ENVIRON)
+        self.nodes.start_head(environ=ENVIRON)
         for machine in machines:
             self.join(machine, environ=environ)
 

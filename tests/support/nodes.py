@@ -1,4 +1,7 @@
-"""Nodes on one machine: a network namespace each, connected by a switch whose ports can be pulled. Needs root and `ip`."""
+"""The network of the machines in `support.ray_nodes`: a namespace for each, and a switch whose ports can be pulled.
+
+Needs root and `ip`.
+"""
 
 import os
 import secrets
@@ -6,11 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from support.processes import heed_signals, wait_until
+from support.processes import wait_until
 
 LINK_PROGRAM = Path(__file__).with_name("link_program.py")
 _NO_OFFLOADS = """
@@ -28,13 +31,7 @@ def can_make_nodes() -> bool:
 
 
 class Nodes:
-    """Nodes 0 to `count` - 1 with addresses 10.214.0.1 and so on, in a network that nothing else is connected to.
-
-    >>> with make_nodes(2) as nodes:
-    ...     process = nodes.start(1, [sys.executable, "-c", "..."], log=path, environ=os.environ)
-    ...     nodes.lose(1)
-    ...     nodes.connect(1)
-    """
+    """Nodes 0 to `count` - 1 with addresses 10.214.0.1 and so on, in a network that nothing else is connected to."""
 
     def __init__(self, count: int) -> None:
         self.name = f"trivet-{secrets.token_hex(3)}"
@@ -65,22 +62,6 @@ class Nodes:
             # A frame that a program passes on must carry its checksum, and fit: veth leaves both to a card that there is not.
             subprocess.run(["ip", "netns", "exec", namespace, sys.executable, "-c", _NO_OFFLOADS], check=True)
             _ip("-n", namespace, "route", "add", "default", "dev", "eth0")
-
-    def start(self, node: int, command: Sequence[str], *, log: Path, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        """Start a command on a node; its output is appended to `log`."""
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self._namespace(node), *command],
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=heed_signals,
-                umask=0o022,
-            )
-        self.processes.append(process)
-        return process
 
     def address(self, node: int) -> str:
         return f"10.214.0.{node + 1}"
@@ -153,17 +134,6 @@ class Nodes:
                 self.kill(node)
         for namespace in (*map(self._namespace, range(self.count)), self._switch):
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
-
-
-@contextmanager
-def make_nodes(count: int) -> Iterator[Nodes]:
-    """Make nodes for a block, and remove them with all that runs on them."""
-    nodes = Nodes(count)
-    try:
-        nodes.make()
-        yield nodes
-    finally:
-        nodes.remove()
 
 
 def _ip(*words: str) -> None:

@@ -43,7 +43,7 @@ class RayNodes(Nodes):
     """Machines 0 to `count` - 1, on which Ray may be started.
 
     >>> with make_ray_nodes(3, directory=tmp_path) as nodes:
-    ...     nodes.start_head(0)
+    ...     nodes.start_head()
     ...     nodes.join(1, resources={"sandbox": 1})
     ...     driver = nodes.start(0, command, log=path, environ=nodes.environ(os.environ))
     ...     nodes.lose(1)
@@ -133,38 +133,24 @@ class RayNodes(Nodes):
             values |= {"RAY_USE_TLS": "1", "RAY_TLS_SERVER_KEY": str(self._certificate.with_suffix(".key")), **both}
         return values
 
-    def start_head(
-        self,
-        node: int = 0,
-        *words: str,
-        num_cpus: int = 0,
-        environ: Mapping[str, str] = os.environ,
-        does_wait: bool = True,
-    ) -> "subprocess.Popen[bytes]":
+    def start_head(self, *, num_cpus: int = 0, environ: Mapping[str, str] = os.environ, does_wait: bool = True) -> None:
         """Start the cluster on machine 0."""
-        assert node == 0, "the other machines seek the head on machine 0"
-        head = ("--head", f"--port={_PORT}", "--include-dashboard=false")
-        return self._start_ray(node, [*head, f"--num-cpus={num_cpus}", *words], environ, does_wait=does_wait)
+        head = ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--num-cpus={num_cpus}"]
+        self._start_ray(0, head, environ, does_wait=does_wait)
 
     def join(
         self,
         node: int,
-        *words: str,
-        num_cpus: int = 1,
-        resources: Mapping[str, float] | None = None,
-        labels: Mapping[str, str] | None = None,
+        *,
+        resources: Mapping[str, float] = {},
         environ: Mapping[str, str] = os.environ,
         does_wait: bool = True,
-    ) -> "subprocess.Popen[bytes]":
-        """Have a machine join the cluster."""
-        given = [f"--resources={json.dumps(dict(resources or {}))}", f"--num-cpus={num_cpus}"]
-        if labels:
-            given.append(f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}")
-        return self._start_ray(node, [f"--address={self.head_address}", *given, *words], environ, does_wait=does_wait)
+    ) -> None:
+        """Have a machine, which has one CPU, join the cluster."""
+        given = [f"--address={self.head_address}", f"--resources={json.dumps(dict(resources))}", "--num-cpus=1"]
+        self._start_ray(node, given, environ, does_wait=does_wait)
 
-    def _start_ray(
-        self, node: int, words: Sequence[str], environ: Mapping[str, str], *, does_wait: bool
-    ) -> "subprocess.Popen[bytes]":
+    def _start_ray(self, node: int, words: Sequence[str], environ: Mapping[str, str], *, does_wait: bool) -> None:
         log = self._log_of_ray(node)
         offset = log.stat().st_size if log.exists() else 0
         variables = {**self.environ(environ), "RAY_gcs_rpc_server_reconnect_timeout_s": "15"}
@@ -179,7 +165,6 @@ class RayNodes(Nodes):
 
         if does_wait:
             wait_until(is_up, timeout_s=START_S, waiting_for=f"Ray on machine {node}")
-        return started
 
     def has_ray(self, node: int) -> bool:
         """Return whether Ray on a machine is starting or up."""
@@ -203,9 +188,9 @@ class RayNodes(Nodes):
                 return pid
         raise AssertionError(f"no process of machine {node} has {words} in its command line")
 
-    def kill_actor(self, node: int, name: str = "NodeActor") -> None:
-        """Kill the process of an actor on a machine, and nothing else."""
-        os.kill(self.find(node, f"ray::{name}"), signal.SIGKILL)
+    def kill_actor(self, node: int) -> None:
+        """Kill the process of the actor on a machine, and nothing else."""
+        os.kill(self.find(node, "ray::NodeActor"), signal.SIGKILL)
 
     def kill_raylet(self, node: int) -> None:
         os.kill(self.find(node, "raylet/raylet", "--raylet_socket_name"), signal.SIGKILL)

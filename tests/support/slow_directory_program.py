@@ -1,11 +1,9 @@
 """Shows a directory in its own place through FUSE, every call as late as a file says: a shared file system on a bad day.
 
-    python slow_directory_program.py DIRECTORY SECONDS_FILE [LOCKS]
+    python slow_directory_program.py DIRECTORY SECONDS_FILE
 
 Locks reach the directory behind it, and what others write is seen up to `_CACHED_S` late, as on NFS: a name that was absent when it
-was asked for stays absent for that long. With LOCKS, a directory for
-files to lock in place of those that are meant, locks hold on this machine alone and everything else is seen at once, as on Lustre
-with `localflock`. Needs root and mfusepy; only the mount namespace of this process sees it.
+was asked for stays absent for that long. Needs root and mfusepy; only the mount namespace of this process sees it.
 """
 
 import contextlib
@@ -136,37 +134,11 @@ class SlowDirectory(fuse.Operations):
         return {name: getattr(found, name) for name in names}
 
 
-class DirectoryWithOwnLocks(SlowDirectory):
-    """The files of an open directory, with a lock table that no other mount of it sees."""
-
-    def __init__(self, root: Path, seconds_file: Path, locks: Path) -> None:
-        super().__init__(root, seconds_file)
-        self._locks = locks
-        self._locked: dict[int, int] = {}
-        """The descriptor that is locked in the place of each."""
-
-    def open(self, path: str, flags: int) -> int:
-        return os.open(self._at(path), flags)  # appends wherever the end is by then
-
-    def flock(self, path: str, fh: int, op: int) -> int:
-        if fh not in self._locked:
-            self._locked[fh] = os.open(self._locks / path.replace("/", "_"), os.O_RDWR | os.O_CREAT)
-        flock(self._locked[fh], op)
-        return 0
-
-    def release(self, path: str, fh: int) -> int:
-        if fh in self._locked:
-            os.close(self._locked.pop(fh))
-        return super().release(path, fh)
-
-
-def main(directory: str, seconds_file: str, locks: str | None = None) -> int:
+def main(directory: str, seconds_file: str) -> int:
     root, late_by = Path(f"/proc/self/fd/{os.open(directory, os.O_RDONLY | os.O_DIRECTORY)}"), Path(seconds_file)
-    files = SlowDirectory(root, late_by) if locks is None else DirectoryWithOwnLocks(root, late_by, Path(locks))
-    cached_s = _CACHED_S if locks is None else 0.0
-    absent_s = float(os.environ.get("ABSENT_S", cached_s))
-    times = {"attr_timeout": cached_s, "entry_timeout": cached_s, "negative_timeout": absent_s}
-    fuse.FUSE(files, directory, foreground=True, **times)
+    absent_s = float(os.environ.get("ABSENT_S", _CACHED_S))
+    times = {"attr_timeout": _CACHED_S, "entry_timeout": _CACHED_S, "negative_timeout": absent_s}
+    fuse.FUSE(SlowDirectory(root, late_by), directory, foreground=True, **times)
     return 0
 
 
