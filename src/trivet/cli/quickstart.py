@@ -16,11 +16,11 @@ from itertools import chain, count
 from pathlib import Path
 from statistics import mean
 
-from trivet.cli.doctor import require_matching_companions
 from trivet.cli.init import find_packaged
 from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ServerConfig
+from trivet.dependencies import require_dependencies
 from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError, RoleFailed
 from trivet.process.lifetime import module_command, tied_command
@@ -78,7 +78,7 @@ def configure_quickstart(parser: argparse.ArgumentParser) -> None:
 def run_quickstart(arguments: argparse.Namespace) -> int:
     """Run all phases. Return 0, or the exit code of the first process that failed."""
     require_environment(EnvConfig(id="reverse-text"))
-    require_matching_companions()
+    require_dependencies()
     layout, started = choose_layout(arguments.output_dir), time.monotonic()
     print(f"== output in {layout.root}")
     configs = CONFIGS if CONFIGS.is_dir() else find_packaged("configs") / "quickstart"

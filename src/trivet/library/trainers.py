@@ -5,6 +5,7 @@ loop body does not delay the run.
 """
 
 import html
+import importlib.util
 import itertools
 import sys
 import time
@@ -34,6 +35,12 @@ from trivet.view.status import read_status
 
 _POLL_INTERVAL_S = 0.2
 """Time between two reads of the files of a run, seconds: a step takes longer."""
+
+
+_NO_ENGINE = (
+    "vLLM, which generates the rollouts, is not installed; run: pip install 'trivet[cpu]', or 'trivet[cuda]' with an NVIDIA GPU, "
+    "and the wheel of trivet in place of the name. For servers of your own set inference=None"
+)
 
 
 class _Trainer:
@@ -194,6 +201,8 @@ class RLTrainer(_Trainer):
                 environment_factory=environment_factory,
             )
         planned = plan_run(model, env, args, env_args=env_args or {}, task=task)
+        if planned.config.inference is not None and importlib.util.find_spec("vllm") is None:
+            raise ConfigError(_NO_ENGINE)
         with use_names(PYTHON_NAMES):
             require_files(planned.config)
         super().__init__(

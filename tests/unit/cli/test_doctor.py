@@ -9,10 +9,8 @@ from trivet.cli.doctor import (
     Health,
     collect_facts,
     diagnose,
-    require_matching_companions,
 )
 from trivet.dependencies import Violation
-from trivet.errors import ConfigError
 from trivet.machine import Machine
 
 GOOD = Facts(
@@ -126,8 +124,3 @@ def test_the_proxies_of_the_shell_are_shown_with_what_goes_through_them(tmp_path
     [item] = [item for item in diagnose(facts) if item.subject == "proxies"]
     assert item.found.startswith("HTTPS_PROXY = http://proxy:3128: the servers of a run are asked without a proxy")
     assert item.health is Health.OK
-
-
-def test_the_refusal_says_how_to_remove_them() -> None:
-    with pytest.raises(ConfigError, match=r"torchvision 0\.28\.0 cannot be imported .*: pip uninstall --yes torchvision$"):
-        require_matching_companions({"torch": "2.13.0+cpu", "torchvision": "0.28.0"})
