@@ -43,14 +43,15 @@ def upload(directory: Path, repo_id: str, *, private: bool | None, token: str | 
 def write_card(directory: Path, policy: "Policy", *, name: str, steps: Sequence["RunStep"]) -> None:
     """Write README.md of a saved policy into its directory."""
     layout = RunLayout(policy.directory.parent.parent)
-    base = str(_read_config(layout, "trainer").get("model", {}).get("name", ""))
+    is_rl = (layout.configs / "orchestrator.toml").exists()
+    base = str(_read_config(layout, "trainer" if is_rl else "sft").get("model", {}).get("name", ""))
     front = [
         *(
             [f"base_model: {base}"] if base and not Path(base).exists() else []
         ),  # a directory of this machine is no model of the hub
         f"library_name: {'peft' if is_adapter(directory) else 'transformers'}",
         "pipeline_tag: text-generation",
-        "tags:\n- reinforcement-learning\n- trivet",
+        "tags:\n- trivet" + ("\n- reinforcement-learning" if is_rl else ""),
     ]
     facts = [
         ("start model", Path(base).name if Path(base).exists() else base),
@@ -62,12 +63,15 @@ def write_card(directory: Path, policy: "Policy", *, name: str, steps: Sequence[
         ("proof", _proof(layout)),
     ]
     rows = "\n".join(f"| {label} | {text.replace('|', '&#124;')} |" for label, text in facts)
-    text = f"# {name}\n\nTrained with trivet {own_version()}, by reinforcement learning.\n\n| | |\n|---|---|\n{rows}\n"
+    method = "reinforcement learning" if is_rl else "supervised fine-tuning"
+    text = f"# {name}\n\nTrained with trivet {own_version()} by {method}.\n\n| | |\n|---|---|\n{rows}\n"
     (directory / "README.md").write_text("---\n{}\n---\n{}".format("\n".join(front), text), encoding="utf-8")
 
 
 def _data(layout: RunLayout) -> Iterator[str]:
-    """Yield a line for each environment: its name, and the arguments that say what it is made of, without secrets."""
+    """Yield a line for each data set of fine-tuning or environment: its name, and what it is made of, without secrets."""
+    if name := _read_config(layout, "sft").get("data", {}).get("name"):
+        yield Path(str(name)).name if Path(str(name)).exists() else str(name)
     for env in _read_config(layout, "orchestrator").get("env", []):
         args = env.get("args") or {}
         described = ", ".join(f"{key}: {value}" for key, value in mask_table(args.get("made_of") or args).items() if value)

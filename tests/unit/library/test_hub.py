@@ -74,3 +74,14 @@ def test_a_refusal_of_the_hub_is_said_with_the_way_to_log_in(hub: StandInHub, po
     hub.refused_status = 401
     with pytest.raises(ConfigError, match=r"(?s)'user/my-model' cannot be pushed to http.*; log in with `hf auth login`"):
         policy.push_to_hub("user/my-model", token="hf_wrong")
+
+
+def test_the_card_of_fine_tuning_names_its_conversations(hub: StandInHub, policy: Policy) -> None:
+    configs = RunLayout(policy.directory.parent.parent).configs
+    (configs / "orchestrator.toml").unlink()
+    (configs / "sft.toml").write_text('[model]\nname = "org/base"\n[data]\nname = "org/chats"\n')
+    policy.push_to_hub("user/my-model", token="hf_x")
+    card = hub.files["README.md"].decode()
+    assert "by supervised fine-tuning" in card
+    assert "| data | org/chats |" in card
+    assert "reinforcement" not in card
