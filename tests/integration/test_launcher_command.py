@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from trivet.cli.main import main
 from trivet.config.layout import RunLayout
 from trivet.config.schema.shared import RunIdentity
 from trivet.launcher.run_directory import RunDirectory
@@ -46,6 +47,16 @@ def test_a_dry_run_starts_and_creates_nothing(tmp_path: Path) -> None:
     assert "max_steps = 2" in result.stdout
     assert "environment reverse-text: runs in the Python of trivet, verifiers " in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rl.toml"]
+
+
+def test_a_migrated_script_of_trl_passes_a_dry_run(tmp_path: Path) -> None:
+    script = "trl grpo --model_name_or_path Qwen/Qwen3-0.6B --num_generations 4 --per_device_train_batch_size 8 --max_steps 30"
+    file = tmp_path / "rl.toml"
+    assert main(["migrate", "--output", str(file), "--env", "reverse-text", "--", *script.split()]) == 0
+    command = [sys.executable, "-m", "trivet.launcher.commands.rl", "@", "rl.toml", "--dry-run"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert "max_steps = 30  # rl.toml" in result.stdout
 
 
 @pytest.mark.parametrize("env", ["no-such-environment", "some-owner/no-such-environment"])

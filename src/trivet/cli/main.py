@@ -47,6 +47,7 @@ TOOLS = {
     "init": Tool("init", "a workspace: project file, example environments and configurations, endpoints"),
     "env": Tool("env", "environment packages: init NAME writes one; install NAME|PATH, list, test NAME, remove NAME"),
     "schema": Tool("schema", "write JSON schemas of the configuration files, by which editors complete and check them"),
+    "migrate": Tool("migrate", "turn a configuration of prime-rl, of vf-rl or of TRL's scripts into one of ours"),
     "completion": Tool("completion", "print a script by which bash or zsh completes the commands and their keys"),
     "cluster": Tool("cluster", "kubernetes FILE or skypilot FILE: the manifest or task of a run over machines of a cluster"),
     "doctor": Tool("doctor", "what this machine has for a run, what is missing, and how to get it"),

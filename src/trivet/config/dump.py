@@ -25,7 +25,7 @@ def to_toml(
     """
 
     def format_line(name: str, value: object, path: KeyPath) -> str:
-        written = f"{_key(name)} = {literal(mask(path, value) if is_masked else value)}"
+        written = f"{toml_key(name)} = {literal(mask(path, value) if is_masked else value)}"
         return written if origins is None else f"{written}  # {origins.get(dotted(path), 'default')}"
 
     return "\n".join(_lines(config, (), type(config)() if omits_defaults else None, format_line)).strip() + "\n"
@@ -53,7 +53,7 @@ def _lines(
     for name, value in tables:
         table_path = (*path, name)
         # TOML has no indexes: a table in a list belongs to the list's last entry.
-        header = ".".join(_key(part) for part in table_path if isinstance(part, str))
+        header = ".".join(toml_key(part) for part in table_path if isinstance(part, str))
         if isinstance(value, Section):
             default = getattr(defaults, name, None)
             inner = default if type(default) is type(value) else None  # another type of section has other defaults
@@ -69,7 +69,7 @@ def literal(value: object) -> str:
     if value is None:
         return '"None"'
     if (table := as_table(value)) is not None:
-        items = ", ".join(f"{_key(name)} = {literal(item)}" for name, item in table.items())
+        items = ", ".join(f"{toml_key(name)} = {literal(item)}" for name, item in table.items())
         return f"{{ {items} }}" if items else "{}"
     if (elements := as_list(value)) is not None:
         return f"[{', '.join(literal(element) for element in elements)}]"
@@ -81,5 +81,6 @@ def _sections_in(value: object) -> list[Section]:
     return [item for item in as_list(value) or [] if isinstance(item, Section)]
 
 
-def _key(name: str) -> str:
+def toml_key(name: str) -> str:
+    """Return a name as TOML writes a key."""
     return name if _BARE_KEY.fullmatch(name) else literal(name)

@@ -100,14 +100,19 @@ def load_run(
     _check(loaded.config, findings)
     findings.raise_problems()
     by_default, written = list[Entry](), list[Entry]()
-    for key, value, source in _translate(loaded.config):
-        origin = f"{key_name(source)}, {loaded.origins.get(source, 'its default')}"
-        entry = Entry(path=tuple(key.split(".")), value="None" if value is None else value, origin=origin)
+    for entry, source in translate_entries(loaded):
         (written if source in loaded.origins else by_default).append(entry)
     variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
     if any(entry.path == ("trainer", "loss", "type") for entry in run_entries):  # the dialect's defaults are for its own loss
         by_default = [entry for entry in by_default if entry.path[:2] != ("trainer", "loss")]
     return load_sources(RLConfig, [by_default, variables, written, run_entries], findings)
+
+
+def translate_entries(loaded: LoadedConfig[VfRLConfig]) -> Iterator[tuple[Entry, str]]:
+    """Yield the keys of the run that a `vf-rl` configuration sets, each with the key of the dialect that it follows from."""
+    for key, value, source in _translate(loaded.config):
+        origin = f"{key_name(source)}, {loaded.origins.get(source, 'its default')}"
+        yield Entry(path=tuple(key.split(".")), value="None" if value is None else value, origin=origin), source
 
 
 def _check(config: VfRLConfig, findings: Findings) -> None:
