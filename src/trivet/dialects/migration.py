@@ -32,7 +32,7 @@ _SINCE_2026 = ("orchestrator.train", "orchestrator.group_size", "orchestrator.al
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MigratedKey:
     """A key of the new file."""
 
     path: KeyPath
@@ -45,7 +45,7 @@ class Migration:
     """A configuration of ours, and what was lost on the way."""
 
     kind: type[Section]
-    lines: list[Line]
+    lines: list[MigratedKey]
     dropped: list[str] = field(default_factory=list[str])
     """A text for each key that has no counterpart: the key, its value and the reason."""
     problems: list[str] = field(default_factory=list[str])
@@ -60,7 +60,7 @@ class Migration:
         for line in self.lines:
             table = tree
             for part in map(str, line.path[:-1]):
-                if isinstance(table.get(part), Line):  # an empty table that later lines fill
+                if isinstance(table.get(part), MigratedKey):  # an empty table that later lines fill
                     del table[part]
                 table = table.setdefault(part, {})
             table.setdefault(str(line.path[-1]), line)
@@ -82,7 +82,7 @@ def migrate(files: Sequence[Entry]) -> Migration:
     return found if kind is not VfRLConfig else translate(found)
 
 
-def translate(found: Migration, run_lines: Sequence[Line] = ()) -> Migration:
+def translate(found: Migration, run_lines: Sequence[MigratedKey] = ()) -> Migration:
     """Return the run that a configuration of `vf-rl` describes. Its defaults are written out where ours differ.
 
     Args:
@@ -103,7 +103,7 @@ def translate(found: Migration, run_lines: Sequence[Line] = ()) -> Migration:
         comment = comments.get(source) or (source if is_given else f"{source}, a default")
         for part in (inner for item in flatten(entry) for inner in _list_parts(RLConfig, item)):
             if is_given or not _is_default(part):
-                lines.setdefault(part.path, Line(part.path, part.value, comment))
+                lines.setdefault(part.path, MigratedKey(part.path, part.value, comment))
     run = _settle(Migration(RLConfig, list(lines.values()), found.dropped))
     return replace(run, dropped=[*run.dropped, *(f"nothing, but note: {notice}" for notice in loaded.notices)])
 
@@ -137,7 +137,7 @@ def _use_own_names(kind: type[Section], entries: Sequence[Entry]) -> Migration:
         known = [entry for entry in current if find_key(kind, entry.path) is not None]
         for entry in known:
             is_same = len(group) == 1 and entry.path == group[0].path
-            found.lines.append(Line(entry.path, entry.value, entry.origin or ("" if is_same else f"was {old}")))
+            found.lines.append(MigratedKey(entry.path, entry.value, entry.origin or ("" if is_same else f"was {old}")))
         if not known:
             nearest = nearest_key(kind, group[0].path) if current else None
             unknown = f"there is no such key here{f'; {nearest} is like it' if nearest else ''}"
@@ -156,7 +156,7 @@ def _name_loss(found: Migration, old_keys: set[str]) -> None:
     has_loss = any(name.startswith("trainer.loss.") for name in old_keys)
     if (has_masks or (is_recent and not has_loss)) and (named is None or named.value == "default"):
         found.lines = [line for line in found.lines if line is not named]
-        found.lines.append(Line(path, "dppo", "the default of prime-rl since March 2026 is called so here"))
+        found.lines.append(MigratedKey(path, "dppo", "the default of prime-rl since March 2026 is called so here"))
 
 
 def _settle(found: Migration) -> Migration:
@@ -217,11 +217,11 @@ def _environments(entry: Entry) -> Iterator[Entry]:
 def _table_lines(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     """Yield the lines of a table: its values, then the tables in it."""
     for name, item in tree.items():
-        if isinstance(item, Line):
+        if isinstance(item, MigratedKey):
             comment = f"  # {item.comment}" if item.comment else ""
             yield f"{toml_key(name)} = {literal(item.value)}{comment}"
     for name, item in tree.items():
-        if isinstance(item, Line):
+        if isinstance(item, MigratedKey):
             continue
         inner, table = (*path, name), cast("dict[str, Any]", item)
         header = ".".join(map(toml_key, inner))
@@ -229,5 +229,5 @@ def _table_lines(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str
             for row in table.values():
                 yield from ("", f"[[{header}]]", *_table_lines(row, inner))
         else:
-            has_values = any(isinstance(value, Line) for value in table.values())
+            has_values = any(isinstance(value, MigratedKey) for value in table.values())
             yield from (*(("", f"[{header}]") if has_values else ()), *_table_lines(table, inner))

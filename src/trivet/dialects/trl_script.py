@@ -11,7 +11,7 @@ from trivet.config.dump import literal
 from trivet.config.keys import find_key
 from trivet.config.schema.vf_rl import VfRLConfig
 from trivet.config.spellings import current_path
-from trivet.dialects.migration import Line, Migration, translate
+from trivet.dialects.migration import MigratedKey, Migration, translate
 from trivet.errors import ConfigError
 
 _DEFAULTS: dict[str, object] = {
@@ -73,9 +73,9 @@ def migrate_script(given: Mapping[str, object], *, env: str) -> Migration:
     arguments = {**_DEFAULTS, **given}
     found = Migration(VfRLConfig, [])
     found.lines += [
-        Line(("env", "id"), env, "has the data set and the reward functions of the script"),
-        Line(("inference", "gpus"), 1),
-        Line(("trainer", "gpus"), 1),
+        MigratedKey(("env", "id"), env, "has the data set and the reward functions of the script"),
+        MigratedKey(("inference", "gpus"), 1),
+        MigratedKey(("trainer", "gpus"), 1),
     ]
     lengths = [arguments.pop(name) for name in ("max_prompt_length", "max_completion_length")]
     _add(found, "max_seq_len", sum(map(_whole, lengths)), "max_prompt_length + max_completion_length")
@@ -95,12 +95,12 @@ def migrate_script(given: Mapping[str, object], *, env: str) -> Migration:
             reason = _ELSEWHERE.get(name, "nothing here is like it")
             found.dropped.append(f"{name} = {literal(value)}: {reason}")
         elif value is not None:
-            found.lines.append(Line(current_path(VfRLConfig, path), value, _comment(name, given)))
+            found.lines.append(MigratedKey(current_path(VfRLConfig, path), value, _comment(name, given)))
     return translate(found, run_lines)
 
 
 def _add(found: Migration, name: str, value: object, comment: str) -> None:
-    found.lines.append(Line(("trainer", "args", name), value, comment))
+    found.lines.append(MigratedKey(("trainer", "args", name), value, comment))
 
 
 def _add_batch(found: Migration, arguments: dict[str, object]) -> None:
@@ -117,7 +117,7 @@ def _add_batch(found: Migration, arguments: dict[str, object]) -> None:
     _add(found, "micro_batch_size", math.gcd(batch, per_device), "was per_device_train_batch_size")
 
 
-def _loss_lines(arguments: Mapping[str, object], given: Mapping[str, object], *, max_tokens: int) -> Sequence[Line]:
+def _loss_lines(arguments: Mapping[str, object], given: Mapping[str, object], *, max_tokens: int) -> Sequence[MigratedKey]:
     """Return the keys of the run for TRL's loss and its scale of rewards, which `vf-rl` cannot say."""
     low = arguments["epsilon"]
     high = arguments.get("epsilon_high") or low
@@ -134,10 +134,10 @@ def _loss_lines(arguments: Mapping[str, object], given: Mapping[str, object], *,
     if values.get("normalization", ("",))[0] == "constant":
         values["normalization_length"] = max_tokens, "was max_completion_length"
     is_scaled = str(arguments["scale_rewards"]).lower() not in ("false", "none")
-    advantage = Line(
+    advantage = MigratedKey(
         ("orchestrator", "advantage", "type"), "std_norm" if is_scaled else "default", _comment("scale_rewards", given)
     )
-    return [*(Line(("trainer", "loss", name), *value) for name, value in values.items()), advantage]
+    return [*(MigratedKey(("trainer", "loss", name), *value) for name, value in values.items()), advantage]
 
 
 def _comment(name: str, given: Mapping[str, object]) -> str:
