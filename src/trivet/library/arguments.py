@@ -24,7 +24,7 @@ from trivet.config.schema.inference import InferenceConfig
 from trivet.config.schema.orchestrator import AdvantageConfig, OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
-from trivet.config.schema.shared import CkptConfig, DetectorsConfig, LogConfig, WeightsConfig
+from trivet.config.schema.shared import CkptConfig, DetectorsConfig, LogConfig, TrackingConfig, WeightsConfig
 from trivet.config.schema.trainer import LossConfig, TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.config.spellings import use_current_names
@@ -92,6 +92,8 @@ class _RLKeys(VfTrainerArgs):
     """Keys of [detectors]."""
     log: LogConfig | dict[str, Any] | None = None
     """Keys of [log]."""
+    tracking: TrackingConfig | dict[str, Any] | None = None
+    """Keys of [tracking]."""
 
 
 OWN_KEYS = {"loss", "advantage", "rewards", "reward_weights", "max_tool_calling_iterations", "callbacks"}
