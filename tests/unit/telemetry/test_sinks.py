@@ -74,7 +74,9 @@ def test_a_resumed_run_goes_on_in_its_run_of_mlflow(tmp_path: Path):
 
 def test_a_resumed_run_goes_on_in_its_run_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    trackio = pytest.importorskip("trackio", reason="the extra trackio is not installed: it asks for an older pillow than vLLM")
+    trackio = pytest.importorskip(
+        "trackio", reason="the extra trackio is not installed: it asks for an older pillow than the suite has"
+    )
     tracking = TrackingConfig(trackio=TrackioConfig(project="p", name="n"))
     write_steps(tmp_path, tracking, steps=[1, 2])
     write_steps(tmp_path, tracking, steps=[3], resume_step=2)
