@@ -234,6 +234,11 @@ def resident_bytes() -> int:
         return 0
 
 
+def total_memory_gib() -> float:
+    """Return the main memory of this machine in GiB."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
 def trim_heap() -> None:
     """Return every free page of the heap to the kernel. With a C library without `malloc_trim` this does nothing."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):

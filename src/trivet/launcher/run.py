@@ -21,6 +21,7 @@ from trivet.environments.packages.interpreters import describe_interpreter, requ
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.pool import require_loadable
 from trivet.errors import ConfigError
+from trivet.launcher.forecast import describe_forecast, forecast_run
 from trivet.launcher.gpu_shares import describe_memory, require_shared_gpu, share_gpus
 from trivet.launcher.logs import RunLog
 from trivet.launcher.placement import describe_placement, place
@@ -29,7 +30,7 @@ from trivet.launcher.processes import LocalHost, ProcessHost, role_environment
 from trivet.launcher.run_directory import RunDirectory, Scratch, wait_of_job
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.supervisor import Supervisor
-from trivet.machine import Machine, inspect_machine
+from trivet.machine import Machine, inspect_machine, total_memory_gib
 from trivet.process.lifetime import adopt_orphans, module_command, tied_command
 from trivet.process.signals import show_stacks_on_signal
 from trivet.process.sockets import ReservedPorts
@@ -121,6 +122,14 @@ def check_environments(config: RLConfig) -> None:
     if config.trainer.bench is None:
         settings, trained = list(run_settings(config.orchestrator).values()), [env.label for env in config.orchestrator.env]
         require_loadable(settings, trained=trained, timeout_s=config.orchestrator.env_start_timeout_s)
+
+
+def print_forecast(config: RLConfig) -> None:
+    """Print what the run is expected to take, if the model's files are on this machine."""
+    machine = inspect_machine()
+    if (found := forecast_run(config, machine)) is not None:
+        for line in describe_forecast(found, available_gib=None if machine.gpus else total_memory_gib()):
+            print(line, file=sys.stderr)
 
 
 def start(config: RLConfig) -> int:

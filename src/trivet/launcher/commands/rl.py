@@ -29,6 +29,7 @@ def check_for_dry_run(config: RLConfig) -> None:
 
     run.check_resume(config)
     run.check_environments(config)
+    run.print_forecast(config)
 
 
 def start(config: RLConfig) -> int:

@@ -9,12 +9,14 @@ import time
 import msgspec
 
 from trivet.exits import describe_exit, describe_restart
+from trivet.launcher.forecast import FIRST_STEPS, compare_with_facts, forecast_run, read_facts
 from trivet.launcher.logs import RunLog, describe_activity, finished_step, quote_log
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.processes import Clock
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.observer import Observer, RoleProcess
 from trivet.launcher.supervision.recovery import AnnounceRestart, FinishRun, Recovery
+from trivet.machine import inspect_machine
 from trivet.storage.durable import replace_file
 from trivet.telemetry.events import num_complete_bytes
 from trivet.wire.status import RestartRecord, RoleState, RoleStatus, RunState, RunStatus
@@ -41,6 +43,8 @@ class StatusReporter:
         self._started = clock.unix_time()
         self._write_due = 0.0
         self._has_write_failed = False
+        self._forecast = forecast_run(attempts.config, inspect_machine())
+        """The forecast that is still to be compared with the run's first steps; None afterwards, and without one."""
 
     @property
     def units_down(self) -> tuple[RecoveryUnit, ...]:
@@ -117,7 +121,17 @@ class StatusReporter:
         if self._clock.now() >= self._write_due:
             self._write_due = self._clock.now() + _WRITE_INTERVAL_S
             status = self.write()
+            self._compare_forecast(finished_step(status))
             self._log.show_progress(step=finished_step(status), max_steps=status.max_steps, activity=describe_activity(status))
+
+    def _compare_forecast(self, step: int) -> None:
+        """Say once, after the first steps, what of the forecast was off."""
+        from_step = self._attempts.from_step or 0
+        if self._forecast is None or step < from_step + FIRST_STEPS:
+            return
+        if (facts := read_facts(self._attempts.layout, from_step=from_step)) is not None:
+            self._log.say(compare_with_facts(self._forecast, facts))
+            self._forecast = None
 
     def write(self, end: FinishRun | None = None) -> RunStatus:
         """Write the status and return it. A failed write is logged once, until a write succeeds.

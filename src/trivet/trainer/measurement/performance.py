@@ -3,7 +3,6 @@
 Called by `trainer.step`, which balances ranks by operations, by `trainer.session` for metrics, and by the benchmark.
 """
 
-import os
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from trivet import machine
 from trivet.trainer.model.policy_model import PolicyModel, has_adapter
 from trivet.wire.batches import MicroBatch
 
@@ -113,7 +113,7 @@ def total_memory_gib(device: torch.device) -> float:
     """Return the GiB of the device or, on the CPU, of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return machine.total_memory_gib()
 
 
 def peak_memory_gib(device: torch.device) -> float:

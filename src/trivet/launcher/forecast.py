@@ -1,0 +1,256 @@
+"""Forecasts the memory of a run by part and the seconds of a step, before it starts. Used by `--dry-run` and, once, by the run.
+
+The forecast follows from the shapes of the model's tensors, the configuration, and the rate of matrix products on this machine. It
+is made for what a step costs at most: every completion has `max_tokens`. What is assumed is said with it. After a few steps the run
+compares it with what was measured, and names what was off by more than a quarter.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trivet.config.layout import RunLayout
+from trivet.config.model_files import find_weight_files, read_header
+from trivet.config.schema.rl import RLConfig
+from trivet.launcher.gpu_shares import share_gpus
+from trivet.machine import Machine
+from trivet.telemetry.metrics import read_metrics
+
+_GIB = float(2**30)
+_MATRIX_ROWS, _TRIES = 768, 6
+_BYTES = {"float32": 4, "bfloat16": 2}
+_PROCESS_GIB = 0.6
+"""Memory of a process that has imported torch, before it loads a model. Measured with torch 2.13 on a CPU."""
+_ACTIVATIONS_PER_TOKEN = (16, 4)
+"""Values that a block keeps for each token until its backward pass: of hidden size, and of the size within the MLP."""
+_RATE_SHARE = 0.5
+"""Share of the rate of plain matrix products that a step reaches."""
+_TOKEN_OVERHEAD_S = 0.02
+"""Seconds of the engine for each position that it samples in all sequences at once, beside the products."""
+_PROMPT_TOKENS = 128
+"""Tokens of a prompt, unless the context leaves fewer."""
+_OFF = 1.25
+"""Ratio of forecast to fact, or of fact to forecast, from which the run says that the forecast was off."""
+FIRST_STEPS = 5
+"""The comparison is made after this many steps, without the first, which is slower."""
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is expected to take."""
+
+    trainer_gib: dict[str, float]
+    """Memory of a rank of the trainer, by part."""
+    server_gib: dict[str, float]
+    """Memory of a server, by part; empty without one."""
+    seconds: dict[str, float]
+    """Seconds of a step, by part; empty if the machine's rate is not measured."""
+    assumptions: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the forecast reads from a model's files."""
+
+    num_parameters: int
+    num_trained: int
+    num_product_parameters: int
+    """Parameters in the matrix products of one token: without an embedding that is only looked up."""
+    hidden: int
+    within_mlp: int
+    layers: int
+    vocabulary: int
+    kv_values: int
+    """Values that the cache holds for a token, over all layers."""
+
+
+def forecast_run(config: RLConfig, machine: Machine) -> Forecast | None:
+    """Return the forecast of a run on this machine; None for a run over several nodes, and if the model's files are not here."""
+    if config.deployment.is_multi_node or config.trainer.bench is not None:
+        return None
+    is_on_gpu = bool(machine.gpus) and config.trainer.device != "cpu"
+    num_ranks = max(1, len(share_gpus(config, machine.gpus).trainer)) if is_on_gpu else 1
+    if (shape := read_shape(config)) is None:
+        return None
+    return make_forecast(config, shape, num_ranks=num_ranks, rate=None if is_on_gpu else measure_rate())
+
+
+def make_forecast(config: RLConfig, shape: ModelShape, *, num_ranks: int, rate: float | None) -> Forecast:
+    """Return the forecast of a run.
+
+    Args:
+        num_ranks: ranks of the trainer, over which weights, gradients and the optimizer's state are divided.
+        rate: operations per second of matrix products on this machine; None if it is unknown.
+    """
+    trainer, orchestrator, server = config.trainer, config.orchestrator, config.inference
+    dtype = str(trainer.model.compute_dtype)
+    context = min(orchestrator.seq_len, (server.model.max_model_len if server is not None else None) or orchestrator.seq_len)
+    answer = min(orchestrator.sampling.max_tokens or context, context)
+    prompt = max(1, min(_PROMPT_TOKENS, context - answer))
+    row = min(trainer.micro_batch_tokens or trainer.model.seq_len, orchestrator.batch_size * (prompt + answer))
+    master = _BYTES[trainer.model.optimization_dtype]
+    has_casts = dtype != trainer.model.optimization_dtype
+    moments = {"adamw": 2, "muon": 1.5}.get(trainer.optim.type, 1)
+    per_token = shape.hidden if trainer.model.ac is not None else _values_per_token(shape)
+    logits = min(trainer.model.fused_lm_head_chunk_size, row) * shape.vocabulary
+    own = {
+        "weights": shape.num_parameters * (master + (_BYTES[dtype] if has_casts else 0)) / num_ranks,
+        "gradients": shape.num_trained * master / num_ranks,
+        "optimizer": shape.num_trained * moments * 4 / num_ranks,
+        "activations": row * shape.layers * per_token * _BYTES[dtype],
+        "logits": 2.0 * logits * 4,
+    }
+    server_parts: dict[str, float] = {}
+    if server is not None:
+        server_bytes = _BYTES.get(str(server.model.dtype), 2)
+        num_cached = max(1, orchestrator.batch_size) * (prompt + answer)
+        server_parts = {
+            "weights": shape.num_parameters * server_bytes / _GIB,
+            "kv cache": server.cpu_kv_cache_gib,
+            "of it in use": min(server.cpu_kv_cache_gib, num_cached * shape.kv_values * server_bytes / _GIB),
+        }
+    assumptions = [f"prompts of {prompt} tokens and completions of {answer}, the most that sampling.max_tokens allows"]
+    seconds: dict[str, float] = {}
+    if rate is None:
+        assumptions.append(
+            "no seconds: the rate of matrix products is only measured on a CPU; uv run rl --bench measures a GPU"
+        )
+    else:
+        seconds = _forecast_seconds(config, shape, rate=rate, prompt=prompt, answer=answer, num_ranks=num_ranks)
+        assumptions += [
+            f"{_RATE_SHARE:.0%} of the {rate / 1e9:,.0f} GFLOP/s of matrix products measured here",
+            f"{1000 * _TOKEN_OVERHEAD_S:.0f} ms of the server for each sampled position",
+            "0 s for the environment: no key says how long it takes",
+        ]
+    trainer_gib = {"process": _PROCESS_GIB, **{name: value / _GIB for name, value in own.items()}}
+    return Forecast(trainer_gib=trainer_gib, server_gib=server_parts, seconds=seconds, assumptions=assumptions)
+
+
+def _values_per_token(shape: ModelShape) -> int:
+    hidden, within = _ACTIVATIONS_PER_TOKEN
+    return hidden * shape.hidden + within * shape.within_mlp
+
+
+def _forecast_seconds(
+    config: RLConfig, shape: ModelShape, *, rate: float, prompt: int, answer: int, num_ranks: int
+) -> dict[str, float]:
+    rollouts, share = config.orchestrator.batch_size, rate * _RATE_SHARE
+    trained = rollouts * (prompt / config.orchestrator.rollouts_per_example + answer)  # a group's prompt is computed once
+    rounds = math.ceil(rollouts / (config.inference.max_num_seqs or rollouts)) if config.inference is not None else 1
+    generation = 2.0 * shape.num_product_parameters * rollouts * (prompt + answer) / share + rounds * answer * _TOKEN_OVERHEAD_S
+    training = 6.0 * shape.num_product_parameters * trained / share / num_ranks
+    return {"generation": generation, "training": training}
+
+
+def read_shape(config: RLConfig) -> ModelShape | None:
+    """Return the shape of the run's model from its files; None if they are not on this machine."""
+    directory = Path(config.trainer.model.name)
+    try:
+        table: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
+        headers = [read_header(file) for file in find_weight_files(directory) if file.suffix == ".safetensors"]
+    except (OSError, ValueError):
+        return None
+    tensors: dict[str, list[int]] = {name: entry["shape"] for header in headers for name, entry in header.items()}
+    if not tensors:
+        return None
+    text: dict[str, Any] = {**table, **(table.get("text_config") or {})}
+    sizes = {name: math.prod(shape) for name, shape in tensors.items()}
+    total, vocabulary = sum(sizes.values()), int(text.get("vocab_size", 0))
+    has_head = any(name.endswith("lm_head.weight") for name in sizes)
+    looked_up = sum(size for name, size in sizes.items() if name.endswith("embed_tokens.weight")) if has_head else 0
+    lora, trained = config.trainer.model.lora, total
+    if lora is not None:
+        targets = tuple(f"{target}.weight" for target in lora.target_modules)
+        trained = sum(lora.rank * sum(shape) for name, shape in tensors.items() if name.endswith(targets) and len(shape) == 2)
+    hidden, heads = int(text.get("hidden_size", 0)), int(text.get("num_attention_heads") or 1)
+    head_dim = int(text.get("head_dim") or hidden // heads)
+    layers = int(text.get("num_hidden_layers", 0))
+    return ModelShape(
+        num_parameters=total,
+        num_trained=trained,
+        num_product_parameters=total - looked_up,
+        hidden=hidden,
+        within_mlp=int(text.get("intermediate_size") or 4 * hidden),
+        layers=layers,
+        vocabulary=vocabulary,
+        kv_values=2 * layers * int(text.get("num_key_value_heads") or heads) * head_dim,
+    )
+
+
+def measure_rate() -> float:
+    """Measure the operations per second of float32 matrix products on this machine's cores. It takes a tenth of a second."""
+    left = np.random.default_rng(0).standard_normal((_MATRIX_ROWS, _MATRIX_ROWS), dtype=np.float32)
+    seconds: list[float] = []
+    for _ in range(_TRIES):
+        started = time.perf_counter()
+        _ = left @ left
+        seconds.append(time.perf_counter() - started)
+    return 2.0 * _MATRIX_ROWS**3 / min(seconds)
+
+
+def describe_forecast(found: Forecast, *, available_gib: float | None) -> list[str]:
+    """Return the lines that `--dry-run` prints.
+
+    Args:
+        available_gib: main memory of this machine, if the whole run uses it; None if parts of it run elsewhere.
+    """
+    lines: list[str] = []
+    total = 0.0
+    for name, parts in (("trainer", found.trainer_gib), ("server", found.server_gib)):
+        if parts:
+            own = sum(value for part, value in parts.items() if part != "of it in use")
+            total += own
+            lines.append(f"forecast: {name} {own:.2f} GiB: {_list(parts, 'GiB')}")
+    if available_gib is not None:
+        fits = "fits" if total + _PROCESS_GIB < available_gib else "does not fit"
+        lines.append(f"forecast: {total:.2f} GiB {fits} into the {available_gib:.1f} GiB of this machine")
+    if found.seconds:
+        lines.append(f"forecast: {sum(found.seconds.values()):.2f} s a step: {_list(found.seconds, 's')}")
+    return [*lines, *(f"forecast: assumes {text}" for text in found.assumptions)]
+
+
+def _list(parts: Mapping[str, float], unit: str) -> str:
+    return ", ".join(f"{name} {value:.2f} {unit}" for name, value in parts.items())
+
+
+def compare_with_facts(found: Forecast, facts: Mapping[str, float]) -> str:
+    """Return one sentence on what was off by more than a quarter; that nothing was, if so.
+
+    Args:
+        facts: what `read_facts` returned.
+    """
+    expected = {"trainer memory, GiB": sum(found.trainer_gib.values()), **{f"{k}, s": v for k, v in found.seconds.items()}}
+    if found.seconds:
+        expected["step, s"] = sum(found.seconds.values())
+    both = {name: (value, facts[name]) for name, value in expected.items() if facts.get(name, 0.0) > 0 and value > 0}
+    off = {name: pair for name, pair in both.items() if max(pair) > _OFF * min(pair)}
+    if not off:
+        return f"forecast: within a quarter of the facts ({', '.join(both) or 'nothing to compare'})"
+    described = "; ".join(f"{name}: {forecast:.2f} forecast, {fact:.2f} measured" for name, (forecast, fact) in off.items())
+    return f"forecast: off by more than a quarter: {described}"
+
+
+def read_facts(layout: RunLayout, *, from_step: int) -> dict[str, float] | None:
+    """Return what the first steps of this start took; None while there are too few. The medians leave out the first step."""
+    rows = {role: _rows_after(layout, role, from_step) for role in ("trainer", "orchestrator")}
+    if min(map(len, rows.values())) < FIRST_STEPS:
+        return None
+    trainer, orchestrator = rows["trainer"][1:FIRST_STEPS], rows["orchestrator"][1:FIRST_STEPS]
+    computing = [row.get("time/forward_backward", 0.0) + row.get("time/optimizer", 0.0) for row in trainer]
+    return {
+        "trainer memory, GiB": max(row.get("perf/peak_memory", 0.0) for row in trainer),
+        "generation, s": median(row.get("time/generate_completions", 0.0) for row in orchestrator),
+        "training, s": median(computing),
+        "step, s": median(row.get("time/step", 0.0) for row in trainer),
+    }
+
+
+def _rows_after(layout: RunLayout, role: str, step: int) -> Sequence[Mapping[str, float]]:
+    return [row for row in read_metrics(layout.metrics / f"{role}.jsonl").rows if row["step"] > step]
