@@ -39,6 +39,7 @@ TOOLS = {
     "evals": Tool("run_tools", "evaluations in the terminal: scores, rollouts, two policies side by side"),
     "check": Tool("run_tools", "prove that a run lost and repeated nothing, or name the event that broke it"),
     "explain": Tool("explain", "why each token of a step was trained or not, and what it added to the loss"),
+    "bisect": Tool("bisect", "after which recorded batch a metric or a held-out score broke"),
     "compare": Tool("compare", "whether one run is better than another, on the same examples at equal cost"),
     "selection": Tool("selection", "how what a run trained differs from what it sampled: length, reward, difficulty, latency"),
     "replay": Tool("replay", "score a run's saved rollouts with today's reward functions, and show what changed"),
