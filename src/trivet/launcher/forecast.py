@@ -143,9 +143,11 @@ def _forecast_seconds(
 ) -> dict[str, float]:
     rollouts, share = config.orchestrator.batch_size, rate * _RATE_SHARE
     trained = rollouts * (prompt / config.orchestrator.rollouts_per_example + answer)  # a group's prompt is computed once
-    rounds = math.ceil(rollouts / (config.inference.max_num_seqs or rollouts)) if config.inference is not None else 1
-    generation = 2.0 * shape.num_product_parameters * rollouts * (prompt + answer) / share + rounds * answer * _TOKEN_OVERHEAD_S
     training = 6.0 * shape.num_product_parameters * trained / share / num_ranks
+    if config.inference is None:  # the servers are not this machine's, or a replay has none
+        return {"training": training}
+    rounds = math.ceil(rollouts / (config.inference.max_num_seqs or rollouts))
+    generation = 2.0 * shape.num_product_parameters * rollouts * (prompt + answer) / share + rounds * answer * _TOKEN_OVERHEAD_S
     return {"generation": generation, "training": training}
 
 
