@@ -28,6 +28,8 @@ from trivet.wire.workers import HostSettings
 
 LIBRARY = "verifiers"
 """The library that environments are written with. Environments require it; trivet does not."""
+AGENT = "agent"
+"""The id of an environment that is a program of the user's, which owns its loop (`apis.agents`). It needs no package."""
 LOADER = "load_environment"
 """The function of an environment's module that verifiers' v0 API calls."""
 FIRST_V0_RELEASE, FIRST_V1_RELEASE = (0, 3), (0, 4)
@@ -75,7 +77,9 @@ def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: Sta
     Raises:
         EnvironmentLoadError: verifiers or the package is not installed, or the package's own code raised.
     """
-    if require_release(settings.env_id) >= FIRST_V1_RELEASE:
+    if settings.env_id == AGENT:
+        from trivet.environments.apis.agents.host import load
+    elif require_release(settings.env_id) >= FIRST_V1_RELEASE:
         from trivet.environments.apis.v1.load import load
     else:
         from trivet.environments.apis.v0.load import load
@@ -145,6 +149,8 @@ def require_installed(env_id: str, *, environments_dir: Path = Path("environment
     if (file := file_of(env_id)) is not None:
         if not file.is_file():
             raise EnvironmentLoadError(f"env.id = {env_id!r}: there is no file {file}")
+        return
+    if env_id == AGENT:
         return
     package = env_id.split("/")[-1]
     module = package.replace("-", "_")
