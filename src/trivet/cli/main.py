@@ -50,6 +50,7 @@ TOOLS = {
     "schema": Tool("schema", "write JSON schemas of the configuration files, by which editors complete and check them"),
     "migrate": Tool("migrate", "turn a configuration of prime-rl, of vf-rl or of TRL's scripts into one of ours"),
     "completion": Tool("completion", "print a script by which bash or zsh completes the commands and their keys"),
+    "gateway": Tool("gateway", "sessions for agents that run elsewhere: a base URL and a key each, and their reward"),
     "cluster": Tool("cluster", "kubernetes FILE or skypilot FILE: the manifest or task of a run over machines of a cluster"),
     "doctor": Tool("doctor", "what this machine has for a run, what is missing, and how to get it"),
 }

@@ -17,27 +17,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
+from trivet.environments.apis.agents.asker import OVERLONG, ServerAsker, open_asker
 from trivet.environments.apis.agents.formats import ModelRequest
 from trivet.environments.apis.agents.server import AgentServer, read_reward, serve_agents
 from trivet.environments.apis.agents.session import AgentSession, RecordedTurn, SessionLimits
 from trivet.environments.apis.groups import Stage, StageBoard, limit_time, play_group
-from trivet.environments.apis.messages import describe, find_answer, find_example, shorten_messages
+from trivet.environments.apis.messages import find_answer, find_example, shorten_messages
 from trivet.environments.apis.rewards import require_reward
-from trivet.environments.apis.turns import later_seed, request_arguments, rollout_seed, to_samples
+from trivet.environments.apis.turns import later_seed, rollout_seed, to_samples
 from trivet.environments.examples import digest_records, hash_fields
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.process.imports import import_by_path
 from trivet.process.lifetime import tied_command
-from trivet.process.proxies import is_direct
-from trivet.wire.groups import OVERLONG_REFUSALS, EnvironmentInfo, Example, GroupRequest, Split, server_root
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import HostSettings
 
-_NO_REWARD, _OVERLONG = "NoReward", "OverlongPrompt"
-"""Kinds of failure: of a rollout whose agent ended without a reward, and of a request that is longer than the context."""
+_NO_REWARD = "NoReward"
+"""Kind of the failure of a rollout whose agent ended without a reward."""
 _STOP_TIMEOUT_S = 2.0
 """Time between the request to end and the kill of an agent that was told to stop."""
 _NUM_LOG_CHARS = 2_000
@@ -144,15 +143,14 @@ class AgentHost:
         self._environ = environ
         self._stages = stages
         self._server: AgentServer
-        self._http: httpx.AsyncClient
+        self._asker: ServerAsker
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Serve sessions while the worker runs groups."""
-        timeout_s, near = self._settings.servers.timeout_s, is_direct(self._settings.servers.base_urls[0], self._environ)
         async with (
             serve_agents(self._arguments.host, model=self._settings.model_name) as self._server,
-            httpx.AsyncClient(timeout=timeout_s, trust_env=not near, limits=httpx.Limits(max_connections=None)) as self._http,
+            open_asker(self._settings, self._environ) as self._asker,
         ):
             yield
 
@@ -185,7 +183,7 @@ class AgentHost:
 
         async def complete(asked: ModelRequest, number: int, known: Sequence[int]) -> dict[str, Any]:
             own_seed = None if seed is None else later_seed(seed, "turn", number)
-            return await self._complete(asked, request, seed=own_seed, known=known)
+            return await self._asker.complete(asked, request.sampling, base_url=request.base_url, seed=own_seed, known=known)
 
         session = AgentSession(complete, SessionLimits(max_turns=arguments.max_turns, max_tokens=arguments.max_tokens))
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
@@ -199,40 +197,6 @@ class AgentHost:
                 self._server.close(session)
                 await session.aclose()
         return _Played(session=session, log=log, exit_code=exit_code, seconds=seconds, reward=reward, scores=scores)
-
-    async def _complete(
-        self, asked: ModelRequest, request: GroupRequest, *, seed: int | None, known: Sequence[int]
-    ) -> dict[str, Any]:
-        """Ask the server for a chat completion. The run's sampling holds, not the agent's."""
-        settings = self._settings
-        arguments = request_arguments(request.sampling, seed=seed)
-        body: dict[str, Any] = {"model": settings.model_name, "messages": asked.messages, **arguments.pop("extra_body")}
-        body |= {name: value for name, value in arguments.items() if value is not None}
-        if asked.tools:
-            body["tools"] = asked.tools
-        if asked.stop:
-            body["stop"] = asked.stop
-        limits = [limit for limit in (body.get("max_tokens"), asked.max_tokens) if limit is not None]
-        if limits:
-            body["max_tokens"] = min(limits)
-        if known and settings.trajectory_strategy == "interleaved":
-            body["known_token_ids"] = list(known)
-        servers = settings.servers
-        key = servers.api_key(request.base_url, self._environ)
-        headers = {**servers.headers, **({"Authorization": f"Bearer {key}"} if key else {})}
-        url = f"{server_root(request.base_url)}/v1/chat/completions"
-        try:
-            answer = await self._http.post(url, json=body, headers=headers)
-        except httpx.HTTPError as exc:
-            raise RolloutFailed(describe(exc), kind=type(exc).__name__, is_infrastructure=True) from exc
-        if answer.is_success:
-            return answer.json()
-        is_overlong = any(refusal in answer.text for refusal in OVERLONG_REFUSALS)
-        raise RolloutFailed(
-            f"the server answered with {answer.status_code}: {answer.text[:500]}",
-            kind=_OVERLONG if is_overlong else "ServerError",
-            is_infrastructure=answer.status_code >= 500 or answer.status_code == 429,
-        )
 
     async def _run_program(
         self, task: Mapping[str, Any], session: AgentSession, directory: Path, *, address: str
@@ -309,7 +273,7 @@ class AgentHost:
             completion=shorten_messages(_completion(turns)),
             num_turns=len(turns),
             is_cut=played.session.is_cut or played.exit_code is None,
-            ran_out_of_context=played.session.failure is not None and played.session.failure.kind == _OVERLONG,
+            ran_out_of_context=played.session.failure is not None and played.session.failure.kind == OVERLONG,
             ended_by="" if not played.exit_code else f"exit code {played.exit_code}",
             generation_s=played.seconds,
         )

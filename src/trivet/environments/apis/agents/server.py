@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 * 2**20
 """A conversation that fills a context of a million tokens has a few MiB."""
 _MAX_CONNECTIONS = 4096
+_KEEP_ALIVE_S = 3600
+"""An agent works between two requests. A connection that was closed meanwhile would fail its next one."""
 _RETRY_HEADER = "x-stainless-retry-count"
 """Header with which the clients of OpenAI and Anthropic say how often they have sent a request before."""
 
@@ -50,7 +52,7 @@ class AgentServer:
             root: the address of the server.
             model: the name of the model for clients that list models.
         """
-        self._root = root
+        self.root = root
         self._model = model
         self._sessions: dict[str, AgentSession] = {}
         """The sessions by the public part of their addresses."""
@@ -60,7 +62,7 @@ class AgentServer:
         """Serve a session; return its base URL, without `/v1`."""
         name, self._num_opened = str(self._num_opened), self._num_opened + 1
         self._sessions[name] = session
-        return f"{self._root}/{name}"
+        return f"{self.root}/{name}"
 
     def close(self, session: AgentSession) -> None:
         """Serve a session no more. May be called again."""
@@ -123,7 +125,7 @@ class AgentServer:
         if session is None:
             return JSONResponse(ChatFormat().error("no session has this address and key", kind="authentication_error"), 401)
         try:
-            session.reward, session.scores = read_reward(await _read_json(request))
+            session.report(*read_reward(await _read_json(request)))
         except ValueError as exc:
             return JSONResponse(ChatFormat().error(str(exc), kind="invalid_request_error"), 400)
         return JSONResponse({"status": "ok"})
@@ -180,16 +182,27 @@ async def _deliver(
 
 
 @asynccontextmanager
-async def serve_agents(host: str, *, model: str) -> AsyncIterator[AgentServer]:
-    """Serve on a free port of an address for a block."""
+async def serve_agents(host: str, *, model: str, port: int = 0, routes: Sequence[Route] = ()) -> AsyncIterator[AgentServer]:
+    """Serve on an address for a block.
+
+    Args:
+        port: 0 for a free one.
+        routes: further routes.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.bind((host, 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((host, port))
     shown = f"[{host}]" if family == socket.AF_INET6 else host
     server = AgentServer(f"http://{shown}:{sock.getsockname()[1]}", model=model)
-    app = Starlette(routes=server.routes())
+    app = Starlette(routes=[*routes, *server.routes()])
     config = uvicorn.Config(
-        app, log_level="warning", limit_concurrency=_MAX_CONNECTIONS, lifespan="off", backlog=_MAX_CONNECTIONS
+        app,
+        log_level="warning",
+        lifespan="off",
+        limit_concurrency=_MAX_CONNECTIONS,
+        backlog=_MAX_CONNECTIONS,
+        timeout_keep_alive=_KEEP_ALIVE_S,
     )
     http = uvicorn.Server(config)
     config.load()

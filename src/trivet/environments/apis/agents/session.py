@@ -76,6 +76,8 @@ class AgentSession:
     reward: float | None = None
     """What the agent reported; None until it does."""
     scores: dict[str, float] = field(default_factory=dict[str, float])
+    rewarded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the agent has reported its reward."""
     is_cut: bool = False
     """Whether a limit refused a request."""
     failure: RolloutFailed | None = None
@@ -109,6 +111,11 @@ class AgentSession:
         """Note that the client went away while it was sent an answer, so that a repeated request gets that answer."""
         digest = hashlib.sha256(msgspec.json.encode([request.messages, request.tools, request.max_tokens])).hexdigest()
         self._asked[digest].is_abandoned = True
+
+    def report(self, reward: float, scores: dict[str, float]) -> None:
+        """Note the reward that the agent reports. The newest counts."""
+        self.reward, self.scores = reward, scores
+        self.rewarded.set()
 
     def delivered(self) -> list[RecordedTurn]:
         """Return the turns whose answers were received, in their order."""
