@@ -2,7 +2,8 @@
 
 Owned by the orchestrator, which listens; the pools of the nodes (`nodes.pool_server`) connect to it. Any pool that has the key of
 the run and a number below a limit may join and leave while the run goes on. A group goes to the node with the fewest pending ones
-of its environment. The orchestrator limits how often a group that was lost with its worker or its node runs again.
+of its environment. One that was lost with its worker goes to the same node again, which counts its losses; one that was lost with
+its node goes to another.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from trivet.wire.events import Event
 from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
+from trivet.wire.versions import GroupId
 from trivet.wire.worker_nodes import FromNode, ToNode
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class NodePools:
         self._nodes: dict[int, RemoteNode] = {}
         """Every node that was ever heard, by its number."""
         self._infos: dict[str, EnvironmentInfo] = {}
+        self._homes: dict[tuple[str, Split, GroupId], RemoteNode] = {}
+        """The node that counts the losses of a group."""
         self._difference = ""
         """How the data of a node differ from those of the others. It ends a start."""
         self._loaded: list[Event] = []
@@ -82,7 +86,14 @@ class NodePools:
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run a group on one of the nodes; see `EnvironmentPool.run_group`."""
-        return await (await self._choose(request.env)).run_group(request)
+        key = (request.env, request.split, request.group_id)
+        node = await self._choose(request.env, home=self._homes.pop(key, None))
+        try:
+            return await node.run_group(request)
+        except WorkerLost:
+            if node.is_ready:  # else it was lost with its node
+                self._homes[key] = node
+            raise
 
     async def example(self, env: str, *, split: Split, example_id: int) -> Example:
         """Return an example of the data."""
@@ -155,11 +166,11 @@ class NodePools:
         async with self._changed:
             await self._changed.wait_for(condition)
 
-    async def _choose(self, env: str) -> RemoteNode:
-        """Return the node with the fewest pending groups of an environment; wait while there is none."""
+    async def _choose(self, env: str, *, home: RemoteNode | None = None) -> RemoteNode:
+        """Return the node with the fewest pending groups of an environment, or `home` if it is there; wait while none is."""
         while not (ready := self._ready()):
             await self._wait_until(self._ready)
-        return min(ready, key=lambda node: node.num_pending[env])
+        return home if home is not None and home.is_ready else min(ready, key=lambda node: node.num_pending[env])
 
     def _ready(self) -> list[RemoteNode]:
         return [node for node in self._nodes.values() if node.is_ready]

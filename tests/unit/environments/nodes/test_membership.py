@@ -35,6 +35,15 @@ def test_a_node_that_is_not_there_holds_up_no_start_and_joins_later(monkeypatch:
     play(scenario, num_required=2)
 
 
+def test_a_start_waits_for_no_node_that_is_not_required() -> None:
+    async def scenario(nodes: Nodes, opening: Callable[[], Any]) -> None:
+        nodes.start(2, StandInPool())
+        async with asyncio.timeout(20), opening():  # a start that waits takes `_OTHERS_WITHIN_S`, which is 60 s
+            pass
+
+    play(scenario, timeout_s=60)
+
+
 def test_a_node_without_the_secret_is_not_heard() -> None:
     async def scenario(nodes: Nodes, opening: Callable[[], Any]) -> None:
         nodes.start(1, StandInPool(), secret=RunSecret(bytes(32)))
@@ -86,6 +95,36 @@ def test_an_older_process_of_a_node_disturbs_no_group_of_the_newer_one() -> None
             await group
             older.cancel()
             await asyncio.gather(older, return_exceptions=True)
+
+    play(scenario)
+
+
+def test_a_node_that_drains_finishes_its_groups_gets_no_others_and_ends() -> None:
+    async def scenario(nodes: Nodes, opening: Callable[[], Any]) -> None:
+        leaving, staying = StandInPool(pid=0), StandInPool(pid=1)
+        server = nodes.start(0, leaving)
+        async with opening() as pool:
+            first = asyncio.create_task(pool.run_group(ask(0)))
+            await until(lambda: leaving.running)
+            assert server.drain()
+            assert not server.drain()
+            on_its_way = asyncio.create_task(pool.run_group(ask(1)))  # sent before the orchestrator knows
+            await until(lambda: len(leaving.running) == 2)
+            nodes.start(1, staying)
+            await until(lambda: len(pool.status()) == 2)
+            others = [asyncio.create_task(pool.run_group(ask(number))) for number in (2, 3)]
+            await until(lambda: len(staying.running) == 2)
+            leaving.finish(0, reward=0.5)
+            assert (await first)[0].reward == 0.5
+            await asyncio.sleep(0.1)  # five beats, in which the other group still runs
+            assert not nodes.serving[0].done()
+            leaving.finish(1)
+            await on_its_way
+            await nodes.serving[0]
+            assert leaving.cancelled == []
+            for number in (2, 3):
+                staying.finish(number)
+            await asyncio.gather(*others)
 
     play(scenario)
 

@@ -60,6 +60,30 @@ def test_what_fails_on_a_node_fails_in_the_same_way_here_and_prompts_come_from_t
     play(scenario)
 
 
+def test_a_group_that_was_lost_with_its_worker_goes_to_the_same_node_again() -> None:
+    async def scenario(nodes: Nodes, opening: Callable[[], Any]) -> None:
+        pools = [StandInPool(), StandInPool(pid=1)]
+        for index, each in enumerate(pools):
+            nodes.start(index, each)
+        async with opening() as pool:
+            groups = [asyncio.create_task(pool.run_group(ask(number))) for number in range(2)]
+            await until(lambda: all(each.running for each in pools))
+            [lost], [kept] = (list(each.running) for each in pools)
+            pools[0].fail(lost, WorkerLost("was killed by SIGKILL"))
+            with pytest.raises(WorkerLost, match="SIGKILL"):
+                await groups[lost]
+            new = asyncio.create_task(pool.run_group(ask(2)))  # goes to the same node, which then has as many as the other
+            await until(lambda: pools[0].running)
+            again = asyncio.create_task(pool.run_group(ask(lost)))
+            await until(lambda: len(pools[0].running) + len(pools[1].running) == 3)
+            assert lost in pools[0].running
+            for each, number in ((pools[0], lost), (pools[0], 2), (pools[1], kept)):
+                each.finish(number)
+            await asyncio.gather(groups[kept], new, again)
+
+    play(scenario, num_required=2)
+
+
 def test_a_cancelled_group_is_cancelled_on_its_node() -> None:
     async def scenario(nodes: Nodes, opening: Callable[[], Any]) -> None:
         there = StandInPool()
@@ -96,6 +120,25 @@ def test_a_node_that_falls_silent_loses_its_groups_and_another_runs_them(monkeyp
             keeping.cancel()
 
     play(scenario, num_required=2)
+
+
+def test_workers_that_were_started_again_are_used_again_and_what_the_old_ones_had_is_lost() -> None:
+    async def scenario(nodes: Nodes, opening: Callable[[], Any]) -> None:
+        old, new = StandInPool(), StandInPool()
+        nodes.start(1, old)
+        async with opening() as pool:
+            group = asyncio.create_task(pool.run_group(ask(0)))
+            await until(lambda: old.running)
+            await nodes.end(1)
+            nodes.start(1, new)
+            with pytest.raises(WorkerLost, match="node 1 were started again"):
+                await group
+            again = asyncio.create_task(pool.run_group(ask(0)))
+            await until(lambda: new.running)
+            new.finish(0)
+            await again
+
+    play(scenario)
 
 
 @pytest.mark.parametrize("does_move", [False, True])
