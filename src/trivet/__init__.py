@@ -34,9 +34,8 @@ def __getattr__(name: str) -> object:
     """Import a name of the library when it is first used."""
     if name not in _IMPORT_PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; the library has {', '.join(__all__)}")
-    from trivet.dependencies import require_dependencies  # here: `import trivet` itself imports nothing
-
-    require_dependencies()  # a missing or wrong package is then named with the command that mends it
+    # A missing or wrong package is named with the command that mends it. Environment workers have this module, and not that one.
+    importlib.import_module("trivet.dependencies").require_dependencies()
     module, _, attribute = _IMPORT_PATHS[name].partition(":")
     value = globals()[name] = getattr(importlib.import_module(module), attribute)
     return value
