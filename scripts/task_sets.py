@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     for name in arguments.sets:
         with tempfile.TemporaryDirectory() as directory, serve(SETS[name], arguments.venv) as args:
             report = test(SETS[name], args, arguments.venv)
@@ -123,9 +124,9 @@ def main() -> None:
             "judgement": report["judgement"],
         }
         print(f"{name}: {found[name]['reward_first']} -> {found[name]['reward_last']}", flush=True)
-    summary = {"bench": "task_sets", "steps": arguments.steps, "hardware": hardware(), "sets": found}
-    if arguments.record is not None:
-        arguments.record.write_text(json.dumps(summary, indent=1) + "\n")
+        summary = {"bench": "task_sets", "steps": arguments.steps, "hardware": hardware(), "sets": found}
+        if arguments.record is not None:
+            arguments.record.write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary))
 
 

@@ -32,7 +32,7 @@ from trivet.environments.nodes.node_pools import NodePools, open_node_pools
 from trivet.environments.nodes.pool_server import PoolServer
 from trivet.process.lifetime import die_with_parent
 from trivet.wire.events import Event
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments, Split
+from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, SamplingArguments, Split
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.status import WorkerStatus
 from trivet.wire.versions import GroupId, PolicyVersion, VersionRun
@@ -64,9 +64,9 @@ class StandInPool:
         await asyncio.sleep(_ANSWER_AFTER_S)
         return [Rollout(index=index, reward=0.5, samples=[self._sample]) for index in range(request.num_rollouts)]
 
-    async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """Return no messages."""
-        return []
+    async def example(self, env: str, *, split: Split, example_id: int) -> Example:
+        """Return an example without messages."""
+        return Example(prompt=[])
 
     async def run(self) -> None:
         """Do nothing until cancelled."""

@@ -9,7 +9,13 @@ import random
 import sys
 
 import uvicorn
-from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from openenv.core.env_server import (  # pyright: ignore[reportMissingImports]  it runs in another virtual environment
+    Action,
+    Environment,
+    Observation,
+    State,
+    create_fastapi_app,
+)
 
 _MAX_SESSIONS = 256
 _MAX_GUESSES = 5

@@ -23,6 +23,7 @@ from trivet.config.schema.trainer import (
     LossConfig,
     PolicyLossConfig,
 )
+from trivet.trainer.device_copies import Selected
 from trivet.trainer.losses.custom import load_custom_loss
 from trivet.trainer.losses.terms import (
     Loss,
@@ -320,5 +321,5 @@ def _regularize(loss: Loss, config: PolicyLossConfig) -> Loss:
 def cross_entropy(scores: TokenScores, row: RowTensors) -> RowLoss:
     """Compute - log-probability of each loss token: the loss of supervised fine-tuning."""
     loss_N = -scores.logprobs_N
-    values = {"loss": loss_N.detach(), "entropy": scores.entropies_N.detach()}
+    values: dict[str, torch.Tensor | Selected] = {"loss": loss_N.detach(), "entropy": scores.entropies_N.detach()}
     return RowLoss({LossUnit.TOKEN: loss_N.sum()}, values, {LossUnit.TOKEN: loss_N.detach()})
