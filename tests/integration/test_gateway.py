@@ -25,7 +25,8 @@ def test_what_a_session_asked_is_written_with_its_reward(tmp_path: Path, tiny_mo
             wait_until(lambda: "gateway at " in log.read_text(), timeout_s=60, waiting_for="the gateway")
             address = log.read_text().partition("gateway at ")[2].partition(",")[0]
             assert httpx.post(address, headers={"Authorization": "Bearer guess"}).status_code == 401
-            told = httpx.post(address, headers={"Authorization": f"Bearer {key_file.read_text().strip()}"}).json()
+            own = {"Authorization": f"Bearer {key_file.read_text().strip()}"}
+            told, _ = (httpx.post(address, headers=own).json() for _ in range(2))
             with openai.OpenAI(base_url=told["base_url"], api_key=told["api_key"]) as client:
                 first = client.responses.create(model="any", input="say")
                 again = [{"role": "user", "content": "say"}, *(item.model_dump() for item in first.output)]
@@ -35,7 +36,9 @@ def test_what_a_session_asked_is_written_with_its_reward(tmp_path: Path, tiny_mo
         finally:
             gateway.send_signal(signal.SIGTERM)
             gateway.wait(20)
-    (record,) = map(json.loads, output.read_text().splitlines())
+    record, forgotten = sorted(map(json.loads, output.read_text().splitlines()), key=lambda record: record["id"])
+    assert (forgotten["id"], forgotten["reward"]) == (2, None)
+    assert "the gateway was ended" in forgotten["failure"]
     assert (record["reward"], record["failure"], len(record["turns"])) == (0.5, "", 2)
     assert sum(map(sum, (sample["loss_mask"] for sample in record["samples"]))) == 10
     assert all(len(sample["token_ids"]) == len(sample["logprobs"]) for sample in record["samples"])

@@ -12,7 +12,7 @@ import hmac
 import os
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,13 @@ async def _serve(arguments: argparse.Namespace) -> int:
     ):
         print(f"gateway at {gateway.server.root}/sessions, its key in {arguments.key_file}; sessions go to {arguments.output}")
         sys.stdout.flush()
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            following = list(gateway.following)
+            for task in following:
+                task.cancel()  # it writes its session
+            await asyncio.gather(*following)
     return 0
 
 
@@ -91,10 +97,11 @@ class _Gateway:
     asker: ServerAsker = None  # type: ignore[assignment]  # set before the first request
     server: AgentServer = None  # type: ignore[assignment]  # as above
     num_sessions: int = 0
+    following: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    """One task for each open session."""
 
     def route(self) -> Route:
         """Return the route that makes sessions."""
-        tasks: set[asyncio.Task[None]] = set()
 
         async def make(request: Request) -> Response:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -102,9 +109,9 @@ class _Gateway:
                 return JSONResponse({"error": {"message": "the key of the gateway is needed"}}, 401)
             session = self._make_session()
             address = self.server.open(session)
-            task = asyncio.create_task(self._follow(session), name=f"session-{self.num_sessions}")
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            task = asyncio.create_task(self._follow(session, self.num_sessions), name=f"session-{self.num_sessions}")
+            self.following.add(task)
+            task.add_done_callback(self.following.discard)
             told = {"base_url": f"{address}/v1", "anthropic_base_url": address, "reward_url": f"{address}/reward"}
             return JSONResponse({"id": self.num_sessions, "api_key": session.key, **told})
 
@@ -122,14 +129,16 @@ class _Gateway:
 
         return AgentSession(complete, SessionLimits(max_turns=arguments.max_turns))
 
-    async def _follow(self, session: AgentSession) -> None:
+    async def _follow(self, session: AgentSession, number: int) -> None:
         """Wait for the reward of a session, and write what it asked."""
-        number, failure = self.num_sessions, ""
+        failure = ""
         try:
             async with asyncio.timeout(self.arguments.timeout):
                 await session.rewarded.wait()
         except TimeoutError:
             failure = f"no reward within {self.arguments.timeout:g} s"
+        except asyncio.CancelledError:
+            failure = "the gateway was ended before the session had a reward"
         self.server.close(session)
         await session.aclose()
         turns = session.delivered()

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 Json = dict[str, Any]
+_ROLES = {"developer": "system"}
+"""Roles that chat templates do not know, and the role that they stand for."""
 
 
 class ModelRequest(msgspec.Struct, kw_only=True):
@@ -85,8 +87,8 @@ class ChatFormat:
             raise ValueError(f"n must be 1, got {body['n']}: send several requests")
         _refuse_constraints(body.get("response_format"), "response_format")
         return ModelRequest(
-            messages=list(body["messages"]),
-            tools=list(body.get("tools") or []),
+            messages=[{**message, "role": _ROLES.get(message["role"], message["role"])} for message in body["messages"]],
+            tools=_chosen(list(body.get("tools") or []), body.get("tool_choice")),
             max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
             stop=_as_list(body.get("stop")),
             is_streamed=bool(body.get("stream")),
@@ -150,7 +152,7 @@ class ResponsesFormat:
         ]
         return ModelRequest(
             messages=messages,
-            tools=tools,
+            tools=_chosen(tools, body.get("tool_choice")),
             max_tokens=body.get("max_output_tokens"),
             is_streamed=bool(body.get("stream")),
         )
@@ -252,7 +254,7 @@ class MessagesFormat:
         ]
         return ModelRequest(
             messages=messages,
-            tools=tools,
+            tools=_chosen(tools, body.get("tool_choice")),
             max_tokens=body.get("max_tokens"),
             stop=_as_list(body.get("stop_sequences")),
             is_streamed=bool(body.get("stream")),
@@ -316,6 +318,16 @@ def _as_list(value: str | Sequence[str] | None) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
+def _chosen(tools: list[Json], choice: str | Mapping[str, Any] | None) -> list[Json]:
+    """Return the tools that the model may call; a forced call is refused, because it constrains the answer."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind == "none":
+        return []
+    if kind not in (None, "auto"):
+        raise ValueError(f"tool_choice {kind!r} forces a call, which cannot be trained on; leave the choice to the model")
+    return tools
+
+
 def _refuse_constraints(value: Mapping[str, Any] | None, key: str) -> None:
     """Refuse a grammar for the answer: the trainer computes probabilities over the whole vocabulary."""
     if value and value.get("type", "text") != "text":
@@ -359,8 +371,7 @@ def _add_item(messages: list[Json], item: Mapping[str, Any]) -> None:
         case "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text_of(item["output"])})
         case "message":
-            role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": _text_of(item["content"])})
+            messages.append({"role": _ROLES.get(item["role"], item["role"]), "content": _text_of(item["content"])})
         case "reasoning":
             pass
         case other:

@@ -39,7 +39,7 @@ _NO_REWARD = "NoReward"
 """Kind of the failure of a rollout whose agent ended without a reward."""
 _STOP_TIMEOUT_S = 2.0
 """Time between the request to end and the kill of an agent that was told to stop."""
-_NUM_LOG_CHARS = 2_000
+_NUM_LOG_BYTES = 2_000
 
 
 class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,7 +230,9 @@ class AgentHost:
                     exit_code = await program.wait()
         finally:
             await _end(program)
-        return log_file.read_bytes()[-_NUM_LOG_CHARS:].decode(errors="replace"), exit_code
+        with log_file.open("rb") as output:
+            output.seek(max(0, log_file.stat().st_size - _NUM_LOG_BYTES))
+            return output.read().decode(errors="replace"), exit_code
 
     async def _score(
         self, task: Mapping[str, Any], session: AgentSession, directory: Path, *, log: str, exit_code: int | None
@@ -238,8 +240,12 @@ class AgentHost:
         """Return the reward and the scores of a rollout; raises RolloutFailed without any."""
         file = directory / "reward.json"
         if self._reward is not None:
-            reward = self._reward(task=task, completion=_completion(session.delivered()), directory=directory)
-            found = (await reward if inspect.isawaitable(reward) else reward), {}
+            completion = _completion(session.delivered())
+            if inspect.iscoroutinefunction(self._reward):
+                reward = await self._reward(task=task, completion=completion, directory=directory)
+            else:
+                reward = await asyncio.to_thread(self._reward, task=task, completion=completion, directory=directory)
+            found = reward, {}
         elif session.reward is not None:
             found = session.reward, session.scores
         elif file.exists():

@@ -106,11 +106,12 @@ class AgentServer:
             return JSONResponse(form.error(str(exc), kind="api_error"), status)
         answer = form.write(reply)
         if asked.is_streamed:
-            parts = _deliver([event.encode() for event in form.events(answer)], session, asked, recorded)
+            parts = _deliver([event.encode() for event in form.events(answer)], request, session, asked, recorded)
             return StreamingResponse(parts, media_type="text/event-stream")
         content = json.dumps(answer).encode()
         headers = {"content-length": str(len(content))}
-        return StreamingResponse(_deliver([content], session, asked, recorded), media_type="application/json", headers=headers)
+        parts = _deliver([content], request, session, asked, recorded)
+        return StreamingResponse(parts, media_type="application/json", headers=headers)
 
     async def _list_models(self, request: Request) -> Response:
         if self._find(request) is None:
@@ -167,14 +168,14 @@ async def _unless_disconnected(request: Request, asking: Any) -> Any:
 
 
 async def _deliver(
-    parts: list[bytes], session: AgentSession, asked: ModelRequest, recorded: RecordedTurn
+    parts: list[bytes], request: Request, session: AgentSession, asked: ModelRequest, recorded: RecordedTurn
 ) -> AsyncIterator[bytes]:
-    """Yield the parts of an answer, and note whether the client took all of them."""
+    """Yield the parts of an answer, and note whether the client was still there after the last one."""
     is_whole = recorded.is_delivered
     try:
         for part in parts:
             yield part
-        is_whole = True
+        is_whole = is_whole or not await request.is_disconnected()
     finally:
         recorded.is_delivered = is_whole
         if not is_whole:

@@ -84,6 +84,9 @@ class AgentSession:
     """The newest failure of a request to the server."""
     _asked: dict[str, _Asked] = field(default_factory=dict[str, _Asked])
     _num_asked: int = 0
+    """Requests to the server, failed ones too: each has a seed of its own."""
+    _reserved: dict[int, int] = field(default_factory=dict[int, int])
+    """Tokens that the answers under way may have, by the number of the request."""
 
     async def ask(self, request: ModelRequest, *, is_retry: bool) -> tuple[ModelReply, RecordedTurn]:
         """Return the model's answer. The caller notes whether the client received it.
@@ -97,8 +100,9 @@ class AgentSession:
         digest = hashlib.sha256(msgspec.json.encode([request.messages, request.tools, request.max_tokens])).hexdigest()
         asked = self._asked.get(digest)
         if asked is None or not (is_retry or asked.is_abandoned) or _has_failed(asked):
-            self._require_within_limits()
+            left = self._require_within_limits()
             number, self._num_asked = self._num_asked, self._num_asked + 1
+            self._reserved[number] = left if request.max_tokens is None else min(left, request.max_tokens)
             asked = self._asked[digest] = _Asked(asyncio.create_task(self._complete(request, number), name=f"turn-{number}"))
         asked.is_abandoned = False
         try:
@@ -128,22 +132,27 @@ class AgentSession:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    def _require_within_limits(self) -> None:
-        num_tokens = sum(len(recorded.turn.completion_ids) for recorded in self.turns)
+    def _require_within_limits(self) -> int:
+        """Return the tokens that are left for an answer. Answers under way count as far as they may go."""
+        num_tokens = sum(len(recorded.turn.completion_ids) for recorded in self.turns) + sum(self._reserved.values())
         for count, limit, key in (
-            (self._num_asked, self.limits.max_turns, "max_turns"),
+            (len(self.turns) + len(self._reserved), self.limits.max_turns, "max_turns"),
             (num_tokens, self.limits.max_tokens, "max_tokens"),
         ):
             if count >= limit:
                 self.is_cut = True
                 raise LimitReached(f"this rollout may have no more answers: {key} ({limit}) is reached")
+        return self.limits.max_tokens - num_tokens
 
     async def _complete(self, request: ModelRequest, number: int) -> tuple[ModelReply, RecordedTurn]:
+        bounded = msgspec.structs.replace(request, max_tokens=self._reserved[number])
         try:
-            answer = await self.complete(request, number, self._known_tokens(request.messages))
+            answer = await self.complete(bounded, number, self._known_tokens(request.messages))
         except RolloutFailed as exc:
             self.failure = exc
             raise
+        finally:
+            del self._reserved[number]
         choice = answer["choices"][0]
         message = {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
         recorded = RecordedTurn(messages=request.messages, message=message, turn=read_turn(answer))

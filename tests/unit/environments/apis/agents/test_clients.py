@@ -22,6 +22,9 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "twice", "description": "Doubles.", "parameters": PARAMETERS}}
 
 
+FORCED = {"messages": ASKED, "tools": [CHAT_TOOL], "tool_choice": "required"}
+
+
 class Script:
     """The server: answers with the next reply, one token for each character, and remembers what it was asked."""
 
@@ -169,6 +172,21 @@ def test_a_request_whose_client_went_away_is_answered_once_and_only_trained_on_w
     asyncio.run(run())
 
 
+def test_an_answer_whose_stream_was_broken_off_is_not_trained_on() -> None:
+    async def run() -> None:
+        script = Script("42 " * 2_000_000)
+        async with served(script) as (session, address, _), httpx.AsyncClient() as http:
+            body = {"messages": ASKED, "stream": True}
+            headers = {"Authorization": f"Bearer {session.key}"}
+            async with http.stream("POST", f"{address}/v1/chat/completions", json=body, headers=headers) as stream:
+                await anext(stream.aiter_raw(600))
+            (asked,) = session._asked.values()
+            await asyncio.to_thread(wait_until, lambda: asked.is_abandoned, timeout_s=10, waiting_for="the server to notice")
+            assert session.delivered() == []
+
+    asyncio.run(run())
+
+
 def test_the_same_request_sent_twice_on_purpose_is_sampled_twice() -> None:
     async def run() -> None:
         script = Script("4", "2")
@@ -196,6 +214,30 @@ def test_limits_end_the_conversation_and_keep_what_was_answered() -> None:
     asyncio.run(run())
 
 
+def test_a_failed_request_leaves_the_limits_as_they_were_and_answers_under_way_count() -> None:
+    async def run() -> None:
+        script = Script(RolloutFailed("lost", kind="ServerError", is_infrastructure=True), "42")
+        async with served(script, SessionLimits(max_turns=1)) as (session, address, _):
+            async with openai_client(session, address, max_retries=2) as client:
+                await client.chat.completions.create(model="any", messages=ASKED)
+            assert not session.is_cut
+        waiting = asyncio.Event()
+        script = Script(*"abcdefgh", wait=waiting)
+        async with served(script, SessionLimits(max_tokens=10)) as (session, address, _):
+            async with openai_client(session, address, max_retries=0) as client:
+                asking = [
+                    asyncio.create_task(client.chat.completions.create(model="any", messages=ASKED, max_tokens=4))
+                    for _ in range(8)
+                ]
+                await asyncio.to_thread(wait_until, lambda: len(script.asked) == 3, timeout_s=10, waiting_for="three requests")
+                waiting.set()
+                answers = await asyncio.gather(*asking, return_exceptions=True)
+            assert sorted(request.max_tokens or 0 for request in script.asked) == [2, 4, 4]
+            assert sum(isinstance(answer, openai.BadRequestError) for answer in answers) == 5
+
+    asyncio.run(run())
+
+
 def test_a_session_takes_its_reward_and_refuses_strangers_and_what_cannot_be_trained_on() -> None:
     async def run() -> None:
         async with served(Script("x")) as (session, address, server), httpx.AsyncClient() as http:
@@ -207,7 +249,13 @@ def test_a_session_takes_its_reward_and_refuses_strangers_and_what_cannot_be_tra
             for url in (f"{address}/reward", f"{address}/v1/chat/completions", f"{address}/v1/messages"):
                 assert (await http.post(url, json={}, headers={"x-api-key": "guess"})).status_code == 401
             assert (await http.post(f"{other}/reward", json=1.0, headers=own)).status_code == 401
-            for body in ({"messages": ASKED, "n": 2}, {"messages": ASKED, "response_format": {"type": "json_object"}}, [], {}):
+            for body in (
+                {"messages": ASKED, "n": 2},
+                {"messages": ASKED, "response_format": {"type": "json_object"}},
+                FORCED,
+                [],
+                {},
+            ):
                 assert (await http.post(f"{address}/v1/chat/completions", json=body, headers=own)).status_code == 400
             server.close(session)
             assert (await http.get(f"{address}/v1/models", headers=own)).status_code == 401
