@@ -28,7 +28,7 @@ class Say(Action):
 
 
 class Heard(Observation):
-    """What the environment says."""
+    """A message of the environment."""
 
     text: str
 

@@ -31,7 +31,7 @@ _SAMPLED = (PolicyKind.RANDOM, PolicyKind.MODEL)
 
 
 class PolicyResult(msgspec.Struct, kw_only=True):
-    """What one policy got."""
+    """The rewards and times of one policy."""
 
     rewards: dict[int, list[float]] = {}
     """Rewards of the rollouts by example, of the groups that were scored."""

@@ -45,7 +45,7 @@ SCRIPTED = tuple(policy for policy in PolicyKind if policy is not PolicyKind.MOD
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scripted policies know of one example."""
+    """The data of one example from which the scripted policies make their replies."""
 
     answer: str = ""
     """The reference answer; empty if the data has none."""

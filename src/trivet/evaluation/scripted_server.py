@@ -11,9 +11,11 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from trivet.environments.apis.agents.formats import ChatFormat, ModelReply
 from trivet.evaluation.scripted_policies import PolicyKind, Script, write_reply
 from trivet.wire.groups import OVERLONG_REFUSALS
 
+_FORMAT = ChatFormat()
 _MAX_TURNS = 32
 """Replies of the policy in a conversation. A longer one is refused as too long for the context, which ends a rollout in order."""
 
@@ -49,31 +51,16 @@ class ScriptedServer:
             return 400, {"error": {"message": f"{OVERLONG_REFUSALS[0]}: {_MAX_TURNS} turns", "code": 400}}
         seed = request.get("seed") or 0
         message = write_reply(reply_of, script, messages=messages, tools=tools, seed=seed)
-        num_tokens = len(str(message["content"]).split())
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if message.get("tool_calls") else "stop"}
-        usage = {"prompt_tokens": 0, "completion_tokens": num_tokens, "total_tokens": num_tokens}
-        model = request.get("model", "")
-        return 200, {
-            "id": f"chatcmpl-{seed}",
-            "object": "chat.completion",
-            "created": 0,
-            "model": model,
-            "choices": [choice],
-            "usage": usage,
-        }
-
-
-def as_stream(answer: Mapping[str, Any]) -> str:
-    """Return an answer as a stream of events: one with the whole message, one with the usage, and the end."""
-    choice = answer["choices"][0]
-    calls = [{**call, "index": index} for index, call in enumerate(choice["message"].get("tool_calls") or [])]
-    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    common = {**answer, "object": "chat.completion.chunk", "usage": None}
-    events = [
-        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]},
-        {**common, "choices": [], "usage": answer["usage"]},
-    ]
-    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        reply = ModelReply(
+            id=f"chatcmpl-{seed}",
+            model=request.get("model", ""),
+            message=message,
+            finish_reason="tool_calls" if message.get("tool_calls") else "stop",
+            prompt_tokens=0,
+            completion_tokens=len(str(message["content"]).split()),
+            created=0,
+        )
+        return 200, _FORMAT.write(reply)
 
 
 @contextmanager
@@ -87,7 +74,7 @@ def serve_scripts() -> Iterator[ScriptedServer]:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, answer = server.answer(self.path, body)
             is_streamed = status == HTTPStatus.OK and json.loads(body).get("stream")
-            content = (as_stream(answer) if is_streamed else json.dumps(answer)).encode()
+            content = ("".join(_FORMAT.events(answer)) if is_streamed else json.dumps(answer)).encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/event-stream" if is_streamed else "application/json")
             self.send_header("Content-Length", str(len(content)))

@@ -29,7 +29,7 @@ _SMALLEST_BIAS = 0.05
 
 
 class CauseEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """What one cause did to the mean of a quantity."""
+    """The change of the mean of a quantity by one cause."""
 
     cause: str
     num_groups: float

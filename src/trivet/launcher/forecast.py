@@ -44,7 +44,7 @@ FIRST_STEPS = 5
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is expected to take."""
+    """The memory and the seconds of a step that a run is expected to take."""
 
     trainer_gib: dict[str, float]
     """Memory of a rank of the trainer, by part."""
@@ -57,7 +57,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the forecast reads from a model's files."""
+    """The sizes in a model's files that the forecast uses."""
 
     num_parameters: int
     num_trained: int

@@ -30,7 +30,7 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class Sink(Protocol):
-    """What a tracker does with metrics. One thread makes all calls."""
+    """Writes metrics to one tracker. One thread makes all calls."""
 
     def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
         """Write the metrics of a step, or of an evaluated policy.

@@ -42,7 +42,7 @@ class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """What people see of an example."""
+    """The prompt and the reference answer of an example."""
 
     prompt: list[dict[str, Any]]
     """The messages that its rollouts start with, in the OpenAI chat format."""

@@ -18,7 +18,7 @@ _ROLES = {"developer": "system"}
 
 
 class ModelRequest(msgspec.Struct, kw_only=True):
-    """What an agent asks the model."""
+    """A request of an agent to the model."""
 
     messages: list[Json]
     """The conversation in the OpenAI chat format."""
@@ -30,7 +30,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 
 
 class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model answered."""
+    """The model's answer to one request."""
 
     id: str
     model: str
@@ -334,11 +334,10 @@ def _refuse_constraints(value: Mapping[str, Any] | None, key: str) -> None:
         raise ValueError(f"{key} {value.get('type')!r} constrains the answer, which cannot be trained on; ask for plain text")
 
 
-def _text_of(content: object) -> str:
+def _text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     """Return the text of a content that is a text or a list of parts. Raises ValueError for a part that is no text."""
     if content is None or isinstance(content, str):
         return content or ""
-    assert isinstance(content, list)
     texts: list[str] = []
     for part in content:
         if part.get("type") not in ("text", "input_text", "output_text"):

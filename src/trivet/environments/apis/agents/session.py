@@ -26,7 +26,7 @@ class LimitReached(TrivetError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What an agent may ask in one rollout."""
+    """The limits of one rollout of an agent."""
 
     max_turns: int = 64
     """Answers of the model."""
