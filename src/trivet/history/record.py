@@ -140,11 +140,13 @@ class ChainHistory:
         ledger, role, parts = self._ledger, line.event.role, take_apart(line.text)
         ledger.checks += 1
         if parts is None:
-            if role in self._last:
-                ledger.breach(_RECORD, f"the line carries no chain, and earlier lines of the {role} do")
+            if self._last:
+                ledger.breach(_RECORD, "the line carries no chain, and earlier lines do")
             self._num_unsealed += 1
             return
         ledger.checks += 1
+        if parts.start and take_apart(line.text[: parts.start - 1] + b"\n") is not None:
+            ledger.breach(_RECORD, "a whole event stands before the event in this line: the line break between them was changed")
         if parts.chain != chain_value(parts.content, self._last.get(role, b"")):
             ledger.breach(
                 _RECORD, f"the chain of the {role} breaks: this line, or one before it, was changed, removed or moved"

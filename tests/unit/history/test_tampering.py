@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from support.mutations import KINDS, judge_many, shares
 from trivet.cli.main import main
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.history.run_history import TRAINER
+from trivet.telemetry.events import seal
 from trivet.wire.events import AnyEvent, Commit, Restart, Start
 
 Lines = list[dict[str, Any]]
@@ -227,6 +229,25 @@ def test_tampering_that_leaves_a_possible_history_breaks_the_chain(layout, capsy
     layout.events.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     out = check(layout, capsys)
     assert "the chain of the" in out or "its end is gone" in out
+
+
+def restarted(layout: RunLayout, before: bytes, after: bytes) -> None:
+    """Add an event of the launcher, whose only line it is, with a change in its end."""
+    *lines, last_line = layout.events.read_bytes().splitlines(keepends=True)
+    event = Restart(roles=["inference"], cause="inference killed", from_step=None, role="launcher", attempt=1)
+    event.time = json.loads(last_line)["time"]
+    line, _ = seal(msgspec.json.encode(event), offset=sum(map(len, lines)))
+    layout.events.write_bytes(b"".join([*lines, line.replace(before, after), last_line]))
+
+
+@pytest.mark.parametrize("damage", [(b"offset", b"pffset"), (b"chain", b"dhain"), (b"\n", b"\v")])
+def test_the_only_line_of_a_role_cannot_lose_its_end(layout, capsys, damage):
+    content = layout.events.read_bytes()
+    restarted(layout, b"", b"")
+    assert main(["check", str(layout.root)]) == 0
+    layout.events.write_bytes(content)
+    restarted(layout, *damage)
+    assert re.search("carries no chain|the line break between them", check(layout, capsys))
 
 
 def rewrite_json(path: Path, **values: object) -> None:

@@ -86,7 +86,7 @@ class AgentSession:
     _num_asked: int = 0
     """Requests to the server, failed ones too: each has a seed of its own."""
     _reserved: dict[int, int] = field(default_factory=dict[int, int])
-    """Tokens that the answers under way may have, by the number of the request."""
+    """Tokens that the answers under way may have, by the number of the request; 0 where the agent named no limit."""
 
     async def ask(self, request: ModelRequest, *, is_retry: bool) -> tuple[ModelReply, RecordedTurn]:
         """Return the model's answer. The caller notes whether the client received it.
@@ -102,8 +102,10 @@ class AgentSession:
         if asked is None or not (is_retry or asked.is_abandoned) or _has_failed(asked):
             left = self._require_within_limits()
             number, self._num_asked = self._num_asked, self._num_asked + 1
-            self._reserved[number] = left if request.max_tokens is None else min(left, request.max_tokens)
-            asked = self._asked[digest] = _Asked(asyncio.create_task(self._complete(request, number), name=f"turn-{number}"))
+            limit = min(left, request.max_tokens or left)
+            self._reserved[number] = limit if request.max_tokens else 0
+            bounded = msgspec.structs.replace(request, max_tokens=limit)
+            asked = self._asked[digest] = _Asked(asyncio.create_task(self._complete(bounded, number), name=f"turn-{number}"))
         asked.is_abandoned = False
         try:
             return await asyncio.shield(asked.answer)
@@ -133,7 +135,7 @@ class AgentSession:
         await asyncio.gather(*running, return_exceptions=True)
 
     def _require_within_limits(self) -> int:
-        """Return the tokens that are left for an answer. Answers under way count as far as they may go."""
+        """Return the tokens that are left for an answer. Answers under way count with the limits that the agent named."""
         num_tokens = sum(len(recorded.turn.completion_ids) for recorded in self.turns) + sum(self._reserved.values())
         for count, limit, key in (
             (len(self.turns) + len(self._reserved), self.limits.max_turns, "max_turns"),
@@ -145,9 +147,8 @@ class AgentSession:
         return self.limits.max_tokens - num_tokens
 
     async def _complete(self, request: ModelRequest, number: int) -> tuple[ModelReply, RecordedTurn]:
-        bounded = msgspec.structs.replace(request, max_tokens=self._reserved[number])
         try:
-            answer = await self.complete(bounded, number, self._known_tokens(request.messages))
+            answer = await self.complete(request, number, self._known_tokens(request.messages))
         except RolloutFailed as exc:
             self.failure = exc
             raise

@@ -189,9 +189,12 @@ def test_an_answer_whose_stream_was_broken_off_is_not_trained_on() -> None:
 
 def test_the_same_request_sent_twice_on_purpose_is_sampled_twice() -> None:
     async def run() -> None:
-        script = Script("4", "2")
+        waiting = asyncio.Event()
+        script = Script("4", "2", wait=waiting)
         async with served(script) as (session, address, _), openai_client(session, address) as client:
-            asking = [client.chat.completions.create(model="any", messages=ASKED) for _ in range(2)]
+            asking = [asyncio.create_task(client.chat.completions.create(model="any", messages=ASKED)) for _ in range(2)]
+            await asyncio.to_thread(wait_until, lambda: len(script.asked) == 2, timeout_s=10, waiting_for="two requests")
+            waiting.set()
             said = {answer.choices[0].message.content for answer in await asyncio.gather(*asking)}
             assert said == {"4", "2"}
             assert len(session.delivered()) == 2
