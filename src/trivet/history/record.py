@@ -146,7 +146,9 @@ class ChainHistory:
             return
         ledger.checks += 1
         if parts.start and take_apart(line.text[: parts.start - 1] + b"\n") is not None:
-            ledger.breach(_RECORD, "a whole event stands before the event in this line: the line break between them was changed")
+            ledger.breach(
+                _RECORD, "a whole event stands before the event in this line: the line break between them was changed"
+            )
         if parts.chain != chain_value(parts.content, self._last.get(role, b"")):
             ledger.breach(
                 _RECORD, f"the chain of the {role} breaks: this line, or one before it, was changed, removed or moved"
