@@ -1,16 +1,22 @@
-"""Do task sets of others run and train? OpenEnv and TextArena through verifiers 0.4, on real servers, with SmolLM2 on a CPU.
+"""Do task sets of others run and train? OpenEnv, TextArena, NeMo-Gym, Harbor, MCP tools and a game, with SmolLM2 on a CPU.
 
-    uv run python scripts/task_sets.py --venv DIRECTORY [--sets openenv-echo ...] [--steps 20] [--record FILE]
+    uv run python scripts/task_sets.py --task-sets-venv DIR --nemo-gym-venv DIR --reasoning-venv DIR [--sets NAME ...]
 
-DIRECTORY is a virtual environment with `verifiers[ta,openenv]==0.4.0` and trivet-worker. TextArena's games need the word list of
-NLTK. Each set is tested with `trivet env test`, then trained for some steps. The last line is one JSON object.
+The virtual environments: Python 3.12 with `verifiers[ta,openenv,harbor]==0.4.0`, trivet-worker, environments/shop_clerk and
+environments/count_letters; Python 3.12 with `nemo-gym==0.4.0`; `verifiers==0.3.1` with trivet-worker and
+environments/reasoning_tasks. TextArena's games need the word list of NLTK. Each set, and each environment of this repository, is
+tested with `trivet env test`; then those in which the model can score are trained. The last line is one JSON object; a record keeps
+the sets that are not run again.
 """
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +30,16 @@ from trivet.process.lifetime import module_command
 from trivet.process.sockets import ReservedPorts
 
 ROOT = Path(__file__).parents[1]
-GAMES = ROOT / "tests/support/openenv_games.py"
+SUPPORT = ROOT / "tests/support"
 CONFIG = ROOT / "configs/smollm2/rl.toml"
-CHAT = {"player": {"harness": {"id": "null"}}}
+CHAT = {"harness": {"id": "null"}}
 """The agent is a chat: verifiers' default harness gives the model a shell."""
+SHELL = {"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}
+SMALL = (4, 2)
+"""The size of a test in which every rollout starts a program: that of verifiers' harness takes seconds."""
 SEEDS = [{"seed": seed} for seed in range(64)]
+OWN = ("alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle")
+"""Environments of this repository that are installed with it."""
 NUM_COMPARED = 3
 """Steps at each end whose mean reward is compared."""
 TIMEOUT_S = 3600
@@ -39,49 +50,114 @@ class TaskSet(NamedTuple):
 
     env_id: str
     args: dict[str, Any]
-    game: str = ""
-    """The environment of OpenEnv that is served for it."""
+    server: str = ""
+    """The environment of OpenEnv or the resource server of NeMo-Gym that is served for it."""
+    venv: str = "task_sets"
+    """The virtual environment in which it runs: "task_sets", "reasoning", or "auto" for trivet's own."""
+    size: tuple[int, int] = (16, 8)
+    """Examples to test, and rollouts of each by a sampling policy."""
+    is_trained: bool = False
+    """Whether SmolLM2 can score in it. It cannot call tools, and it does not find the form of a move by chance."""
 
 
 SETS = {
-    "openenv-echo": TaskSet("openenv", {"resets": SEEDS, **CHAT}, game="echo"),
-    "openenv-guess": TaskSet("openenv", {"resets": SEEDS, **CHAT}, game="guess"),
-    "textarena-hangman": TaskSet("textarena", {"game": "Hangman-v0", "select": {"limit": 64}, **CHAT}),
-    "textarena-word-search": TaskSet("textarena", {"game": "WordSearch-v0", "select": {"limit": 64}, **CHAT}),
+    "openenv-echo": TaskSet("openenv", {"resets": SEEDS, "player": CHAT}, server="echo", is_trained=True, size=SMALL),
+    "openenv-guess": TaskSet("openenv", {"resets": SEEDS, "player": CHAT}, server="guess", is_trained=True, size=SMALL),
+    "textarena-hangman": TaskSet("textarena", {"game": "Hangman-v0", "select": {"limit": 64}, "player": CHAT}, size=SMALL),
+    "textarena-word-search": TaskSet(
+        "textarena", {"game": "WordSearch-v0", "select": {"limit": 64}, "player": CHAT}, size=SMALL
+    ),
+    "reset-step": TaskSet(f"{SUPPORT / 'higher_lower.py'}:load_environment", {}, venv="auto", is_trained=True),
+    "mcp-shop-clerk": TaskSet("shop-clerk", {}, size=SMALL),
+    "nemo-gym-weather": TaskSet(
+        "nemo_gym", {"agent": CHAT}, server="example_single_tool_call.app:SimpleWeatherResourcesServer", size=SMALL
+    ),
+    "nemo-gym-mcqa": TaskSet("nemo_gym", {"agent": CHAT}, server="mcqa.app:MCQAResourcesServer", size=SMALL),
+    "harbor": TaskSet("harbor", {"dataset": "small@1.0", "agent": SHELL}, size=SMALL),
+    "count-letters": TaskSet("count-letters", {}),
+    "reasoning-tasks": TaskSet("reasoning-tasks", {}, venv="reasoning"),
+    **{name: TaskSet(name, {}, venv="auto") for name in OWN},
 }
 
 
 @contextmanager
-def serve(task_set: TaskSet, venv: Path) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of a task set, with the address of its server while that runs."""
-    if not task_set.game:
-        yield task_set.args
+def serve(task_set: TaskSet, venvs: dict[str, str], directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of a task set, while its server runs. Files go to `directory`."""
+    args = dict(task_set.args)
+    if task_set.env_id == "harbor":
+        args["registry_path"] = str(write_registry(directory))
+    if not task_set.server:
+        yield args
         return
-    with ReservedPorts() as ports:
-        port = ports.reserve("127.0.0.1", preferred=0)
-    server = subprocess.Popen([venv / "bin/python", GAMES, task_set.game, str(port)])
-    try:
-        yield {**task_set.args, "base_url": f"http://127.0.0.1:{port}"}
-    finally:
-        server.terminate()
-        server.wait(60)
+    venv, variables = Path(venvs[task_set.venv]), dict(os.environ)
+    if task_set.env_id == "openenv":
+        with ReservedPorts() as ports:
+            port = ports.reserve("127.0.0.1", preferred=0)
+        command = [venv / "bin/python", SUPPORT / "openenv_games.py", task_set.server, str(port)]
+        args["base_url"] = f"http://127.0.0.1:{port}"
+    else:
+        nemo_venv = Path(venvs["nemo_gym"])
+        (program,) = venv.glob("lib/*/site-packages/verifiers/v1/tasksets/nemo_gym/server.py")
+        (data,) = nemo_venv.glob(f"lib/*/site-packages/resources_servers/{task_set.server.split('.')[0]}/data/example.jsonl")
+        command = [nemo_venv / "bin/python", program]
+        variables["NEMO_GYM_RESOURCE_SERVER"] = f"resources_servers.{task_set.server}"
+        args["dataset"] = str(data)
+    with (directory / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=directory, env=variables, stdout=log, stderr=log)
+        try:
+            if task_set.env_id == "nemo_gym":
+                args["task"] = {"resources_url": f"http://127.0.0.1:{await_port(directory / 'nemo_gym.port')}"}
+            yield args
+        finally:
+            server.terminate()
+            server.wait(60)
 
 
-def test(task_set: TaskSet, args: dict[str, Any], venv: Path) -> dict[str, Any]:
+def await_port(file: Path) -> int:
+    """Return the port that a server writes into a file when it is ready to start."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        if file.exists() and (written := file.read_text()):
+            return int(written)
+        time.sleep(0.5)
+    raise TimeoutError(f"the server wrote no port into {file}")
+
+
+def write_registry(directory: Path) -> Path:
+    """Write a registry of Harbor whose tasks are those of this repository, in a git repository as Harbor downloads them."""
+    tasks = directory / "tasks"
+    shutil.copytree(SUPPORT / "harbor_tasks", tasks)
+    for words in (
+        ["init"],
+        ["add", "."],
+        ["-c", "user.name=tasks", "-c", "user.email=tasks@localhost", "commit", "-m", "Add tasks"],
+    ):
+        subprocess.run(["git", "-C", tasks, *words], check=True, capture_output=True)
+    listed = [{"name": task.parent.name, "git_url": str(tasks), "path": task.parent.name} for task in tasks.glob("*/task.toml")]
+    registry = directory / "registry.json"
+    registry.write_text(json.dumps([{"name": "small", "version": "1.0", "description": "small tasks", "tasks": listed}]))
+    return registry
+
+
+def test(task_set: TaskSet, args: dict[str, Any], venv: str) -> dict[str, Any]:
     """Return the report of `trivet env test`."""
-    words = ["env", "test", task_set.env_id, "--venv", str(venv), "--args", json.dumps(args)]
-    words += ["--examples", "4", "--rollouts", "2", "--json"]
+    words = ["env", "test", task_set.env_id, "--venv", venv, "--args", json.dumps(args)]
+    words += ["--examples", str(task_set.size[0]), "--rollouts", str(task_set.size[1]), "--json"]
     done = subprocess.run(
         module_command("trivet.cli.main", *words), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     if not done.stdout:
-        raise RuntimeError(done.stderr[-2000:])
-    return json.loads(done.stdout)
+        return {"error": done.stderr.strip()[-2000:]}
+    report = json.loads(done.stdout)
+    for policy in report["policies"]:
+        policy |= {"errors": policy["errors"][:1], "num_failed": len(policy["errors"])}
+        del policy["rewards"]
+    return report
 
 
-def train(task_set: TaskSet, args: dict[str, Any], venv: Path, directory: Path, *, model: Path, steps: int) -> list[float]:
+def train(task_set: TaskSet, args: dict[str, Any], venv: str, directory: Path, *, model: Path, steps: int) -> list[float]:
     """Return the mean reward of each step."""
-    table = json.dumps([{"id": task_set.env_id, "venv": str(venv), "args": args}])
+    table = json.dumps([{"id": task_set.env_id, "venv": venv, "args": args}])
     values = {
         "--output-dir": directory,
         "--model.name": model,
@@ -104,29 +180,36 @@ def train(task_set: TaskSet, args: dict[str, Any], venv: Path, directory: Path, 
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, required=True)
+    for name in ("task_sets", "nemo_gym", "reasoning"):
+        parser.add_argument(f"--{name.replace('_', '-')}-venv", default=name, help="a virtual environment")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--model", type=Path, default=ROOT / "models/smollm2")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=["test", "train"], default=["test", "train"])
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
+    record: Path | None = arguments.record
+    venvs = {name: vars(arguments)[f"{name}_venv"] for name in ("task_sets", "nemo_gym", "reasoning")} | {"auto": "auto"}
+    found: dict[str, Any] = json.loads(record.read_text())["sets"] if record is not None and record.exists() else {}
     summary: dict[str, Any] = {}
     for name in arguments.sets:
-        with tempfile.TemporaryDirectory() as directory, serve(SETS[name], arguments.venv) as args:
-            report = test(SETS[name], args, arguments.venv)
-            rewards = train(SETS[name], args, arguments.venv, Path(directory), model=arguments.model, steps=arguments.steps)
-        found[name] = {
-            "reward_first": round(fmean(rewards[:NUM_COMPARED]), 4),
-            "reward_last": round(fmean(rewards[-NUM_COMPARED:]), 4),
-            "rewards": [round(reward, 4) for reward in rewards],
-            "policies": {row["policy"]: row["mean_reward"] for row in report["policies"]},
-            "judgement": report["judgement"],
-        }
-        print(f"{name}: {found[name]['reward_first']} -> {found[name]['reward_last']}", flush=True)
+        task_set, venv = SETS[name], venvs[SETS[name].venv]
+        row = found.setdefault(name, {})
+        with tempfile.TemporaryDirectory() as made, serve(task_set, venvs, Path(made)) as args:
+            if "test" in arguments.parts:
+                row |= {"test": test(task_set, args, venv)}
+            if "train" in arguments.parts and task_set.is_trained:
+                rewards = train(task_set, args, venv, Path(made) / "run", model=arguments.model, steps=arguments.steps)
+                row |= {
+                    "reward_first": round(fmean(rewards[:NUM_COMPARED]), 4),
+                    "reward_last": round(fmean(rewards[-NUM_COMPARED:]), 4),
+                    "rewards": [round(reward, 4) for reward in rewards],
+                }
+        verdict = row.get("test", {}).get("judgement", {}).get("verdict")
+        print(f"{name}: verdict {verdict}, reward {row.get('reward_first')} -> {row.get('reward_last')}", flush=True)
         summary = {"bench": "task_sets", "steps": arguments.steps, "hardware": hardware(), "sets": found}
-        if arguments.record is not None:
-            arguments.record.write_text(json.dumps(summary, indent=1) + "\n")
+        if record is not None:
+            record.write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary))
 
 

@@ -9,52 +9,26 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from trivet.client.inference_client import InferenceClient
 from trivet.config.findings import Findings
 from trivet.config.load import load_sources
-from trivet.config.schema.environment import EnvConfig, EnvWorkersConfig
+from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.user_input import parse_json
 from trivet.config.values import Entry, flatten
-from trivet.environments.settings import host_settings
 from trivet.errors import ConfigError
-from trivet.evaluation.environment_test import EnvironmentTest, PolicyResult, run_environment_test
+from trivet.evaluation.environment_test import EnvironmentTest, run_environment_test
 from trivet.evaluation.environment_verdict import Judgement, Verdict, judge
-from trivet.evaluation.scripted_policies import PolicyKind
 from trivet.process.event_loop import run_until_signalled
 from trivet.process.proxies import is_direct
 from trivet.shown_text import one_line, printable
-from trivet.wire.groups import SamplingArguments
 
 _WIDTH = 120
 """Width of the table, in characters, if stdout is not a terminal."""
+_COLUMNS = ("mean reward", "groups without signal", "turns", "s a rollout", "groups", "failed")
 _CONNECT_TIMEOUT_S = 60.0
-
-
-class _Row(msgspec.Struct, kw_only=True):
-    """A policy in the report."""
-
-    policy: PolicyKind
-    mean_reward: float | None
-    share_without_signal: float | None
-    mean_turns: float
-    seconds_per_rollout: float
-    num_groups: int
-    num_failed: int
-
-
-class _Report(msgspec.Struct, kw_only=True):
-    """The object that `--json` prints."""
-
-    environment: str
-    num_examples: int
-    num_eval_examples: int
-    num_tested: int
-    answer_form: str
-    policies: list[_Row]
-    judgement: Judgement
 
 
 def configure_test(parser: argparse.ArgumentParser) -> None:
@@ -86,95 +60,65 @@ def run_test(arguments: argparse.Namespace) -> int:
     if not isinstance(args, dict):
         raise ConfigError(f"--args must be a JSON object, got {arguments.args!r}")
     values = {"id": arguments.name, "args": args, "venv": arguments.venv}
-    entries = list(flatten(Entry(path=(), value=values, origin="trivet env test")))
-    env = load_sources(EnvConfig, [entries], Findings()).config
-    test: list[EnvironmentTest] = []
-    with tempfile.TemporaryDirectory(prefix="trivet-env-test-") as directory:
-        log = Path(directory) / "workers.log"
+    env = load_sources(EnvConfig, [list(flatten(Entry(path=(), value=values, origin="trivet env test")))], Findings()).config
+    tests: list[EnvironmentTest] = []
 
-        async def measure() -> int:
-            test.append(await _measure(env, arguments, log=log))
-            return 0
+    async def measure() -> int:
+        with tempfile.TemporaryDirectory(prefix="trivet-env-test-") as directory:
+            test = await run_environment_test(
+                env,
+                num_examples=arguments.examples,
+                rollouts_per_example=arguments.rollouts,
+                timeout_s=arguments.timeout,
+                log=Path(directory) / "workers.log",
+                model=None if arguments.base_url is None else (arguments.base_url, await _ask_model_name(arguments.base_url)),
+                max_tokens=arguments.max_tokens,
+            )
+        tests.append(test)
+        return 0
 
-        if exit_code := asyncio.run(run_until_signalled(measure())):
-            return exit_code
-    judgement = judge(test[0])
-    report = _make_report(env.label, test[0], judgement)
+    if exit_code := asyncio.run(run_until_signalled(measure())):
+        return exit_code
+    (test,) = tests
+    judgement = judge(test)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+        report = msgspec.json.encode({**msgspec.structs.asdict(test), "judgement": judgement})
+        sys.stdout.write(msgspec.json.format(report, indent=1).decode() + "\n")
     else:
-        _show(report)
+        _show(test, judgement)
     return 1 if judgement.verdict is Verdict.NO else 0
 
 
-async def _measure(env: EnvConfig, arguments: argparse.Namespace, *, log: Path) -> EnvironmentTest:
-    timeout_s = arguments.timeout
-    model = None
-    if arguments.base_url is not None:
-        client = ClientConfig(base_url=[arguments.base_url])
-        headers = client.request_headers(arguments.base_url, os.environ)
-        is_near = is_direct(arguments.base_url, os.environ)
-        server = InferenceClient(arguments.base_url, timeout_s=_CONNECT_TIMEOUT_S, headers=headers, is_direct=is_near)
-        try:
-            await server.wait_ready(_CONNECT_TIMEOUT_S)
-            name = await server.model_name()
-        finally:
-            await server.aclose()
-        model = host_settings(env, model_name=name, client=client, rollout_timeout_s=timeout_s, is_plain=True)
-    return await run_environment_test(
-        host_settings(env, model_name="scripted", client=ClientConfig(), rollout_timeout_s=timeout_s, is_plain=True),
-        num_examples=arguments.examples,
-        rollouts_per_example=arguments.rollouts,
-        log=log,
-        limits=EnvWorkersConfig(),
-        model=model,
-        sampling=SamplingArguments(temperature=1.0, fields={"max_tokens": arguments.max_tokens}),
+async def _ask_model_name(base_url: str) -> str:
+    server = InferenceClient(
+        base_url,
+        timeout_s=_CONNECT_TIMEOUT_S,
+        headers=ClientConfig(base_url=[base_url]).request_headers(base_url, os.environ),
+        is_direct=is_direct(base_url, os.environ),
     )
+    try:
+        await server.wait_ready(_CONNECT_TIMEOUT_S)
+        return await server.model_name()
+    finally:
+        await server.aclose()
 
 
-def _make_report(name: str, test: EnvironmentTest, judgement: Judgement) -> _Report:
-    return _Report(
-        environment=name,
-        num_examples=test.info.num_examples,
-        num_eval_examples=test.info.num_eval_examples,
-        num_tested=test.num_tested,
-        answer_form=test.form,
-        policies=[_make_row(policy, result) for policy, result in test.results.items()],
-        judgement=judgement,
-    )
-
-
-def _make_row(policy: PolicyKind, result: PolicyResult) -> _Row:
-    return _Row(
-        policy=policy,
-        mean_reward=result.mean,
-        share_without_signal=result.share_without_signal,
-        mean_turns=result.num_turns,
-        seconds_per_rollout=result.seconds,
-        num_groups=len(result.rewards) + result.num_failed,
-        num_failed=result.num_failed,
-    )
-
-
-def _show(report: _Report) -> None:
+def _show(test: EnvironmentTest, judgement: Judgement) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
-    data = f"{report.num_examples} examples, {report.num_eval_examples} for evaluation; {report.num_tested} were played"
-    console.print(f"{printable(report.environment)}: {data}; form of an answer: {one_line(report.answer_form)}", markup=False)
-    table = Table()
-    for column in ("policy", "mean reward", "groups without signal", "turns", "s a rollout", "groups", "failed"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for row in report.policies:
+    data = f"{test.num_examples} examples, {test.num_eval_examples} for evaluation; {test.num_tested} were played"
+    console.print(f"{printable(test.environment)}: {data}; form of an answer: {one_line(test.answer_form)}", markup=False)
+    table = Table("policy", *(Column(name, justify="right") for name in _COLUMNS))
+    for result in test.policies:
         table.add_row(
-            row.policy,
-            "" if row.mean_reward is None else f"{row.mean_reward:.3f}",
-            "" if row.share_without_signal is None else f"{row.share_without_signal:.0%}",
-            f"{row.mean_turns:.1f}",
-            f"{row.seconds_per_rollout:.3f}",
-            str(row.num_groups),
-            str(row.num_failed),
+            result.policy,
+            "" if result.mean_reward is None else f"{result.mean_reward:.3f}",
+            "" if result.share_without_signal is None else f"{result.share_without_signal:.0%}",
+            f"{result.mean_turns:.1f}",
+            f"{result.seconds_per_rollout:.3f}",
+            str(len(result.rewards) + len(result.errors)),
+            str(len(result.errors)),
         )
     console.print(table)
-    judgement = report.judgement
     for heading, lines in (("problem", judgement.problems), ("note", judgement.notes)):
         for line in lines:
             console.print(f"{heading}: {printable(line)}", markup=False)

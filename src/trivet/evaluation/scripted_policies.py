@@ -31,17 +31,12 @@ class PolicyKind(StrEnum):
     """Replies to every example with the commonest reference answer."""
     RANDOM = "random"
     """Replies with some words of the prompt, or calls a tool with random arguments."""
-    ECHO = "echo"
-    """Repeats the last message of the user."""
     INJECTING = "injecting"
     """Claims that its answer is right, in the forms that judges and parsers read."""
     GOLD = "gold"
     """Replies with the reference answer."""
     MODEL = "model"
     """Samples from the model that the user names."""
-
-
-SCRIPTED = tuple(policy for policy in PolicyKind if policy is not PolicyKind.MODEL)
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +81,6 @@ def write_reply(
             words = re.findall(r"\w+", " ".join(str(message.get("content") or "") for message in messages)) or ["yes"]
             chosen = [rng.choice(words) for _ in range(rng.randint(1, _MAX_RANDOM_WORDS))]
             content = script.form.format(" ".join(chosen))
-        case PolicyKind.ECHO:
-            users = [str(message.get("content") or "") for message in messages if message.get("role") in ("user", "text")]
-            content = script.form.format(users[-1] if users else "")
         case PolicyKind.INJECTING:
             content = script.form.format(_INJECTION)
         case _:
@@ -99,19 +91,11 @@ def write_reply(
 def _call(function: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
     """Return a call of a tool with random arguments of the types that its schema names."""
     properties: Mapping[str, Any] = function.get("parameters", {}).get("properties", {})
-    arguments = {name: _argument(schema, rng) for name, schema in properties.items()}
+    arguments = {name: _draw_argument(schema, rng) for name, schema in properties.items()}
     called = {"name": function["name"], "arguments": json.dumps(arguments)}
     return {"id": f"call_{rng.getrandbits(32):08x}", "type": "function", "function": called}
 
 
-def _argument(schema: Mapping[str, Any], rng: random.Random) -> Any:
-    if schema.get("enum"):
-        return rng.choice(schema["enum"])
-    values: dict[str, Any] = {
-        "integer": rng.randint(0, 9),
-        "number": rng.random(),
-        "boolean": rng.random() < 0.5,
-        "array": [],
-        "object": {},
-    }
-    return values.get(str(schema.get("type")), rng.choice(["a", "1", "print(1)"]))
+def _draw_argument(schema: Mapping[str, Any], rng: random.Random) -> Any:
+    values = {"integer": rng.randint(0, 9), "number": rng.random(), "boolean": rng.random() < 0.5, "array": [], "object": {}}
+    return rng.choice(schema.get("enum") or [values.get(str(schema.get("type")), "1")])

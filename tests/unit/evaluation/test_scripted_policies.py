@@ -15,7 +15,6 @@ ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content":
     [
         (PolicyKind.NULL, ""),
         (PolicyKind.CONSTANT, "<answer>7</answer>"),
-        (PolicyKind.ECHO, "<answer>What is 6 times 7?</answer>"),
         (PolicyKind.GOLD, "<answer>42</answer>"),
     ],
 )
