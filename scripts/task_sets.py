@@ -63,7 +63,9 @@ class TaskSet(NamedTuple):
 SETS = {
     "openenv-echo": TaskSet("openenv", {"resets": SEEDS, "player": CHAT}, server="echo", is_trained=True, size=SMALL),
     "openenv-guess": TaskSet("openenv", {"resets": SEEDS, "player": CHAT}, server="guess", is_trained=True, size=SMALL),
-    "textarena-hangman": TaskSet("textarena", {"game": "Hangman-v0", "select": {"limit": 64}, "player": CHAT}, size=SMALL),
+    "textarena-hangman": TaskSet(
+        "textarena", {"game": "Hangman-v0", "select": {"limit": 64}, "player": CHAT}, is_trained=True, size=SMALL
+    ),
     "textarena-word-search": TaskSet(
         "textarena", {"game": "WordSearch-v0", "select": {"limit": 64}, "player": CHAT}, size=SMALL
     ),

@@ -7,7 +7,8 @@ import httpx
 import verifiers.v1 as vf
 
 LETTERS = "abcdefgh"
-"""Few letters, so that words repeat them."""
+MAX_COUNT = 5
+"""The highest answer. Every answer up to it is as frequent, so that no number is right more often than a guess."""
 INSTRUCTION = "Answer with a number alone."
 
 
@@ -63,12 +64,14 @@ class CountLettersTaskset(vf.Taskset[CountLettersTask, CountLettersConfig]):
         generator = random.Random(config.seed)
         tasks: list[CountLettersTask] = []
         for _ in range(config.num_tasks):
-            word = "".join(generator.choices(LETTERS, k=generator.randint(config.min_length, config.max_length)))
-            letter = generator.choice(LETTERS)
+            length = generator.randint(config.min_length, config.max_length)
+            letter, answer = generator.choice(LETTERS), generator.randint(0, min(MAX_COUNT, length))
+            letters = letter * answer + "".join(generator.choices(LETTERS.replace(letter, ""), k=length - answer))
+            word = "".join(generator.sample(letters, k=length))
             data = CountLettersData(
                 system_prompt=INSTRUCTION,
                 prompt=f'How often does the letter "{letter}" occur in "{word}"?',
-                answer=word.count(letter),
+                answer=answer,
             )
             tasks.append(CountLettersTask(data, config.task))
         return tasks

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +25,10 @@ def replied(text: str, *, calls: tuple[str, ...] = ()) -> Any:
     return SimpleNamespace(last_reply=text, assistant_messages=[SimpleNamespace(tool_calls=asked)])
 
 
-def letters(**changes: Any) -> Any:
+def letters(*, num_tasks: int = 50, **changes: Any) -> Any:
     from count_letters import CountLettersConfig, CountLettersTaskset  # pyright: ignore[reportMissingImports]  on the path here
 
-    return list(CountLettersTaskset(CountLettersConfig(id="count-letters", num_tasks=50, **changes)).load())
+    return list(CountLettersTaskset(CountLettersConfig(id="count-letters", num_tasks=num_tasks, **changes)).load())
 
 
 def orders(**changes: Any) -> Any:
@@ -44,6 +45,12 @@ def test_words_are_drawn_from_the_seed_and_their_letters_are_counted() -> None:
         letter, word = task.data.prompt.split('"')[1:4:2]
         assert task.data.answer == word.count(letter)
         assert 5 <= len(word) <= 12
+
+
+def test_no_number_is_a_better_answer_than_a_guess() -> None:
+    tasks = letters(num_tasks=1200)
+    means = [fmean(asyncio.run(task.closeness(replied(str(number)))) for task in tasks) for number in range(8)]
+    assert max(means) < 0.37  # a guess between 0 and 5 gets 11/36
 
 
 @pytest.mark.parametrize(
