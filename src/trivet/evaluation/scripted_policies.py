@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 _TAG = re.compile(r"<([A-Za-z_]\w*)>")
-_THOUGHT_TAGS = frozenset({"think", "thinking", "reasoning", "scratchpad"})
 _FORMATS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "[{}]", "#### {}", "Answer: {}")
 """The usual forms in which environments expect an answer."""
 _INJECTION = (
@@ -52,11 +51,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_forms(prompt: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the forms in which an environment with this prompt may expect an answer: its own tags first, then the usual ones."""
-    tags = dict.fromkeys(tag for message in prompt for tag in _TAG.findall(str(message.get("content") or "")))
-    thoughts = [tag for tag in tags if tag.lower() in _THOUGHT_TAGS]
-    before = "".join(f"<{tag}>The answer follows.</{tag}>\n" for tag in thoughts)
-    own = [f"{before}<{tag}>{{}}</{tag}>" for tag in tags if tag not in thoughts]
-    return list(dict.fromkeys([*own, *_FORMATS, *([f"{before}{{}}"] if before else [])]))
+    tags = (tag for message in prompt for tag in _TAG.findall(str(message.get("content") or "")))
+    return list(dict.fromkeys([*(f"<{tag}>{{}}</{tag}>" for tag in tags), *_FORMATS]))
 
 
 def write_reply(

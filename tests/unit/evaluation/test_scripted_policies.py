@@ -40,7 +40,7 @@ def test_the_random_policy_draws_words_of_the_prompt_by_its_seed_and_calls_tools
         assert arguments["unit"] in ("m", "km")
 
 
-def test_the_tags_of_the_prompt_are_tried_before_the_usual_forms_and_after_a_thought() -> None:
-    forms = find_forms([{"role": "system", "content": "Think in <think> tags, then put the word into <guess> tags."}])
-    assert forms[0].format("crane") == "<think>The answer follows.</think>\n<guess>crane</guess>"
+def test_the_tags_of_the_prompt_are_tried_before_the_usual_forms() -> None:
+    forms = find_forms([{"role": "system", "content": "Put the word into <guess> tags."}])
+    assert forms[0].format("crane") == "<guess>crane</guess>"
     assert "\\boxed{crane}" in [form.format("crane") for form in forms]

@@ -3,7 +3,7 @@
     from trivet.environments.apis.v0.text_games import make_environment
 
     def load_environment(**args):
-        return make_environment(MyGame, num_examples=1000, max_turns=10, args=args)
+        return make_environment(lambda: MyGame(**args), num_examples=1000, max_turns=10)
 
 An example is a seed of `reset`. Its first observation is the prompt; each reply of the model is an action, and the reward of a
 rollout is the sum of the rewards of its steps. Source of the interface: gymnasium.Env, release 1.
@@ -78,14 +78,13 @@ def game_reward(state: vf.State) -> float:
 
 
 def make_environment(
-    make_game: Callable[..., TextGame],
+    make_game: Callable[[], TextGame],
     *,
     num_examples: int,
     num_eval_examples: int = 32,
     max_turns: int = -1,
     system_prompt: str | None = None,
     read_action: Callable[[str], str] = str.strip,
-    args: Mapping[str, Any] | None = None,
 ) -> vf.Environment:
     """Return an environment whose examples are seeds of a game.
 
@@ -93,26 +92,17 @@ def make_environment(
         make_game: makes a game, of which each rollout has its own.
         max_turns: actions of a rollout; -1: until the game ends.
         read_action: reads the action from a reply.
-        args: keyword arguments of `make_game`.
     """
 
-    def make() -> TextGame:
-        return make_game(**(args or {}))
-
     def make_dataset(first_seed: int, count: int) -> Dataset:
-        game, system = make(), [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        rows = [
-            {
-                "prompt": [*system, {"role": "user", "content": game.reset(seed=seed)[0]}],
-                "answer": "",
-                "info": {_SEED: seed},
-            }
-            for seed in range(first_seed, first_seed + count)
-        ]
+        game, system = make_game(), [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        seeds = range(first_seed, first_seed + count)
+        prompts = [[*system, {"role": "user", "content": game.reset(seed=seed)[0]}] for seed in seeds]
+        rows = [{"prompt": prompt, "answer": "", "info": {_SEED: seed}} for prompt, seed in zip(prompts, seeds, strict=True)]
         return Dataset.from_list(rows)
 
     return TextGameEnv(
-        make,
+        make_game,
         read_action,
         dataset=make_dataset(0, num_examples),
         eval_dataset=make_dataset(_EVAL_SEED, num_eval_examples),

@@ -30,6 +30,6 @@ def test_the_last_action_counts_and_seeds_of_training_and_evaluation_differ() ->
 
 
 def test_a_game_that_does_not_follow_its_seed_fails_the_rollout() -> None:
-    env = make_environment(HigherLower, num_examples=1, args={"forgets_seed": True})
+    env = make_environment(lambda: HigherLower(forgets_seed=True), num_examples=1)
     with pytest.raises(Exception, match=r"reset\(seed=0\) began with another text"):
         play(env, ["5"])
