@@ -23,12 +23,17 @@ def run_completion(arguments: argparse.Namespace) -> int:
     """Print the script. Return the exit code."""
     from trivet.cli.main import make_parser
 
-    print(shtab.complete(make_parser(), shell=arguments.shell))
+    print(_complete(make_parser(), arguments.shell))
     for kind, (command, _) in EXAMPLES.items():
         if command == "eval":  # a shell that reads `eval` takes its own command, whose completion stays
             continue
-        print(shtab.complete(key_parser(kind, command), shell=arguments.shell))
+        print(_complete(key_parser(kind, command), arguments.shell))
     return 0
+
+
+def _complete(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script of one command. That of shtab for zsh registers itself only inside `eval`, here also inside `source`."""
+    return shtab.complete(parser, shell=shell).replace("$zsh_eval_context[-1] == eval", "$zsh_eval_context[-1] == (eval|file)")
 
 
 def key_parser(kind: type[Section], command: str) -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """A real bash completes the tools, their options, and the keys of configurations."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,13 +18,16 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("completion") / "trivet.bash"
+def write_script(path: Path, shell: str) -> Path:
     with pytest.MonkeyPatch.context() as patch, path.open("w") as file:
         patch.setattr("sys.stdout", file)
-        assert main(["completion", "bash"]) == 0
+        assert main(["completion", shell]) == 0
     return path
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_script(tmp_path_factory.mktemp("completion") / "trivet.bash", "bash")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,14 @@ def test_a_tab_completes(script: Path, words: str, found: set[str]) -> None:
     program = _COMPLETE.format(script=script, words=words, command=words.split()[0])
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
     assert set(done.stdout.split()) == found, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_a_sourced_script_completes_in_zsh(tmp_path: Path) -> None:
+    path = write_script(tmp_path / "trivet.zsh", "zsh")
+    program = f"autoload -U compinit; compinit -D; source {path}; print $_comps[trivet] $_comps[rl]"
+    done = subprocess.run(["zsh", "-f", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr) == (["_shtab_trivet", "_shtab_rl"], "")
 
 
 @pytest.mark.parametrize(("kind", "command"), [(kind, command) for kind, (command, _) in EXAMPLES.items()])
