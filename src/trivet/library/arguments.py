@@ -52,8 +52,6 @@ class _RLKeys(VfTrainerArgs):
     """A function of one sample (trivet.trainer.losses.custom), the `type` of a loss, or the keys of [trainer.loss]."""
     advantage: dict[str, Any] | AdvantageConfig | Callable[..., Any] | str | None = None
     """A function of one group's rewards, the `type` of an advantage, or the keys of [orchestrator.advantage]."""
-    rewards: list[Callable[..., Any] | tuple[Callable[..., Any], float]] | None = None
-    """Reward functions of verifiers, each alone or with its weight, that replace the environment's own."""
     reward_weights: list[float] | None = None
     """A weight for each of `reward_funcs`; unset: 1."""
     max_tool_calling_iterations: int | None = Field(default=None, ge=0)
@@ -96,7 +94,7 @@ class _RLKeys(VfTrainerArgs):
     """Keys of [tracking]."""
 
 
-OWN_KEYS = {"loss", "advantage", "rewards", "reward_weights", "max_tool_calling_iterations", "callbacks"}
+OWN_KEYS = {"loss", "advantage", "reward_weights", "max_tool_calling_iterations", "callbacks"}
 """Keys of `RLArguments` that may hold Python functions or configure them."""
 RUN_KEYS = _RLKeys.model_fields.keys() - VfTrainerArgs.model_fields.keys() - OWN_KEYS
 """The fields of `RLArguments` that a run's configuration has under the same name."""
@@ -228,8 +226,8 @@ def plan_run(
         )
         table |= {"id": made.path, "args": made.args}
         needs_tools = made.has_tools
-    elif callable(env) or args.rewards is not None:
-        table["id"] = _path_of_environment(env, args, functions)
+    elif not isinstance(env, str):
+        table["id"] = functions.path_of(env, argument="env")
     written = {key: value for key, value in written_values(args).items() if key in VfTrainerArgs.model_fields}
     if args.deterministic:
         written.setdefault(
@@ -290,11 +288,8 @@ def _split_environment(
 ) -> tuple[Environment, dict[str, Any]]:
     """Return the environment without fixed arguments, and these. The first function of a task names its environment."""
     if task is not None:
-        if env is not None or args.rewards is not None:
-            given = "env" if env is not None else "rewards of RLConfig"
-            raise ConfigError(
-                f"{given} and reward_funcs exclude each other: reward_funcs with train_dataset are the environment"
-            )
+        if env is not None:
+            raise ConfigError("env and reward_funcs exclude each other: reward_funcs with train_dataset are the environment")
         if args.eval_strategy == "steps" and task.eval_dataset is None:
             raise ConfigError('eval_strategy "steps" needs eval_dataset')
         first = next(iter([task.reward_funcs] if callable(task.reward_funcs) else task.reward_funcs or []), None)
@@ -305,21 +300,6 @@ def _split_environment(
             "other processes make it; without an environment, give reward_funcs and train_dataset"
         )
     return (env, {}) if isinstance(env, str) else split_partial(env)
-
-
-def _path_of_environment(env: Environment, args: RLArguments, functions: FunctionFiles) -> str:
-    """Return the id of an environment, or the import path of one that a function of the program makes or scores."""
-    if args.rewards is None:
-        return env if isinstance(env, str) else functions.path_of(env, argument="env")
-    pairs = [reward if isinstance(reward, tuple) else (reward, 1.0) for reward in args.rewards]
-    arguments = {
-        "environment": env,
-        "reward_funcs": [function for function, _ in pairs],
-        "weights": [weight for _, weight in pairs],
-    }
-    return functions.path_of_call(
-        "trivet.environments.apis.v0.reward_functions:load_with_rewards", arguments, argument="rewards"
-    )
 
 
 def _environment_entries(table: Mapping[str, Any], args: RLArguments) -> list[Entry]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from trivet.conversations.sources import open_source
 from trivet.environments.apis.load import FIRST_V1_RELEASE, require_release
-from trivet.environments.apis.rewards import is_of_one_rollout
 from trivet.environments.examples import digest_records
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.library.functions import FunctionFiles, name_of
@@ -21,8 +20,6 @@ from trivet.wire.groups import Split
 _LOADER = "trivet.environments.apis.v0.reward_functions:load_environment"
 _GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "environments"}
 """Arguments of a reward function that are no columns of the data."""
-_GIVEN_OF_ONE = {"prompt", "completion", "completion_ids", "trainer_state"}
-"""The same of a function that scores one rollout."""
 _INSTALL = "pip install 'verifiers==0.3.1' && pip install 'mcp>=2'"
 """Two commands, because verifiers 0.3.1 requires mcp below 2 and vLLM requires mcp 2. verifiers uses mcp only for one kind of
 environment, and works with both."""
@@ -71,10 +68,8 @@ def make_environment(
     Raises:
         ConfigError: the message has the name of the user's argument.
     """
-    factories = [tool for tool in task.tools if isinstance(tool, type)]
-    factories += [task.environment_factory] if task.environment_factory is not None else []
-    tools = [tool for tool in task.tools if not isinstance(tool, type)]
-    rewards = _named(task.reward_funcs, has_own_reward=any(hasattr(factory, "get_reward") for factory in factories))
+    tools, factory = list(task.tools), task.environment_factory
+    rewards = _named(task.reward_funcs, has_own_reward=hasattr(factory, "get_reward"))
     weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
     if len(weights) != len(rewards):
         raise ConfigError(f"reward_weights has {len(weights)} weights for {len(rewards)} reward_funcs; give one for each")
@@ -82,34 +77,39 @@ def make_environment(
     if task.eval_dataset is not None:
         rows[Split.EVAL] = read_rows(task.eval_dataset, argument="eval_dataset")
     is_text = isinstance(rows[Split.TRAIN][0]["prompt"], str)
-    if is_text and (tools or factories):
+    has_tools = bool(tools) or factory is not None
+    if is_text and has_tools:
         raise ConfigError("tools need conversations: make each prompt of train_dataset a list of messages, not a text")
     for split, own_rows in rows.items():
         for name, function in rewards.items():
-            _require_columns(name, function, own_rows, argument=f"{split}_dataset", has_objects=bool(factories))
+            _require_columns(name, function, own_rows, argument=f"{split}_dataset", has_objects=factory is not None)
     for tool in tools:
-        if not callable(tool) or not inspect.getdoc(tool):
+        if not callable(tool) or isinstance(tool, type) or not inspect.getdoc(tool):
             raise ConfigError(
-                f"tools: {name_of(tool, default='tools')} must be a function with a docstring, which the model reads"
+                f"tools: {name_of(tool, default='tools')} must be a function with a docstring, which the model reads; a class "
+                "whose methods are tools is the environment_factory"
             )
+    if isinstance(factory, type) and not hasattr(factory, "reset"):
+        raise ConfigError(f"environment_factory: {factory.__name__} needs the method reset(**columns), as TRL asks for it")
     _require_verifiers()
     description = {
         "reward_funcs": dict(zip(rewards, weights, strict=True)),
-        "tools": [name_of(tool, default="tools") for tool in (*tools, *factories)],
+        "tools": [name_of(tool, default="tools") for tool in tools],
+        **({} if factory is None else {"environment_factory": name_of(factory, default="environment_factory")}),
         **{f"{split}_dataset": f"{len(own)} examples, SHA-256 {digest_records(own)[:16]}" for split, own in rows.items()},
     }
     arguments = {
         "rows": rows,
         "reward_funcs": {name: (function, weight) for (name, function), weight in zip(rewards.items(), weights, strict=True)},
         "tools": tools,
-        "factories": factories,
+        "environment_factory": factory,
         "max_turns": -1 if max_tool_calls is None else max_tool_calls + 1,
         "max_steps": max_steps,
         "examples_per_step": examples_per_step,
     }
-    identity = [rewards, tools, factories]
+    identity = [rewards, tools, factory]
     path = functions.path_of_call(_LOADER, arguments, argument="reward_funcs", identity=identity)
-    return TaskEnvironment(path=path, args={"made_of": description}, has_tools=bool(tools or factories))
+    return TaskEnvironment(path=path, args={"made_of": description}, has_tools=has_tools)
 
 
 def read_rows(data: Any, *, argument: str) -> Rows:
@@ -177,7 +177,7 @@ def _named(functions: Any, *, has_own_reward: bool) -> dict[str, Callable[..., A
 def _require_columns(name: str, function: Callable[..., Any], rows: Rows, *, argument: str, has_objects: bool) -> None:
     """Refuse a function that requires an argument which it would not get."""
     parameters = inspect.signature(function).parameters
-    given = _GIVEN_OF_ONE if is_of_one_rollout(parameters) else _GIVEN - (set() if has_objects else {"environments"})
+    given = _GIVEN - (set() if has_objects else {"environments"})
     columns = set(getattr(rows, "column_names", None) or {column for row in rows for column in row}) - {"prompt"}
     for parameter in parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY:

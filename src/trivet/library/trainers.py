@@ -184,8 +184,8 @@ class RLTrainer(_Trainer):
                 columns of the data, and return a number or None for each completion.
             train_dataset: examples with a column `prompt`, as a list of dictionaries, a datasets.Dataset or a path.
             eval_dataset: the same, for evaluations.
-            tools: functions that the model may call, and classes: each rollout gets an object, whose methods it may call.
-            environment_factory: makes such an object; reward functions get it in `environments`.
+            tools: functions that the model may call.
+            environment_factory: makes an object for each rollout, whose methods the model may call too, as in TRL.
             env_args: passed to load_environment, or to the function.
             callbacks: called in this process, after those of `args`.
             progress: show a bar in a terminal or a notebook.

@@ -65,19 +65,6 @@ def test_a_module_that_no_other_process_can_import_goes_along(tmp_path: Path, mo
     assert imported(files, path)() == 3
 
 
-def test_rewards_replace_the_rubric_of_an_environment(tmp_path: Path) -> None:
-    def half(completion, **kwargs) -> float:
-        return 0.5
-
-    loader = "trivet.environments.apis.v0.reward_functions:load_with_rewards"
-    files = FunctionFiles(tmp_path)
-    arguments = {"environment": "reverse-text", "reward_funcs": [half], "weights": [0.25]}
-    env = imported(files, files.path_of_call(loader, arguments, argument="rewards"))(num_examples=4)
-    assert ([each.__name__ for each in env.rubric.funcs], env.rubric.weights) == (["half"], [0.25])
-    env = imported(files, files.path_of_call(loader, {**arguments, "environment": lambda: env}, argument="rewards"))()
-    assert len(env.get_dataset()) == 4
-
-
 def test_a_partial_is_a_function_and_its_keywords() -> None:
     def f(inputs: object, *, scale: float, power: int) -> None: ...
 

@@ -21,11 +21,13 @@ def exact(completions, answer, **kwargs):
     return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
 
 
-def brief(completion):
-    return -len(completion)
+def brief(completions):
+    return [-len(completion) for completion in completions]
 
 
 class Board:
+    def reset(self, **columns) -> None: ...
+
     def look(self) -> str:
         """Return what is there."""
         return "nothing"
@@ -62,13 +64,13 @@ def test_the_file_is_named_by_the_functions_and_not_by_the_data(tmp_path: Path) 
 
 
 def test_tools_turn_the_servers_parser_on(tmp_path: Path) -> None:
-    planned = plan(tmp_path, {"max_tool_calling_iterations": 3}, train_dataset=CHATS, tools=[Board], reward_funcs=exact)
+    planned = plan(tmp_path, {"max_tool_calling_iterations": 3}, train_dataset=CHATS, environment_factory=Board)
     assert planned.config.inference.model.enable_auto_tool_choice
     planned.functions.write()
     [trained] = planned.config.orchestrator.env
     env = import_by_path(trained.id)(**trained.args)
     assert ([tool.name for tool in env.tool_defs], env.max_turns) == (["look"], 4)
-    assert plan(tmp_path, train_dataset=CHATS, environment_factory=Board).config.orchestrator.env[0].label == "rewards"
+    assert trained.label == "rewards"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ""])
@@ -115,6 +117,9 @@ def needs_more(completions, answer, solution):
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"tools": [exact]}, "tools need conversations"),
         ({"tools": [exact], "train_dataset": CHATS}, "tools: exact must be a function with a docstring"),
+        ({"tools": [Board], "train_dataset": CHATS}, "a class whose methods are tools is the environment_factory"),
+        ({"environment_factory": Exception, "train_dataset": CHATS}, r"Exception needs the method reset\(\*\*columns\)"),
+        ({"reward_funcs": lambda completion: 1.0}, "reward asks for 'completion', and train_dataset has no such column"),
     ],
 )
 def test_a_wrong_argument_is_refused_under_its_name(task: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -127,7 +132,6 @@ def test_a_wrong_argument_is_refused_under_its_name(task: dict[str, Any], messag
     [
         ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 weights for 1 reward_funcs"),
         ({"eval_strategy": "steps"}, 'eval_strategy "steps" needs eval_dataset'),
-        ({"rewards": [exact]}, "rewards of RLConfig and reward_funcs exclude each other"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:

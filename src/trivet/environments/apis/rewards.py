@@ -126,11 +126,6 @@ def guard(
     return guarded
 
 
-def is_of_one_rollout(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a function with these parameters scores one rollout, not a group, in the form of TRL."""
-    return not {"prompt", "completion"}.isdisjoint(parameters) and {"prompts", "completions"}.isdisjoint(parameters)
-
-
 def _handle_error(name: str, error: BaseException) -> float:
     """Collect an error of a reward function. Return the collection's `value_on_error`; if it is None, raise the error."""
     collection = _collection.get()

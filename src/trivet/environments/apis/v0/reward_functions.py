@@ -2,7 +2,6 @@
 
 `library.functions` writes a file that calls `load_environment` in a worker. A reward function scores all rollouts of a group in one
 call: each of its arguments is a list with one entry for each rollout, and so is its result, in which None means "not applicable".
-A function with a parameter `completion` or `prompt` instead is called for each rollout and returns one value.
 
 Source: TRL 1.16, `GRPOTrainer._calculate_rewards` and its data formats.
 """
@@ -19,7 +18,7 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-from trivet.environments.apis.rewards import ScoreForm, guard, is_of_one_rollout
+from trivet.environments.apis.rewards import ScoreForm, guard
 from trivet.environments.examples import digest_records
 from trivet.wire.groups import Split
 
@@ -28,8 +27,8 @@ logger = logging.getLogger(__name__)
 Rows = Sequence[Mapping[str, Any]]
 """Examples by column. Each has a `prompt`: a text, or messages in the OpenAI chat form."""
 
-_OBJECTS = "tool_objects"
-"""The key of a rollout's state with the objects whose methods are its tools."""
+_OBJECT = "environment_object"
+"""The key of a rollout's state with the object whose methods are its tools."""
 _OWNER = "self"
 """The argument by which a tool that is a method gets its object. No model can set it: it is written last."""
 _NOT_TOOLS = ("reset", "get_reward")
@@ -122,8 +121,8 @@ class FunctionRubric(vf.Rubric):
         arguments: dict[str, Any] = {column: [row.get(column) for row in rows] for column in columns}
         arguments["prompts"] = [row["prompt"] for row in rows]
         arguments["completions"] = [_completion(state, row) for state, row in zip(states, rows, strict=True)]
-        if all(state.get(_OBJECTS) for state in states):
-            arguments["environments"] = [state[_OBJECTS][0] for state in states]
+        if all(_OBJECT in state for state in states):
+            arguments["environments"] = [state[_OBJECT] for state in states]
         sampled = [_completion_ids(state) for state in states]
         missing = () if None not in sampled else ("completion_ids", "trainer_state")
         if not missing:
@@ -150,25 +149,14 @@ def _score_group_with(function: Callable[..., Any]) -> Callable[[_Group], Any]:
     """Return a function that calls `function` with the arguments of a group that it asks for."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    is_of_one = is_of_one_rollout(parameters)
 
     async def score(group: _Group) -> Any:
         if unavailable := [name for name in group.missing if name in parameters]:
             raise ValueError(
                 f"it asks for {unavailable[0]}, which a recorded rollout and a server that returns text do not have"
             )
-        chosen = {name: value for name, value in group.arguments.items() if takes_all or is_of_one or name in parameters}
-        if not is_of_one:
-            return await _awaited(function(**chosen))
-        values: list[Any] = []
-        for index in range(group.num_rollouts):
-            own = {name: value[index] for name, value in chosen.items() if isinstance(value, list)}
-            own |= {"prompt": own.pop("prompts"), "completion": own.pop("completions")}
-            if "trainer_state" in chosen:
-                own["trainer_state"] = chosen["trainer_state"]
-            own = {name: value for name, value in own.items() if takes_all or name in parameters}
-            values.append(await _awaited(function(**own)))
-        return values
+        chosen = {name: value for name, value in group.arguments.items() if takes_all or name in parameters}
+        return await _awaited(function(**chosen))
 
     return score
 
@@ -220,48 +208,44 @@ def _completion_ids(state: vf.State) -> list[int] | None:
 
 
 class FunctionToolEnv(vf.StatefulToolEnv):
-    """Gives the model plain functions as tools, and the public methods of objects that are made for each rollout."""
+    """Gives the model plain functions as tools, and the public methods of an object that is made for each rollout."""
 
     def __init__(
         self,
         *,
         tools: Sequence[Callable[..., Any]],
-        factories: Sequence[Callable[[], Any]],
+        factory: Callable[[], Any] | None,
         rows: Mapping[Split, Rows],
         **kwargs: Any,
     ) -> None:
-        self._factories = factories
+        self._factory = factory
         self._rows = rows
-        self._owners: dict[str, int] = {}
-        """The index of the object of each tool that is a method."""
-        methods: list[Callable[..., Any]] = []
-        for index, factory in enumerate(factories):
-            probe = factory()
-            for name, _ in inspect.getmembers(type(probe), inspect.isfunction):
-                if not name.startswith("_") and name not in _NOT_TOOLS:
-                    self._owners[name] = index
-                    methods.append(getattr(probe, name))
-        super().__init__(tools=[*tools, *methods], error_formatter=_describe_tool_error, **kwargs)
-        self.tool_map |= {name: _method_of_owner(name) for name in self._owners}
+        probe = factory() if factory is not None else None
+        self._methods = {
+            name: getattr(probe, name)
+            for name, _ in inspect.getmembers(type(probe), inspect.isfunction)
+            if not name.startswith("_") and name not in _NOT_TOOLS
+        }
+        super().__init__(tools=[*tools, *self._methods.values()], error_formatter=_describe_tool_error, **kwargs)
+        self.tool_map |= {name: _method_of_owner(name) for name in self._methods}
 
     async def setup_state(self, state: vf.State) -> vf.State:
-        """Make the rollout's objects. The text that `reset` of an object returns is added to the last message of the prompt."""
-        state[_OBJECTS] = [factory() for factory in self._factories]
-        for own in state[_OBJECTS]:
-            if hasattr(own, "reset"):
-                observation = await _awaited(own.reset(**row_of(state, self._rows)))
-                if observation is not None:
-                    last = state["prompt"][-1]
-                    added = last.model_copy(update={"content": f"{last.content}{observation}"})
-                    state["prompt"] = [*state["prompt"][:-1], added]
+        """Make the rollout's object. The text that its `reset` returns is added to the last message of the prompt."""
+        if self._factory is None:
+            return state
+        state[_OBJECT] = self._factory()
+        observation = await _awaited(state[_OBJECT].reset(**row_of(state, self._rows)))
+        if observation is not None:
+            last = state["prompt"][-1]
+            added = last.model_copy(update={"content": f"{last.content}{observation}"})
+            state["prompt"] = [*state["prompt"][:-1], added]
         return state
 
     def update_tool_args(
         self, tool_name: str, tool_args: dict[str, Any], messages: vf.Messages, state: vf.State, **kwargs: Any
     ) -> dict[str, Any]:
         """Add the object of a tool that is a method."""
-        index = self._owners.get(tool_name)
-        return tool_args if index is None else {**tool_args, _OWNER: state[_OBJECTS][index]}
+        return {**tool_args, _OWNER: state[_OBJECT]} if tool_name in self._methods else tool_args
 
 
 def _method_of_owner(name: str) -> Callable[..., Any]:
@@ -276,13 +260,9 @@ def _describe_tool_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _score_with_objects(kind: type) -> Callable[..., Any]:
-    """Return a reward function that asks each rollout's object of this type for its reward."""
-
-    async def get_reward(environments: Sequence[Any]) -> list[Any]:
-        return [await _awaited(own.get_reward()) if type(own) is kind else None for own in environments]
-
-    return get_reward
+async def _get_rewards(environments: Sequence[Any]) -> list[Any]:
+    """Return the reward that each rollout's object gives, as a reward function."""
+    return [await _awaited(own.get_reward()) for own in environments]
 
 
 def load_environment(
@@ -290,7 +270,7 @@ def load_environment(
     rows: Mapping[Split, Rows],
     reward_funcs: Mapping[str, tuple[Callable[..., Any], float]],
     tools: Sequence[Callable[..., Any]],
-    factories: Sequence[Callable[[], Any]],
+    environment_factory: Callable[[], Any] | None,
     max_turns: int,
     max_steps: int,
     examples_per_step: float,
@@ -301,34 +281,21 @@ def load_environment(
     Args:
         rows: the training data, and the evaluation data if there are any.
         reward_funcs: each with its weight, by name.
-        factories: make the objects of a rollout whose methods are tools. The first makes `environments` of the reward functions.
+        environment_factory: makes the object of a rollout, whose methods are tools.
         max_turns: of a rollout with tools; -1: any number.
         examples_per_step: examples that a step trains on.
         made_of: not used: by it the configuration tells people what the environment is made of.
     """
     functions = dict(reward_funcs)
-    kind = type(factories[0]()) if factories else object
+    kind = type(environment_factory()) if environment_factory is not None else object
     if hasattr(kind, "get_reward"):
-        functions[kind.__name__] = _score_with_objects(kind), 1.0
+        functions[kind.__name__] = _get_rewards, 1.0
     rubric = FunctionRubric(functions, rows=rows, max_steps=max_steps, examples_per_step=examples_per_step)
     data = {split: _to_dataset(own_rows, split) for split, own_rows in rows.items()}
     common: dict[str, Any] = {"dataset": data[Split.TRAIN], "eval_dataset": data.get(Split.EVAL), "rubric": rubric}
-    if not tools and not factories:
+    if not tools and environment_factory is None:
         return vf.SingleTurnEnv(**common)
-    return FunctionToolEnv(tools=tools, factories=factories, rows=rows, max_turns=max_turns, **common)
-
-
-def load_with_rewards(
-    *,
-    environment: str | Callable[..., vf.Environment],
-    reward_funcs: Sequence[Callable[..., Any]],
-    weights: Sequence[float],
-    **args: Any,
-) -> vf.Environment:
-    """Return an environment, which an id or a function gives, with reward functions of verifiers in place of its own."""
-    env = vf.load_environment(environment, **args) if isinstance(environment, str) else environment(**args)
-    env.rubric = vf.Rubric(funcs=list(reward_funcs), weights=list(weights))
-    return env
+    return FunctionToolEnv(tools=tools, factory=environment_factory, rows=rows, max_turns=max_turns, **common)
 
 
 def _to_dataset(rows: Rows, split: Split) -> Dataset:

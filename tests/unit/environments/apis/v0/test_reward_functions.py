@@ -35,7 +35,7 @@ def host(
                 function.__name__: (function, weight) for function, weight in zip(functions, weights, strict=False)
             },
             "tools": [],
-            "factories": [],
+            "environment_factory": None,
             "max_turns": -1,
             "max_steps": 100,
             "examples_per_step": 2.0,
@@ -92,17 +92,6 @@ def test_a_rollout_that_no_function_scores_moves_nothing() -> None:
     rollouts = host(odd_only).run(counting(), num_rollouts=3)
     assert rewards_of(rollouts) == [1.0, 2.0, 3.0]  # the second has the mean of the others, an advantage of 0
     assert [rollout.scores["unscored"] for rollout in rollouts] == [0.0, 1.0, 0.0]
-
-
-def test_a_function_of_one_completion_is_called_for_each() -> None:
-    def exact(completion, solution):
-        return float(completion[0]["content"] == str(solution))
-
-    async def half(prompt, **kwargs):
-        return 0.5 if kwargs["solution"] == 5 and "prompts" not in kwargs else math.inf
-
-    model = ScriptedModel(lambda prompt: "5")
-    assert rewards_of(host(exact, half).run(model)) == [1.5, 1.5]
 
 
 def test_numbers_that_a_function_reports_are_metrics() -> None:
@@ -244,7 +233,7 @@ def test_each_rollout_has_an_object_of_its_own_which_may_own_the_reward() -> Non
         num_calls = sum(message["role"] == "tool" for message in prompt)
         return "done" if num_calls == 2 else call_of("increase", '{"by": 1}')
 
-    rollouts = host(counts, factories=[Counter]).run(ScriptedModel(call_twice))
+    rollouts = host(counts, environment_factory=Counter).run(ScriptedModel(call_twice))
     assert rewards_of(rollouts) == [14.0, 14.0]  # 5 + 2 from the function, and as much from get_reward
     assert rollouts[0].scores["Counter"] == 7.0
     assert set(prompts) == {"2+3 from 5"}
