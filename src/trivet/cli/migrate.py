@@ -1,13 +1,13 @@
 """The tool `trivet migrate`: reads a file, or the command line of one of TRL's scripts, and writes a configuration of ours."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trivet.config.sources import read_toml
-from trivet.config.user_input import decode_text, parse_json
 from trivet.dialects.migration import Migration, migrate
 from trivet.dialects.trl_script import migrate_script
 from trivet.errors import ConfigError
@@ -45,10 +45,10 @@ def run_migrate(arguments: argparse.Namespace) -> int:
 
 
 def _migrate_words(words: Sequence[str], *, env: str) -> Migration:
-    first = Path(words[0])
-    if len(words) == 1 and first.suffix not in _TRL_ENDINGS:
-        return migrate(read_toml(first))
-    return migrate_script(_read_arguments(first) if len(words) == 1 else _parse_command(words), env=env)
+    if len(words) > 1:
+        return migrate_script(_parse_command(words), env=env)
+    file = Path(words[0])
+    return migrate_script(_read_arguments(file), env=env) if file.suffix in _TRL_ENDINGS else migrate(read_toml(file))
 
 
 def _read_arguments(path: Path) -> Mapping[str, object]:
@@ -56,46 +56,35 @@ def _read_arguments(path: Path) -> Mapping[str, object]:
     import yaml
 
     try:
-        text = decode_text(path.read_bytes())
-        values: Any = parse_json(text) if path.suffix == ".json" else yaml.safe_load(text)
+        values: Any = yaml.safe_load(path.read_bytes())  # JSON is YAML too
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
     except (ValueError, yaml.YAMLError) as exc:
         raise ConfigError(f"{path} is no YAML or JSON: {exc}") from exc
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold the arguments of a TRL script by name, got {type(values).__name__}")
-    return {str(name).replace("-", "_"): _number(value) for name, value in values.items()}
+    return {str(name).replace("-", "_"): _decoded(value) for name, value in values.items()}
 
 
 def _parse_command(words: Sequence[str]) -> Mapping[str, object]:
     """Return the arguments of a command line such as `trl grpo --learning_rate 1e-6 --use_peft`."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[object]] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             name = name.replace("-", "_")
-            found[name] = [value] if equals else []
+            found[name] = [_decoded(value)] if equals else []
         elif name and not word.endswith(".py"):  # words before the first flag, and a script's name, are the program
-            found[name].append(word)
-    given = {name: _values(values) for name, values in found.items()}
-    config = given.get("config")
-    return {**(_read_arguments(Path(config)) if isinstance(config, str) else {}), **given}
+            found[name].append(_decoded(word))
+    given = {name: (values or [True])[0] if len(values) < 2 else values for name, values in found.items()}
+    config = given.pop("config", None)
+    return {**(_read_arguments(Path(str(config))) if config is not None else {}), **given}
 
 
-def _values(words: Sequence[str]) -> object:
-    """Return the value of a flag: true for a flag alone, a list of several words."""
-    values = [_number({"true": True, "false": False}.get(word.lower(), word)) for word in words]
-    return True if not values else values[0] if len(values) == 1 else values
-
-
-def _number(value: object) -> object:
-    """Return a number for a text that is one: YAML takes `1e-6` as text, and a command line has texts alone."""
-    if not isinstance(value, str):
+def _decoded(value: object) -> object:
+    """Return the number or the truth value of a text that is one: YAML takes `1e-6` as text, and a command line has texts alone."""
+    try:
+        return json.loads(value.lower()) if isinstance(value, str) else value
+    except ValueError:
         return value
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value

@@ -4,7 +4,6 @@ Reads no files and prints nothing; `trivet migrate` does. Names of others are th
 with a notice becomes a line with a comment, and what it refuses is listed above the first line.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -23,8 +22,6 @@ from trivet.config.values import Entry, flatten
 from trivet.dialects.vf_translation import translate_entries
 from trivet.errors import ConfigError
 
-_LINE = re.compile(r",? ?\(?line (\d+)\)?")
-"""How a problem names the line that it is about: its origin is given to each line for that."""
 _SOURCES = "orchestrator.train.source"
 """Environments as prime-rl writes them since mid-2026."""
 _SINCE_2026 = ("orchestrator.train", "orchestrator.group_size", "orchestrator.algo", "inference.vllm", "deployment", "resume")
@@ -78,7 +75,7 @@ def migrate(files: Sequence[Entry]) -> Migration:
     for file in files:
         whole = use_underscores(kind, replace(file, origin=""), Findings())
         entries |= {part.path: part for entry in flatten(whole) for part in _list_parts(kind, entry)}
-    found = _settle(_use_own_names(kind, list(entries.values())))
+    found = _with_problems(_use_own_names(kind, list(entries.values())))
     return found if kind is not VfRLConfig else translate(found)
 
 
@@ -91,9 +88,7 @@ def translate(found: Migration, run_lines: Sequence[MigratedKey] = ()) -> Migrat
     if found.problems:
         raise ConfigError("the file cannot be read as one of vf-rl: " + "; ".join(found.problems))
     comments = {dotted(line.path): line.comment for line in found.lines}
-    loaded = load_sources(
-        VfRLConfig, [[Entry(path=line.path, value=line.value, origin="") for line in found.lines]], Findings()
-    )
+    loaded = load_sources(VfRLConfig, [_entries(found)], Findings())
     lines = {line.path: line for line in run_lines}
     takes_loss = any(path[:2] == ("trainer", "loss") for path in lines)
     for entry, source in translate_entries(loaded):
@@ -104,7 +99,7 @@ def translate(found: Migration, run_lines: Sequence[MigratedKey] = ()) -> Migrat
         for part in (inner for item in flatten(entry) for inner in _list_parts(RLConfig, item)):
             if is_given or not _is_default(part):
                 lines.setdefault(part.path, MigratedKey(part.path, part.value, comment))
-    run = _settle(Migration(RLConfig, list(lines.values()), found.dropped))
+    run = _with_problems(Migration(RLConfig, list(lines.values()), found.dropped))
     return replace(run, dropped=[*run.dropped, *(f"nothing, but note: {notice}" for notice in loaded.notices)])
 
 
@@ -159,30 +154,18 @@ def _name_loss(found: Migration, old_keys: set[str]) -> None:
         found.lines.append(MigratedKey(path, "dppo", "the default of prime-rl since March 2026 is called so here"))
 
 
-def _settle(found: Migration) -> Migration:
-    """Drop the lines with values that do not exist here, until the configuration loads or a problem is of several lines."""
-    while True:
-        entries = [
-            Entry(path=line.path, value="None" if line.value is None else line.value, origin=f"line {index}")
-            for index, line in enumerate(found.lines)
-        ]
-        try:
-            load_sources(found.kind, [entries], Findings())
-        except ConfigError as exc:
-            problems = str(exc).split("\n- ")
-        else:
-            return replace(found, problems=[])
-        wrong: dict[int, str] = {}
-        for problem in problems[1:] or problems:
-            if len(named := {int(index) for index in _LINE.findall(problem)}) == 1:
-                wrong[named.pop()] = _LINE.sub("", problem)
-        if not wrong:
-            return replace(found, problems=[_LINE.sub("", problem) for problem in problems[1:] or problems])
-        lost = [
-            f"{dotted(found.lines[index].path)} = {literal(found.lines[index].value)}: {why}" for index, why in wrong.items()
-        ]
-        kept = [line for index, line in enumerate(found.lines) if index not in wrong]
-        found = replace(found, lines=kept, dropped=[*found.dropped, *lost])
+def _with_problems(found: Migration) -> Migration:
+    """Add what keeps the lines from being loaded."""
+    try:
+        load_sources(found.kind, [_entries(found)], Findings())
+    except ConfigError as exc:
+        first, *others = str(exc).split("\n- ")
+        return replace(found, problems=others or [first])
+    return found
+
+
+def _entries(found: Migration) -> list[Entry]:
+    return [Entry(path=line.path, value=line.value, origin=line.comment or "the file") for line in found.lines]
 
 
 def _list_parts(kind: type[Section], entry: Entry) -> Iterator[Entry]:

@@ -43,23 +43,8 @@ _NAMES = {
 """Names of TRL's that verifiers' trainer changed. The others are equal, or among the spellings of `vf-rl`."""
 _NORMALIZATIONS = {"grpo": "sample", "dapo": "token", "bnpo": "token", "dr_grpo": "constant"}
 """How TRL's loss types divide, as `trainer.loss.normalization` of the loss `grpo`."""
-_ELSEWHERE = {
-    **dict.fromkeys(
-        (
-            "dataset_name",
-            "dataset_config",
-            "dataset_train_split",
-            "dataset_test_split",
-            "reward_funcs",
-            "reward_model_name_or_path",
-        ),
-        "data and rewards are in the environment: `uv run trivet env init NAME` writes one",
-    ),
-    **dict.fromkeys(("use_vllm", "vllm_mode", "vllm_server_base_url"), "a run always has an inference server"),
-    "num_train_epochs": "a run has max_steps",
-    "config": "its keys are in this file",
-}
-"""Why a key of TRL's has no counterpart."""
+_IN_ENVIRONMENT = ("dataset_", "reward_")
+"""Beginnings of arguments that say what the environment says here."""
 _LOSS_KEYS = ("loss_type", "epsilon", "epsilon_high", "importance_sampling_level", "scale_rewards")
 
 
@@ -92,7 +77,8 @@ def migrate_script(given: Mapping[str, object], *, env: str) -> Migration:
         if name in _LOSS_KEYS:
             continue
         if find_key(VfRLConfig, current_path(VfRLConfig, path)) is None:
-            reason = _ELSEWHERE.get(name, "nothing here is like it")
+            in_environment = "data and rewards are in the environment: `uv run trivet env init NAME` writes one"
+            reason = in_environment if name.startswith(_IN_ENVIRONMENT) else "nothing here is like it"
             found.dropped.append(f"{name} = {literal(value)}: {reason}")
         elif value is not None:
             found.lines.append(MigratedKey(current_path(VfRLConfig, path), value, _comment(name, given)))

@@ -42,17 +42,17 @@ def upload(directory: Path, repo_id: str, *, private: bool | None, token: str | 
 
 def write_card(directory: Path, policy: "Policy", *, name: str, steps: Sequence["RunStep"]) -> None:
     """Write README.md of a saved policy into its directory."""
+    from huggingface_hub import ModelCardData  # here: takes half a second to import
+
     layout = RunLayout(policy.directory.parent.parent)
     is_rl = (layout.configs / "orchestrator.toml").exists()
     base = str(_read_config(layout, "trainer" if is_rl else "sft").get("model", {}).get("name", ""))
-    front = [
-        *(
-            [f"base_model: {base}"] if base and not Path(base).exists() else []
-        ),  # a directory of this machine is no model of the hub
-        f"library_name: {'peft' if is_adapter(directory) else 'transformers'}",
-        "pipeline_tag: text-generation",
-        "tags:\n- trivet" + ("\n- reinforcement-learning" if is_rl else ""),
-    ]
+    front = ModelCardData(
+        base_model=base if base and not Path(base).exists() else None,  # a directory of this machine is no model of the hub
+        library_name="peft" if is_adapter(directory) else "transformers",
+        pipeline_tag="text-generation",
+        tags=["trivet", *(["reinforcement-learning"] if is_rl else [])],
+    )
     facts = [
         ("start model", Path(base).name if Path(base).exists() else base),
         *(("data", text) for text in _data(layout)),
@@ -65,7 +65,7 @@ def write_card(directory: Path, policy: "Policy", *, name: str, steps: Sequence[
     rows = "\n".join(f"| {label} | {text.replace('|', '&#124;')} |" for label, text in facts)
     method = "reinforcement learning" if is_rl else "supervised fine-tuning"
     text = f"# {name}\n\nTrained with trivet {own_version()} by {method}.\n\n| | |\n|---|---|\n{rows}\n"
-    (directory / "README.md").write_text("---\n{}\n---\n{}".format("\n".join(front), text), encoding="utf-8")
+    (directory / "README.md").write_text(f"---\n{front.to_yaml()}\n---\n{text}", encoding="utf-8")
 
 
 def _data(layout: RunLayout) -> Iterator[str]:
