@@ -208,7 +208,7 @@ def test_a_cell_that_fails_ends_the_run_of_a_notebook(
     assert [output.get("ename") for output in outputs[3] if output.output_type == "error"] == ["RuntimeError"], outputs
     text = "".join(output.text for output in outputs[3] if output.output_type == "stream")
     assert text.splitlines()[:2] == ["1 True", "2 True"]
-    [bar] = [output.data["text/html"] for output in outputs[3] if output.output_type == "display_data"]
+    [bar] = [output.data["text/plain"] for output in outputs[3] if output.output_type == "display_data"]
     assert "step 2/4: reward=" in bar
     assert outputs[4][0].text == "False interrupted True\n"
 

@@ -23,7 +23,7 @@ from trivet.library.arguments import Environment, EvalArguments, entries_of, nam
 from trivet.library.callbacks import new_summaries
 from trivet.library.functions import FunctionFiles, split_partial
 from trivet.library.process import RunProcess
-from trivet.library.trainers import ProgressBar
+from trivet.library.trainers import shown_progress
 from trivet.process.sockets import ReservedPorts
 from trivet.secret import share_secret
 from trivet.weights.adapters import ADAPTER_CONFIG, is_adapter
@@ -78,9 +78,9 @@ def evaluate(
             planned = planned.model_copy(update={"client": planned.client.model_copy(update=update)})
         functions.write()
         process = stack.enter_context(RunProcess("trivet.evaluation.main", planned, variables=variables))
-        with ProgressBar(None, is_wanted=progress) as bar:
+        with shown_progress(None, is_wanted=progress) as show:
             while process.exit_code is None:
-                bar.update(len(_new_summaries(layout, since=started)), activity="evaluating")
+                show(len(_new_summaries(layout, since=started)), "evaluating")
                 if server is not None and server.exit_code is not None:
                     raise RoleFailed(f"the server ended with exit code {server.exit_code}:\n{server.last_output()}")
                 time.sleep(_POLL_INTERVAL_S)

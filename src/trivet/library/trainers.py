@@ -4,15 +4,14 @@ Processes, output directory and arithmetic are those of the commands. Steps are 
 loop body does not delay the run.
 """
 
-import html
 import importlib.util
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from trivet.checkpoints.commit import committed_steps
@@ -80,9 +79,9 @@ class _Trainer:
         with (
             self._process,
             _stopped_after_cell_errors(self._process),
-            ProgressBar(self._config.max_steps, is_wanted=self._progress) as bar,
+            shown_progress(self._config.max_steps, is_wanted=self._progress) as show,
         ):
-            for step in itertools.chain(missed, self._new_steps(bar, callbacks, started=started)):
+            for step in itertools.chain(missed, self._new_steps(show, callbacks, started=started)):
                 replace_file(self._layout.yielded_step, str(step.number).encode())
                 if callbacks.step(step):
                     self.stop()
@@ -130,7 +129,7 @@ class _Trainer:
         """Return the rollouts that were trained on until now, as `Run.rollouts_frame` does."""
         return self.run.rollouts_frame()
 
-    def _new_steps(self, bar: "ProgressBar", callbacks: Callbacks, *, started: float) -> Iterator[RunStep]:
+    def _new_steps(self, show: Callable[[int, str], None], callbacks: Callbacks, *, started: float) -> Iterator[RunStep]:
         """Yield the steps that the run has finished since the Unix time `started`, until it ends; raise its error if it failed."""
         reader, last = StepReader(self._layout, since=started), 0
         while True:
@@ -139,7 +138,7 @@ class _Trainer:
                 last = step.number
                 shown = {"reward": "reward/mean", "loss": "loss/mean"}
                 values = (f"{label}={step.metrics[name]:.4g}" for label, name in shown.items() if name in step.metrics)
-                bar.update(last, activity=" ".join(values))
+                show(last, " ".join(values))
                 yield step
             if callbacks.results():
                 self.stop()
@@ -152,7 +151,7 @@ class _Trainer:
                 details = "" if status is None else "\n".join(part for part in (status.reason, status.last_error) if part)
                 return self._process.require_success(details=details)
             if not last:
-                bar.update(0, activity="starting" if status is None else describe_activity(status))
+                show(0, "starting" if status is None else describe_activity(status))
             time.sleep(_POLL_INTERVAL_S)
 
 
@@ -242,50 +241,29 @@ class SFTTrainer(_Trainer):
         super().__init__(config, module="trivet.launcher.commands.sft", callbacks=callbacks, progress=progress)
 
 
-class ProgressBar:
-    """Shows the progress of a run: a bar in a terminal, one line in a notebook, nothing if the output goes to a file."""
+@contextmanager
+def shown_progress(max_steps: int | None, *, is_wanted: bool) -> Iterator[Callable[[int, str], None]]:
+    """Show the progress of a run inside the block: a bar in a terminal, one line in a notebook, and nothing in a file.
 
-    def __init__(self, max_steps: int | None, *, is_wanted: bool) -> None:
-        """Show nothing yet. `max_steps` is None for a run whose number of steps is not known."""
-        self._max_steps = max_steps
-        self._state = (0, "starting")
-        self._notebook: Any = None
-        """The output of a notebook's cell, which is replaced by each update and keeps the last state."""
-        self._terminal: Any = None
-        """The bar of a terminal, below what the program prints."""
-        shell = _find_ipython() if is_wanted else None
-        if hasattr(shell, "kernel"):  # only a notebook's shell has a kernel
-            from IPython.display import display  # type: ignore[import-not-found]  # not a dependency: every notebook has it
+    Yields a function that takes the last finished step, and what the run does now or measured.
+    """
+    if is_wanted and hasattr(_find_ipython(), "kernel"):  # only a notebook's shell has a kernel
+        from IPython.display import display  # type: ignore[import-not-found]  # not a dependency: every notebook has it
 
-            self._notebook = display(self, display_id=True)
-        elif is_wanted and sys.stdout.isatty():
-            self._terminal = make_progress(sys.stdout, redirects_prints=True)
-            self._terminal.add_task("", total=max_steps, activity="starting")
+        shown: Any = display({"text/plain": "starting"}, raw=True, display_id=True)
+        total = "" if max_steps is None else f"/{max_steps}"
 
-    def update(self, step: int, *, activity: str) -> None:
-        """Show the last finished step, and `activity`: what the run does now, or what it measured."""
-        if (step, activity) != self._state and self._notebook is not None:
-            self._state = (step, activity)
-            self._notebook.update(self)
-        if self._terminal is not None:
-            self._terminal.update(self._terminal.task_ids[0], completed=step, activity=activity)
+        @lru_cache(1)  # one update for each new state
+        def update(step: int, activity: str) -> None:
+            shown.update({"text/plain": f"step {step}{total}: {activity}"}, raw=True)
 
-    def __enter__(self) -> "ProgressBar":
-        if self._terminal is not None:
-            self._terminal.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._terminal is not None:
-            self._terminal.stop()
-
-    def __repr__(self) -> str:
-        total = "" if self._max_steps is None else f"/{self._max_steps}"
-        return f"step {self._state[0]}{total}: {self._state[1]}"
-
-    def _repr_html_(self) -> str:
-        attributes = "" if self._max_steps is None else f' value="{self._state[0]}" max="{self._max_steps}"'
-        return f"<progress{attributes}></progress> {html.escape(repr(self))}"
+        yield update
+    elif is_wanted and sys.stdout.isatty():
+        with make_progress(sys.stdout, redirects_prints=True) as bar:  # it stays below what the program prints
+            task = bar.add_task("", total=max_steps, activity="starting")
+            yield lambda step, activity: bar.update(task, completed=step, activity=activity)
+    else:
+        yield lambda step, activity: None
 
 
 def _find_ipython() -> Any:

@@ -2,11 +2,10 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
-from trivet.library.trainers import ProgressBar
+from trivet.library.trainers import shown_progress
 
 
 class Notebook:
@@ -15,13 +14,14 @@ class Notebook:
     def __init__(self) -> None:
         self.shown: list[str] = []
 
-    def display(self, bar: Any, *, display_id: bool) -> "Notebook":
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> "Notebook":
         assert display_id
-        self.update(bar)
+        self.update(data, raw=raw)
         return self
 
-    def update(self, bar: Any) -> None:
-        self.shown.append(bar._repr_html_())
+    def update(self, data: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.shown.append(data["text/plain"])
 
 
 @pytest.fixture
@@ -35,21 +35,13 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
     return found
 
 
-def test_a_notebook_has_one_output_with_the_last_state(notebook: Notebook) -> None:
-    with ProgressBar(10, is_wanted=True) as bar:
-        bar.update(0, activity="starting")
-        bar.update(3, activity="reward=<0.5>")
-        bar.update(3, activity="reward=<0.5>")
-    assert notebook.shown == [
-        '<progress value="0" max="10"></progress> step 0/10: starting',
-        '<progress value="3" max="10"></progress> step 3/10: reward=&lt;0.5&gt;',
-    ]
-
-
-def test_a_run_of_unknown_length_has_a_bar_without_an_end(notebook: Notebook) -> None:
-    with ProgressBar(None, is_wanted=True) as bar:
-        bar.update(4, activity="evaluating")
-    assert notebook.shown[-1] == "<progress></progress> step 4: evaluating"
+@pytest.mark.parametrize(("max_steps", "total"), [(10, "/10"), (None, "")])
+def test_a_notebook_has_one_output_with_the_last_state(notebook: Notebook, max_steps: int | None, total: str) -> None:
+    with shown_progress(max_steps, is_wanted=True) as show:
+        show(0, "starting")
+        show(3, "reward=0.5")
+        show(3, "reward=0.5")
+    assert notebook.shown == ["starting", f"step 0{total}: starting", f"step 3{total}: reward=0.5"]
 
 
 def test_a_terminal_has_a_bar_below_what_the_program_prints(
@@ -57,8 +49,8 @@ def test_a_terminal_has_a_bar_below_what_the_program_prints(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with ProgressBar(10, is_wanted=True) as bar:
-        bar.update(3, activity="reward=0.5")
+    with shown_progress(10, is_wanted=True) as show:
+        show(3, "reward=0.5")
         print("a line of the program")
     printed = capsys.readouterr().out
     assert "3/10" in printed
@@ -67,10 +59,10 @@ def test_a_terminal_has_a_bar_below_what_the_program_prints(
 
 
 def test_a_file_gets_nothing_and_nobody_who_does_not_want_it(capsys: pytest.CaptureFixture[str], notebook: Notebook) -> None:
-    with ProgressBar(10, is_wanted=False) as bar:
-        bar.update(3, activity="reward=0.5")
+    with shown_progress(10, is_wanted=False) as show:
+        show(3, "reward=0.5")
     assert (notebook.shown, capsys.readouterr().out) == ([], "")
     sys.modules.pop("IPython")
-    with ProgressBar(10, is_wanted=True) as bar:
-        bar.update(3, activity="reward=0.5")
+    with shown_progress(10, is_wanted=True) as show:
+        show(3, "reward=0.5")
     assert capsys.readouterr().out == ""
