@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from trivet.checkpoints.commit import committed_steps, read_record
@@ -56,13 +57,13 @@ def write_card(directory: Path, policy: "Policy", *, name: str, steps: Sequence[
     facts = [
         ("start model", Path(base).name if Path(base).exists() else base),
         *(("data", text) for text in _data(layout)),
-        *_rewards([step for step in steps if step.number <= policy.version]),
+        ("reward", _reward([step for step in steps if step.number <= policy.version])),
         ("steps", str(policy.version)),
         ("policy", f"version {policy.version}, SHA-256 {read_manifest(policy.directory).digest}"),
         ("commit", _commit(layout, policy.version)),
         ("proof", _proof(layout)),
     ]
-    rows = "\n".join(f"| {label} | {text.replace('|', '&#124;')} |" for label, text in facts)
+    rows = "\n".join(f"| {label} | {text.replace('|', '&#124;')} |" for label, text in facts if text)
     method = "reinforcement learning" if is_rl else "supervised fine-tuning"
     text = f"# {name}\n\nTrained with trivet {own_version()} by {method}.\n\n| | |\n|---|---|\n{rows}\n"
     (directory / "README.md").write_text(f"---\n{front.to_yaml()}\n---\n{text}", encoding="utf-8")
@@ -78,19 +79,11 @@ def _data(layout: RunLayout) -> Iterator[str]:
         yield f"{env.get('name') or env['id']}{f' ({described})' if described else ''}"
 
 
-def _rewards(steps: Sequence["RunStep"]) -> Iterator[tuple[str, str]]:
-    """Yield the mean reward at both ends of the run, and the mean of each reward function at the last step with rollouts."""
+def _reward(steps: Sequence["RunStep"]) -> str:
+    """Describe the mean reward at both ends of the run; empty without rewards, as in fine-tuning."""
     values = [step.metrics["reward/mean"] for step in steps if "reward/mean" in step.metrics]
-    if values:
-        first, last = values[:_NUM_AVERAGED], values[-_NUM_AVERAGED:]
-        yield (
-            "reward",
-            f"{sum(first) / len(first):.4g} in the first {len(first)} steps, {sum(last) / len(last):.4g} in the last",
-        )
-    rollouts = steps[-1].rollouts if steps else []
-    for name in sorted({name for rollout in rollouts for name in rollout.scores}):
-        scores = [rollout.scores[name] for rollout in rollouts if name in rollout.scores]
-        yield f"`{name}`", f"{sum(scores) / len(scores):.4g} at step {steps[-1].number}"
+    first, last = values[:_NUM_AVERAGED], values[-_NUM_AVERAGED:]
+    return f"{fmean(first):.4g} in the first {len(first)} steps, {fmean(last):.4g} in the last" if values else ""
 
 
 def _commit(layout: RunLayout, version: int) -> str:
