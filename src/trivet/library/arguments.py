@@ -216,14 +216,7 @@ def plan_run(
             raise ConfigError(f"env_args: {env.__name__!r} cannot be called with them: {exc}") from exc
     table, needs_tools = {"id": env, "name": name.rpartition("/")[2], "args": env_args}, False
     if task is not None:
-        made = make_environment(
-            task,
-            functions,
-            reward_weights=args.reward_weights,
-            max_tool_calls=args.max_tool_calling_iterations,
-            max_steps=args.max_steps,
-            examples_per_step=args.batch_size / args.rollouts_per_example,
-        )
+        made = make_environment(task, args, functions)
         table |= {"id": made.path, "args": made.args}
         needs_tools = made.has_tools
     elif not isinstance(env, str):

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trivet.conversations.sources import open_source
 from trivet.environments.apis.load import FIRST_V1_RELEASE, require_release
@@ -16,6 +16,9 @@ from trivet.environments.examples import digest_records
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.library.functions import FunctionFiles, name_of
 from trivet.wire.groups import Split
+
+if TYPE_CHECKING:
+    from trivet.library.arguments import RLArguments
 
 _LOADER = "trivet.environments.apis.v0.reward_functions:load_environment"
 _GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "environments"}
@@ -49,28 +52,14 @@ class TaskEnvironment:
     has_tools: bool
 
 
-def make_environment(
-    task: RewardTask,
-    functions: FunctionFiles,
-    *,
-    reward_weights: Sequence[float] | None,
-    max_tool_calls: int | None,
-    max_steps: int,
-    examples_per_step: float,
-) -> TaskEnvironment:
+def make_environment(task: RewardTask, args: "RLArguments", functions: FunctionFiles) -> TaskEnvironment:
     """Check a task and return its environment, whose files are among `functions`.
 
-    Args:
-        reward_weights: one for each reward function; None: 1 for each.
-        max_tool_calls: the most turns with calls of tools; None: any number.
-        examples_per_step: examples that a step trains on.
-
-    Raises:
-        ConfigError: the message has the name of the user's argument.
+    Raises a ConfigError with the name of the user's argument.
     """
     tools, factory = list(task.tools), task.environment_factory
     rewards = _named(task.reward_funcs, has_own_reward=hasattr(factory, "get_reward"))
-    weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
+    weights = [1.0] * len(rewards) if args.reward_weights is None else args.reward_weights
     if len(weights) != len(rewards):
         raise ConfigError(f"reward_weights has {len(weights)} weights for {len(rewards)} reward_funcs; give one for each")
     rows = {Split.TRAIN: read_rows(task.train_dataset, argument="train_dataset")}
@@ -103,9 +92,9 @@ def make_environment(
         "reward_funcs": {name: (function, weight) for (name, function), weight in zip(rewards.items(), weights, strict=True)},
         "tools": tools,
         "environment_factory": factory,
-        "max_turns": -1 if max_tool_calls is None else max_tool_calls + 1,
-        "max_steps": max_steps,
-        "examples_per_step": examples_per_step,
+        "max_turns": -1 if args.max_tool_calling_iterations is None else args.max_tool_calling_iterations + 1,
+        "max_steps": args.max_steps,
+        "examples_per_step": args.batch_size / args.rollouts_per_example,
     }
     identity = [rewards, tools, factory]
     path = functions.path_of_call(_LOADER, arguments, argument="reward_funcs", identity=identity)
@@ -180,8 +169,6 @@ def _require_columns(name: str, function: Callable[..., Any], rows: Rows, *, arg
     given = _GIVEN - (set() if has_objects else {"environments"})
     columns = set(getattr(rows, "column_names", None) or {column for row in rows for column in row}) - {"prompt"}
     for parameter in parameters.values():
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"reward_funcs: {name} must take {parameter.name} by its name; remove the / from its signature")
         is_required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         if is_required and parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in given | columns:
             raise ConfigError(

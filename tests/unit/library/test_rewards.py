@@ -85,10 +85,6 @@ def test_data_are_read_from_a_file_or_a_saved_directory(suffix: str, tmp_path: P
     assert list(read_rows(Dataset.from_list(CHATS), argument="train_dataset")) == CHATS
 
 
-def positional(completions, /):
-    return []
-
-
 def needs_more(completions, answer, solution):
     return []
 
@@ -112,7 +108,6 @@ def needs_more(completions, answer, solution):
             "exact asks for 'answer', and eval_dataset has no such column; it has only prompt",
         ),
         ({"reward_funcs": needs_more}, "needs_more asks for 'solution', and train_dataset has no such column; it has answer"),
-        ({"reward_funcs": positional}, "positional must take completions by its name"),
         ({"reward_funcs": ["org/reward-model"]}, "'org/reward-model' is no function. To score with a model, load it inside"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"tools": [exact]}, "tools need conversations"),
