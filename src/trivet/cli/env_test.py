@@ -3,14 +3,12 @@
 import argparse
 import asyncio
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Column, Table
 
+from trivet.cli.reports import print_json, print_table
 from trivet.client.inference_client import InferenceClient
 from trivet.config.findings import Findings
 from trivet.config.load import load_sources
@@ -25,9 +23,7 @@ from trivet.process.event_loop import run_until_signalled
 from trivet.process.proxies import is_direct
 from trivet.shown_text import one_line, printable
 
-_WIDTH = 120
-"""Width of the table, in characters, if stdout is not a terminal."""
-_COLUMNS = ("mean reward", "groups without signal", "turns", "s a rollout", "groups", "failed")
+_COLUMNS = ("policy", "mean reward", "groups without signal", "turns", "s a rollout", "groups", "failed")
 _CONNECT_TIMEOUT_S = 60.0
 
 
@@ -82,8 +78,7 @@ def run_test(arguments: argparse.Namespace) -> int:
     (test,) = tests
     judgement = judge(test)
     if arguments.json:
-        report = msgspec.json.encode({**msgspec.structs.asdict(test), "judgement": judgement})
-        sys.stdout.write(msgspec.json.format(report, indent=1).decode() + "\n")
+        print_json({**msgspec.structs.asdict(test), "judgement": judgement})
     else:
         _show(test, judgement)
     return 1 if judgement.verdict is Verdict.NO else 0
@@ -104,12 +99,10 @@ async def _ask_model_name(base_url: str) -> str:
 
 
 def _show(test: EnvironmentTest, judgement: Judgement) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     data = f"{test.num_examples} examples, {test.num_eval_examples} for evaluation; {test.num_tested} were played"
-    console.print(f"{printable(test.environment)}: {data}; form of an answer: {one_line(test.answer_form)}", markup=False)
-    table = Table("policy", *(Column(name, justify="right") for name in _COLUMNS))
-    for result in test.policies:
-        table.add_row(
+    print(f"{printable(test.environment)}: {data}; form of an answer: {one_line(test.answer_form)}")
+    rows = [
+        (
             result.policy,
             "" if result.mean_reward is None else f"{result.mean_reward:.3f}",
             "" if result.share_without_signal is None else f"{result.share_without_signal:.0%}",
@@ -118,8 +111,10 @@ def _show(test: EnvironmentTest, judgement: Judgement) -> None:
             str(len(result.rewards) + len(result.errors)),
             str(len(result.errors)),
         )
-    console.print(table)
+        for result in test.policies
+    ]
+    print_table(_COLUMNS, rows)
     for heading, lines in (("problem", judgement.problems), ("note", judgement.notes)):
         for line in lines:
-            console.print(f"{heading}: {printable(line)}", markup=False)
-    console.print(f"worth training on: {judgement.verdict}", markup=False)
+            print(f"{heading}: {printable(line)}")
+    print(f"worth training on: {judgement.verdict}")

@@ -6,16 +6,13 @@ The run's directory is not changed, and nothing is generated or trained.
 import argparse
 import asyncio
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from trivet.cli.reports import print_json, print_table
 from trivet.config.layout import RunLayout
 from trivet.config.schema.environment import EnvWorkersConfig
 from trivet.environments.workers.pool import open_worker_pool
@@ -36,9 +33,6 @@ from trivet.process.event_loop import run_until_signalled
 from trivet.shown_text import printable
 from trivet.storage.durable import write_atomically
 from trivet.wire.workers import HostSettings
-
-_WIDTH = 120
-"""Width of a table, in characters, if stdout is not a terminal."""
 
 
 class ReplayReport(msgspec.Struct, kw_only=True):
@@ -108,7 +102,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     if arguments.write is not None:
         write_atomically(arguments.write, b"".join(msgspec.json.encode(rollout) + b"\n" for rollout in rescored))
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+        print_json(report)
     else:
         _show(report)
     return 0 if report.num_scored else 1
@@ -152,31 +146,27 @@ def _select(settings: Mapping[str, HostSettings], files: Sequence[SavedFile], *,
 
 
 def _show(report: ReplayReport) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     for change in report.environments:
-        table = Table(title=Text(printable(change.env)))
-        for column in ("reward function", "mean before", "mean after", "changed", "rollouts"):
-            table.add_column(column, justify="left" if column == "reward function" else "right")
-        for function in change.functions:
-            means = ("" if mean is None else f"{mean:.4f}" for mean in (function.mean_before, function.mean_after))
-            table.add_row(Text(printable(function.name)), *means, str(function.num_changed), str(function.num_rollouts))
-        console.print(table)
+        print(printable(change.env))
+        functions = [
+            (f.name, _cell(f.mean_before), _cell(f.mean_after), str(f.num_changed), str(f.num_rollouts))
+            for f in change.functions
+        ]
+        print_table(("reward function", "mean before", "mean after", "changed", "rollouts"), functions)
         for reason, count in sorted(change.not_comparable.items()):
-            console.print(f"not comparable, {reason}: {count} of {change.num_rollouts} rollouts", markup=False)
+            print(f"not comparable, {printable(reason)}: {count} of {change.num_rollouts} rollouts")
         if change.num_failed:
             failures = f"not scored: {change.num_failed} of {change.num_rollouts} rollouts; the first: {change.first_error}"
-            console.print(printable(failures), markup=False)
+            print(printable(failures))
     if report.most_changed:
-        table = Table(title="rollouts that changed most")
-        for column in ("step", "environment", "example", "index", "before", "after"):
-            table.add_column(column, justify="left" if column == "environment" else "right")
-        table.add_column("completion", overflow="fold")
-        for rollout in report.most_changed:
-            after = "" if rollout.reward_after is None else f"{rollout.reward_after:.4f}"
-            cells = (str(rollout.step), Text(printable(rollout.env)), str(rollout.example_id), str(rollout.index))
-            table.add_row(*cells, f"{rollout.reward_before:.4f}", after, Text(printable(rollout.completion)))
-        console.print(table)
-    console.print(
-        f"{report.num_changed} of {report.num_scored} scored rollouts have another reward; {report.num_rollouts} were saved",
-        markup=False,
-    )
+        print("rollouts that changed most")
+        rollouts = [
+            (r.env, r.completion, str(r.step), str(r.example_id), str(r.index), _cell(r.reward_before), _cell(r.reward_after))
+            for r in report.most_changed
+        ]
+        print_table(("environment", "completion", "step", "example", "index", "before", "after"), rollouts, num_texts=2)
+    print(f"{report.num_changed} of {report.num_scored} scored rollouts have another reward; {report.num_rollouts} were saved")
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trivet.cli.reports import print_json, print_table
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.process.lifetime import process_exists
@@ -30,8 +30,6 @@ from trivet.view.status import StatusClock, describe_run, read_status, watch_sta
 from trivet.wire.status import RunState
 
 EVALUATION_COLUMNS = ("policy", "environment", "mean reward", "± (95 %)", "pass@k", "k", "examples", "failed")
-_PIPED_WIDTH = 10_000
-"""Width, in characters, of a table that goes to a file or a pipe: wide enough that nothing is cut."""
 _END_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_METRICS = {
@@ -58,17 +56,13 @@ def run_status(arguments: argparse.Namespace) -> int:
     """Print the current activity of the run, or how it ended. Return the exit code."""
     layout = RunLayout(arguments.output_dir)
     if arguments.json:
-        _print_json(read_status(layout))
+        print_json(read_status(layout))
         return 0
     clock = StatusClock()
     status = watch_status(layout, clock)
     for line in describe_run(status, layout=layout, now=clock.now(status), is_alive=process_exists):
         print(printable(line))
     return 0
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
 
 
 def configure_view(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +108,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     layout = RunLayout(arguments.output_dir)
     history = check_run(layout)
     if arguments.json:
-        _print_json(report_values(history))
+        print_json(report_values(history))
     else:
         print(printable(describe_report(history, events=layout.events)))
     return 1 if history.ledger.breaches else 0
@@ -148,18 +142,13 @@ def run_evals(arguments: argparse.Namespace) -> int:
     """Browse the evaluations in the terminal, or print their list without one. Return the exit code."""
     found = find_evaluations(arguments.directory)
     if arguments.json:
-        _print_json([{"policy": item.policy, "env": item.name, "fault": item.fault, "summary": item.summary} for item in found])
+        print_json([{"policy": item.policy, "env": item.name, "fault": item.fault, "summary": item.summary} for item in found])
         return 0
     if sys.stdin.isatty() and sys.stdout.isatty():
         from trivet.cli.screens import EVALUATIONS, TerminalApp
 
         return TerminalApp(arguments.directory, first=EVALUATIONS).show()
-    table = Table(box=None, pad_edge=False)
-    for column in EVALUATION_COLUMNS:
-        table.add_column(column, no_wrap=True)
-    for evaluation in found:
-        table.add_row(*map(Text, evaluation_cells(evaluation)))
-    Console(width=_PIPED_WIDTH).print(table)
+    print_table(EVALUATION_COLUMNS, map(evaluation_cells, found), num_texts=2)
     return 0
 
 
