@@ -1,22 +1,15 @@
 """`trivet compare A B`: whether run B is better than run A, on the same examples at equal rollouts, tokens and seconds."""
 
 import argparse
-import sys
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from trivet.errors import ConfigError
-from trivet.shown_text import one_line, printable
-from trivet.storage.durable import write_atomically
-from trivet.view.comparison import EnvironmentComparison, compare_runs, describe_difference, measure_run
-from trivet.view.comparison_svg import draw_comparison
+from trivet.cli.reports import describe_interval, print_json, print_table
+from trivet.shown_text import one_line
+from trivet.view.comparison import BUDGETS, EnvironmentComparison, compare_runs, measure_run
+from trivet.view.picture import Panel, write_picture
 from trivet.view.run import open_run
-
-_PIPED_WIDTH = 120
-"""Width of a table, in characters, if stdout is not a terminal."""
 
 
 class ComparisonReport(msgspec.Struct, kw_only=True):
@@ -33,51 +26,51 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_b", type=Path, metavar="B", help="output_dir of another run, evaluated on the same examples")
     parser.add_argument("--more-a", type=Path, nargs="+", default=[], metavar="DIR", help="runs like A with other seeds")
     parser.add_argument("--more-b", type=Path, nargs="+", default=[], metavar="DIR", help="runs like B with other seeds")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves; needs runs evaluated on one environment")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Print the paired differences. Return the exit code."""
     paths_a, paths_b = [arguments.run_a, *arguments.more_a], [arguments.run_b, *arguments.more_b]
-    side_a, side_b = ([measure_run(open_run(path)) for path in paths] for paths in (paths_a, paths_b))
-    found = compare_runs(side_a, side_b)
+    found = compare_runs(*([measure_run(open_run(path)) for path in paths] for paths in (paths_a, paths_b)))
     if arguments.svg is not None:
-        if len(found) > 1:
-            names = ", ".join(one_line(environment.env) for environment in found)
-            raise ConfigError(f"--svg draws one environment, and the runs share {len(found)}: {names}")
-        picture = draw_comparison(found[0], names=(paths_a[0].name, paths_b[0].name))
-        try:
-            write_atomically(arguments.svg, picture.encode())
-        except OSError as exc:
-            raise ConfigError(f"--svg {arguments.svg} cannot be written: {exc.strerror}; choose another file") from exc
+        names = f"A: {paths_a[0].name}", f"B: {paths_b[0].name}"
+        write_picture(arguments.svg, "mean reward", [panel for env in found for panel in _make_panels(env, names)])
     if arguments.json:
-        report = ComparisonReport(a=list(map(str, paths_a)), b=list(map(str, paths_b)), environments=found)
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+        print_json(ComparisonReport(a=list(map(str, paths_a)), b=list(map(str, paths_b)), environments=found))
         return 0
     for environment in found:
-        _show(environment)
+        print(f"{one_line(environment.env)}, {environment.num_examples:,} examples, paired; B minus A")
+        rows = [
+            (
+                d.budget,
+                d.verdict,
+                f"{d.at:,.0f}",
+                *(", ".join(map(str, steps)) for steps in (d.steps_a, d.steps_b)),
+                *(f"{mean:.4f}" for mean in (d.mean_a, d.mean_b)),
+                f"{d.difference:+.4f}",
+                describe_interval(d.interval),
+                f"{d.share_better:.0%}",
+            )
+            for d in environment.differences
+        ]
+        columns = ("at equal", "", "at", "step A", "step B", "mean A", "mean B", "difference", "95 % interval", "B better on")
+        print_table(columns, rows, num_texts=2)
+    if min(len(paths_a), len(paths_b)) < 2:
+        print("note: one seed on a side: its interval covers the choice of examples, and not what another seed would give")
     return 0
 
 
-def _show(found: EnvironmentComparison) -> None:
-    print(f"{one_line(found.env)}, {found.num_examples:,} examples, paired; B minus A")
-    table = Table(box=None, pad_edge=False)
-    for column in ("at equal", "at", "step A", "step B", "mean A", "mean B", "difference", "95 % interval", "B better on", ""):
-        table.add_column(column, justify="left" if column in ("at equal", "") else "right", no_wrap=True)
-    for difference in found.differences:
-        bounds = "" if difference.interval is None else "{:+.4f} to {:+.4f}".format(*difference.interval)
-        table.add_row(
-            difference.budget,
-            f"{difference.at:,.0f}",
-            *(", ".join(map(str, steps)) for steps in (difference.steps_a, difference.steps_b)),
-            f"{difference.mean_a:.4f}",
-            f"{difference.mean_b:.4f}",
-            f"{difference.difference:+.4f}",
-            bounds,
-            f"{100 * difference.share_better:.0f} %",
-            describe_difference(difference),
+def _make_panels(found: EnvironmentComparison, names: tuple[str, str]) -> list[Panel]:
+    sides = dict(zip(names, (found.curves_a, found.curves_b), strict=True))
+    return [
+        Panel(
+            across=f"{budget}, {found.env}",
+            curves={
+                name: [[(point.costs[budget], point.mean) for point in curve] for curve in curves]
+                for name, curves in sides.items()
+            },
         )
-    (Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)).print(table)
-    for note in found.notes:
-        print(f"note: {printable(note)}")
+        for budget in BUDGETS
+    ]

@@ -11,7 +11,7 @@ from support.histories import write_events
 from trivet.algorithms.filters import RolloutFilter, RolloutFilters, mask_rollouts
 from trivet.cli.main import main
 from trivet.config.layout import RunLayout
-from trivet.history.selection import MASKED, TRAINED, EndedGroup, follow_groups, measure_selection, read_ended_groups
+from trivet.history.selection import TRAINED, EndedGroup, add_difficulty, follow_groups, measure_selection, read_ended_groups
 from trivet.orchestrator.checkpoint import write_rollouts
 from trivet.wire.events import AnyEvent, BatchFormed, Dispatch, Drop, Filter, Finish, Start
 from trivet.wire.versions import GroupId, PolicyVersion, Step
@@ -65,12 +65,12 @@ def test_the_effects_of_the_causes_add_up_to_the_bias() -> None:
     assert biases["tokens"].num_unknown == 1
     effects = {cause.cause: cause.effect for cause in biases["tokens"].causes}
     assert effects == {
-        TRAINED: None,
+        TRAINED: 0,
         "filtered: zero_signal": pytest.approx((15 - 60) / 4),
         "stale": pytest.approx((15 - 90) / 4),
     }
     for bias in report.biases:
-        assert sum(cause.effect or 0 for cause in bias.causes) == pytest.approx(bias.bias, abs=1e-12)
+        assert sum(cause.effect for cause in bias.causes) == pytest.approx(bias.bias, abs=1e-12)
         assert bias.bias == pytest.approx(bias.trained_mean - bias.sampled_mean, abs=1e-12)
 
 
@@ -81,15 +81,13 @@ def test_a_resume_voids_what_came_after_its_step() -> None:
     assert {group_id: group.cause for group_id, group in groups.items()} == {0: TRAINED, 1: TRAINED}
 
 
-def test_difficulty_is_that_of_the_other_groups_of_the_example() -> None:
-    groups = [
-        EndedGroup(env="toy", example_id=0, started=0.0, cause=TRAINED, values={"reward": reward}) for reward in (1.0, 0.0)
-    ]
-    groups.append(EndedGroup(env="toy", example_id=0, started=0.0, cause="failed"))
-    groups.append(EndedGroup(env="toy", example_id=1, started=0.0, cause=TRAINED, values={"reward": 1.0}))
-    from trivet.history.selection import _add_difficulty
+def ended(group_id: int, *, example_id: int = 0, cause: str = TRAINED, **values: float) -> EndedGroup:
+    return EndedGroup(group_id=group_id, env="toy", example_id=example_id, started=0.0, cause=cause, values=values)
 
-    _add_difficulty(groups)
+
+def test_difficulty_is_that_of_the_other_groups_of_the_example() -> None:
+    groups = [ended(0, reward=1.0), ended(1, reward=0.0), ended(2, cause="failed"), ended(3, example_id=1, reward=1.0)]
+    add_difficulty(groups)
     assert [group.values.get("difficulty") for group in groups] == [0.0, -1.0, -0.5, None]
 
 
@@ -99,16 +97,13 @@ def test_dropping_long_and_hard_groups_is_warned_of_and_dropping_at_random_is_no
     groups: list[EndedGroup] = []
     for index, tokens in enumerate(rng.gamma(2.0, 50.0, 600).tolist()):
         is_dropped = tokens > 120 if drops_long else index % 5 == 0
-        values = {"tokens": tokens, "reward": float(rng.random() < 50 / (50 + tokens))}
-        groups.append(
-            EndedGroup(env="toy", example_id=index, started=0.0, cause="stale" if is_dropped else TRAINED, values=values)
-        )
+        reward = float(rng.random() < 50 / (50 + tokens))
+        groups.append(ended(index, example_id=index, cause="stale" if is_dropped else TRAINED, tokens=tokens, reward=reward))
     report = measure_selection(groups)
     assert [warning.split(":")[0] for warning in report.warnings] == (
         ["dropping favours short rollouts", "dropping favours easy rollouts"] if drops_long else []
     )
     (tokens_bias,) = [bias for bias in report.biases if bias.quantity == "tokens"]
-    assert tokens_bias.interval is not None
     assert tokens_bias.interval[0] < tokens_bias.bias < tokens_bias.interval[1]
 
 
@@ -120,10 +115,9 @@ def test_masked_rollouts_of_a_trained_group_count_as_their_share_of_it(tmp_path:
     mask_rollouts(group, RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED})))
     write_rollouts(layout, Step(1), [group], run_id="run")
     write_events(layout.events, [start(), dispatch(0), finish(0, 0.25), batch(1, 0)])
-    (ended,) = read_ended_groups(layout)
-    assert ended.values["reward"] == pytest.approx(1 / 3)
-    assert ended.masked["truncated"] == (0.25, {"latency_s": 1.0, "tokens": 4.0, "reward": 0.0})
-    assert MASKED not in ended.masked
+    trained, masked = read_ended_groups(layout)
+    assert (trained.cause, trained.share, trained.values["reward"]) == (TRAINED, 0.75, pytest.approx(1 / 3))
+    assert (masked.cause, masked.share, masked.values) == ("truncated", 0.25, {"latency_s": 1.0, "tokens": 4.0, "reward": 0.0})
     assert main(["selection", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     (reward,) = [bias for bias in report["biases"] if bias["quantity"] == "reward"]

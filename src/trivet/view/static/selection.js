@@ -23,14 +23,14 @@ export class SelectionPage {
     fill(this.element, picker,
       h("p", {}, `${number(total)} groups ended: ${Object.entries(data.num_groups).map(([cause, count]) => `${number(count)} ${cause}`).join(", ")}.`),
       data.warnings.map((text) => h("p", { class: "fault" }, text)),
-      data.biases.map(biasView), data.notes.map((text) => h("p", { class: "hint" }, text)));
+      data.biases.map(biasView));
   }
 }
 
-function biasView({ quantity, sampled_mean: sampled, trained_mean: trained, bias, interval, causes }) {
-  const between = (bounds) => (bounds ? `${number(bounds[0])} to ${number(bounds[1])}` : "");
-  const rows = causes.map((cause) => [cause.cause, number(cause.num_groups), number(cause.mean), cause.effect === null ? "" : number(cause.effect), between(cause.interval)]);
+function biasView({ quantity, num_unknown: unknown, sampled_mean: sampled, trained_mean: trained, bias, interval, causes }) {
+  const between = ([low, high]) => `${number(low)} to ${number(high)}`;
+  const rows = causes.map((cause) => [cause.cause, number(cause.num_groups), number(cause.mean), number(cause.effect), between(cause.interval)]);
   return h("section", {}, h("h3", {}, TITLES[quantity] ?? quantity),
-    h("p", { class: "hint" }, `Sampled ${number(sampled)}, trained ${number(trained)}: a bias of ${number(bias)}${interval ? `, 95 % interval ${between(interval)}` : ""}.`),
+    h("p", { class: "hint" }, `Sampled ${number(sampled)}, trained ${number(trained)}: a bias of ${number(bias)}, 95 % interval ${between(interval)}.${unknown ? ` Unknown for ${number(unknown)} groups.` : ""}`),
     table(["cause", "groups", "mean", "adds to the bias", "95 % interval"], rows));
 }
