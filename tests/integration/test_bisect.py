@@ -49,5 +49,5 @@ def test_the_batch_that_broke_a_metric_is_named_and_its_absence_mends_it(tmp_pat
     for row in recorded[:SPOILT]:  # in this process on one thread, in the replay on several: equal but for rounding
         assert report["values"][str(row["step"])] == pytest.approx(row["entropy/mean"], rel=1e-5)
     assert (report["broken_at"], report["suspect"], report["group_ids"]) == (SPOILT + 1, SPOILT, [SPOILT])
-    assert report["without_suspect"] is None
+    assert report["broken_without"] is None
     assert sorted(path.relative_to(layout.root) for path in layout.root.rglob("*")) == before

@@ -92,7 +92,11 @@ def run_quickstart(arguments: argparse.Namespace) -> int:
             "start model and warm-up data": lambda: children.run(*make_data) or children.run(*make_model),
             "supervised warm-up": lambda: children.run(*sft_command(layout, configs, seed=seed)),
             "reinforcement learning": lambda: children.run(*rl_command(layout, configs, seed=seed)),
-            "measurement on held-out texts": lambda: _measure(layout, configs, children),
+            "measurement on held-out texts": lambda: children.evaluate(
+                ["@", str(layout.run.configs / "inference.toml")],
+                lambda port: eval_command(layout, configs, port=port),
+                server_log=layout.run.logs / "measure.stdout",
+            ),
         }
         for name, phase in phases.items():
             print(f"== {name}", flush=True)
@@ -162,13 +166,13 @@ class Children:
                 start_new_session=True,
             )
 
-    def run(self, module: str, *words: str, watch: Callable[[], None] = lambda: None) -> int:
+    def run(self, module: str, *words: str, log: Path | None = None, watch: Callable[[], None] = lambda: None) -> int:
         """Start a module and wait for its end. Return its exit code as in a shell.
 
         Args:
             watch: called repeatedly while waiting. If it raises, the process is ended.
         """
-        process, num_forwarded = self.start(module, *words), 0
+        process, num_forwarded = self.start(module, *words, log=log), 0
         try:
             while process.poll() is None:
                 num_forwarded = self._interrupts.forward(process.send_signal, num_forwarded)
@@ -178,6 +182,28 @@ class Children:
             stop(process)
         code = process.returncode
         return code if code >= 0 else 128 - code
+
+    def evaluate(
+        self, server: Sequence[str], make_command: Callable[[int], Sequence[str]], *, server_log: Path, log: Path | None = None
+    ) -> int:
+        """Run an evaluation against a server of its own, which starts on a free port. Return the exit code as in a shell.
+
+        Args:
+            server: the arguments of the server.
+            make_command: returns the module and the arguments of the evaluation for the server's port.
+        """
+        with ReservedPorts() as ports:
+            port = ports.reserve("127.0.0.1", preferred=ServerConfig().port)
+            process = self.start("trivet.inference.main", *server, "--server.port", str(port), log=server_log)
+
+            def require_server() -> None:
+                if process.poll() is not None:
+                    raise RoleFailed(f"the inference server ended with exit code {process.returncode}; its log is {server_log}")
+
+            try:
+                return self.run(*make_command(port), log=log, watch=require_server)
+            finally:
+                stop(process)
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
@@ -190,24 +216,6 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _measure(layout: QuickstartLayout, configs: Path, children: Children) -> int:
-    """Serve the run's start model on a free port, and have `eval` load the last policy into that server."""
-    log = layout.run.logs / "measure.stdout"
-    with ReservedPorts() as ports:
-        port = ports.reserve("127.0.0.1", preferred=ServerConfig().port)
-        config = layout.run.configs / "inference.toml"
-        server = children.start("trivet.inference.main", "@", str(config), "--server.port", str(port), log=log)
-
-        def require_server() -> None:
-            if server.poll() is not None:
-                raise RoleFailed(f"the inference server ended with exit code {server.returncode}; its log is {log}")
-
-        try:
-            return children.run(*eval_command(layout, configs, port=port), watch=require_server)
-        finally:
-            stop(server)
 
 
 def _last_step(layout: RunLayout) -> int:

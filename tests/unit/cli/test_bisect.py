@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from trivet.cli.bisect import derive_limit, find_break
 from trivet.cli.main import main
 from trivet.errors import ConfigError
-from trivet.history.breaks import Threshold, derive_threshold, find_break
 
 
 @pytest.mark.parametrize(
@@ -22,22 +21,17 @@ from trivet.history.breaks import Threshold, derive_threshold, find_break
     ],
 )
 def test_a_break_is_the_first_of_three_broken_values(values: list[float], expected: int | None) -> None:
-    threshold = Threshold(value=2.0, is_upper=True)
-    assert find_break(dict(enumerate(values, start=1)), threshold) == expected
+    assert find_break(dict(enumerate(values, start=1)), 2.0, is_upper=True) == expected
     mirrored = {step: -value for step, value in enumerate(values, start=1)}
-    assert find_break(mirrored, Threshold(value=-2.0, is_upper=False)) == expected
+    assert find_break(mirrored, -2.0, is_upper=False) == expected
 
 
-def test_a_derived_threshold_lies_between_the_ends_in_the_direction_of_the_move() -> None:
+def test_a_derived_limit_lies_between_the_ends_in_the_direction_of_the_move() -> None:
     falling = dict(enumerate([4, 4, 9, 3, 0, 0, -5], start=10))
-    assert derive_threshold(falling) == Threshold(value=2.0, is_upper=False)
-    assert derive_threshold({step: -value for step, value in falling.items()}) == Threshold(value=-2.0, is_upper=True)
-
-
-@pytest.mark.parametrize("values", [[1.0] * 8, [1.0, 2.0, 3.0], [np.nan] * 8])
-def test_a_threshold_that_cannot_be_derived_is_asked_for(values: list[float]) -> None:
+    assert derive_limit(falling) == (2.0, False)
+    assert derive_limit({step: -value for step, value in falling.items()}) == (-2.0, True)
     with pytest.raises(ConfigError, match="--above or --below is needed"):
-        derive_threshold(dict(enumerate(values)))
+        derive_limit(dict.fromkeys(range(8), 1.0))
 
 
 def test_a_run_without_recorded_batches_says_which_key_keeps_them(tmp_path: Path, capsys) -> None:
