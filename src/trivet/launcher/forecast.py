@@ -8,7 +8,7 @@ compares it with what was measured, and names what was off by more than a quarte
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,8 +25,9 @@ from trivet.machine import Machine
 from trivet.telemetry.metrics import read_metrics
 
 _GIB = float(2**30)
-_MATRIX_ROWS, _TRIES = 768, 6
 _BYTES = {"float32": 4, "bfloat16": 2}
+_MATRIX_ROWS, _MEASURE_S = 768, 0.5
+"""Size of the products by which the rate is measured, and for how long: long enough that other programs get their turns too."""
 _PROCESS_GIB = 0.6
 """Memory of a process that has imported torch, before it loads a model. Measured with torch 2.13 on a CPU."""
 _ACTIVATIONS_PER_TOKEN = (16, 4)
@@ -34,7 +35,7 @@ _ACTIVATIONS_PER_TOKEN = (16, 4)
 _RATE_SHARE = 0.5
 """Share of the rate of plain matrix products that a step reaches."""
 _TOKEN_OVERHEAD_S = 0.02
-"""Seconds of the engine for each position that it samples in all sequences at once, beside the products."""
+"""Seconds of the engine for each position that it samples in all sequences at once, beside the products, on an idle machine."""
 _PROMPT_TOKENS = 128
 """Tokens of a prompt, unless the context leaves fewer."""
 _OFF = 1.25
@@ -67,55 +68,32 @@ class ModelShape:
     within_mlp: int
     layers: int
     vocabulary: int
-    kv_values: int
-    """Values that the cache holds for a token, over all layers."""
 
 
 def forecast_run(config: RLConfig, machine: Machine) -> Forecast | None:
     """Return the forecast of a run on this machine; None for a run over several nodes, and if the model's files are not here."""
-    if config.deployment.is_multi_node or config.trainer.bench is not None:
+    if config.deployment.is_multi_node or config.trainer.bench is not None or (shape := read_shape(config)) is None:
         return None
-    is_on_gpu = bool(machine.gpus) and config.trainer.device != "cpu"
-    num_ranks = max(1, len(share_gpus(config, machine.gpus).trainer)) if is_on_gpu else 1
-    if (shape := read_shape(config)) is None:
-        return None
-    return make_forecast(config, shape, num_ranks=num_ranks, rate=None if is_on_gpu else measure_rate())
+    if not machine.gpus or config.trainer.device == "cpu":
+        rate, slowdown = measure_rate()
+        return make_forecast(config, shape, num_ranks=1, rate=rate, slowdown=slowdown)
+    return make_forecast(config, shape, num_ranks=max(1, len(share_gpus(config, machine.gpus).trainer)), rate=None)
 
 
-def make_forecast(config: RLConfig, shape: ModelShape, *, num_ranks: int, rate: float | None) -> Forecast:
+def make_forecast(
+    config: RLConfig, shape: ModelShape, *, num_ranks: int, rate: float | None, slowdown: float = 1.0
+) -> Forecast:
     """Return the forecast of a run.
 
     Args:
         num_ranks: ranks of the trainer, over which weights, gradients and the optimizer's state are divided.
-        rate: operations per second of matrix products on this machine; None if it is unknown.
+        rate: operations per second of matrix products on this machine; None if it is unknown, and then there are no seconds.
+        slowdown: how many times longer everything takes here than on the same machine without its other programs.
     """
-    trainer, orchestrator, server = config.trainer, config.orchestrator, config.inference
-    dtype = str(trainer.model.compute_dtype)
+    orchestrator, server = config.orchestrator, config.inference
     context = min(orchestrator.seq_len, (server.model.max_model_len if server is not None else None) or orchestrator.seq_len)
     answer = min(orchestrator.sampling.max_tokens or context, context)
     prompt = max(1, min(_PROMPT_TOKENS, context - answer))
-    row = min(trainer.micro_batch_tokens or trainer.model.seq_len, orchestrator.batch_size * (prompt + answer))
-    master = _BYTES[trainer.model.optimization_dtype]
-    has_casts = dtype != trainer.model.optimization_dtype
-    moments = {"adamw": 2, "muon": 1.5}.get(trainer.optim.type, 1)
-    per_token = shape.hidden if trainer.model.ac is not None else _values_per_token(shape)
-    logits = min(trainer.model.fused_lm_head_chunk_size, row) * shape.vocabulary
-    own = {
-        "weights": shape.num_parameters * (master + (_BYTES[dtype] if has_casts else 0)) / num_ranks,
-        "gradients": shape.num_trained * master / num_ranks,
-        "optimizer": shape.num_trained * moments * 4 / num_ranks,
-        "activations": row * shape.layers * per_token * _BYTES[dtype],
-        "logits": 2.0 * logits * 4,
-    }
-    server_parts: dict[str, float] = {}
-    if server is not None:
-        server_bytes = _BYTES.get(str(server.model.dtype), 2)
-        num_cached = max(1, orchestrator.batch_size) * (prompt + answer)
-        server_parts = {
-            "weights": shape.num_parameters * server_bytes / _GIB,
-            "kv cache": server.cpu_kv_cache_gib,
-            "of it in use": min(server.cpu_kv_cache_gib, num_cached * shape.kv_values * server_bytes / _GIB),
-        }
     assumptions = [f"prompts of {prompt} tokens and completions of {answer}, the most that sampling.max_tokens allows"]
     seconds: dict[str, float] = {}
     if rate is None:
@@ -123,32 +101,56 @@ def make_forecast(config: RLConfig, shape: ModelShape, *, num_ranks: int, rate: 
             "no seconds: the rate of matrix products is only measured on a CPU; uv run rl --bench measures a GPU"
         )
     else:
-        seconds = _forecast_seconds(config, shape, rate=rate, prompt=prompt, answer=answer, num_ranks=num_ranks)
+        seconds = _forecast_seconds(config, shape, rate=rate, slowdown=slowdown, prompt=prompt, answer=answer)
         assumptions += [
             f"{_RATE_SHARE:.0%} of the {rate / 1e9:,.0f} GFLOP/s of matrix products measured here",
-            f"{1000 * _TOKEN_OVERHEAD_S:.0f} ms of the server for each sampled position",
+            f"{1000 * _TOKEN_OVERHEAD_S * slowdown:.0f} ms of the server for each sampled position",
             "0 s for the environment: no key says how long it takes",
         ]
-    trainer_gib = {"process": _PROCESS_GIB, **{name: value / _GIB for name, value in own.items()}}
-    return Forecast(trainer_gib=trainer_gib, server_gib=server_parts, seconds=seconds, assumptions=assumptions)
+        if slowdown > _OFF:
+            assumptions.append(f"that other programs go on to slow this machine down, {slowdown:.1f} times")
+    server_gib: dict[str, float] = {}
+    if server is not None:
+        weights = shape.num_parameters * _BYTES.get(str(server.model.dtype), 2) / _GIB
+        server_gib = {"weights": weights, "kv cache": server.cpu_kv_cache_gib}
+    return Forecast(
+        trainer_gib=_forecast_trainer(config, shape, num_ranks=num_ranks, sample=prompt + answer),
+        server_gib=server_gib,
+        seconds=seconds,
+        assumptions=assumptions,
+    )
 
 
-def _values_per_token(shape: ModelShape) -> int:
-    hidden, within = _ACTIVATIONS_PER_TOKEN
-    return hidden * shape.hidden + within * shape.within_mlp
+def _forecast_trainer(config: RLConfig, shape: ModelShape, *, num_ranks: int, sample: int) -> dict[str, float]:
+    """Return the memory of a rank by part, GiB, for samples of `sample` tokens."""
+    trainer, dtype = config.trainer, str(config.trainer.model.compute_dtype)
+    row = min(trainer.micro_batch_tokens or trainer.model.seq_len, config.orchestrator.batch_size * sample)
+    master = _BYTES[trainer.model.optimization_dtype]
+    casts = _BYTES[dtype] if dtype != trainer.model.optimization_dtype else 0
+    moments = {"adamw": 2, "muon": 1.5}.get(trainer.optim.type, 1)
+    of_hidden, of_mlp = _ACTIVATIONS_PER_TOKEN
+    per_token = shape.hidden if trainer.model.ac is not None else of_hidden * shape.hidden + of_mlp * shape.within_mlp
+    parts = {
+        "weights": shape.num_parameters * (master + casts) / num_ranks,
+        "gradients": shape.num_trained * master / num_ranks,
+        "optimizer": shape.num_trained * moments * 4 / num_ranks,
+        "activations": row * shape.layers * per_token * _BYTES[dtype],
+        "logits": 2.0 * min(trainer.model.fused_lm_head_chunk_size, row) * shape.vocabulary * 4,
+    }
+    return {"process": _PROCESS_GIB, **{name: value / _GIB for name, value in parts.items()}}
 
 
 def _forecast_seconds(
-    config: RLConfig, shape: ModelShape, *, rate: float, prompt: int, answer: int, num_ranks: int
+    config: RLConfig, shape: ModelShape, *, rate: float, slowdown: float, prompt: int, answer: int
 ) -> dict[str, float]:
-    rollouts, share = config.orchestrator.batch_size, rate * _RATE_SHARE
+    rollouts, flops = config.orchestrator.batch_size, rate * _RATE_SHARE
     trained = rollouts * (prompt / config.orchestrator.rollouts_per_example + answer)  # a group's prompt is computed once
-    training = 6.0 * shape.num_product_parameters * trained / share / num_ranks
+    training = 6.0 * shape.num_product_parameters * trained / flops
     if config.inference is None:  # the servers are not this machine's, or a replay has none
         return {"training": training}
-    rounds = math.ceil(rollouts / (config.inference.max_num_seqs or rollouts))
-    generation = 2.0 * shape.num_product_parameters * rollouts * (prompt + answer) / share + rounds * answer * _TOKEN_OVERHEAD_S
-    return {"generation": generation, "training": training}
+    positions = math.ceil(rollouts / (config.inference.max_num_seqs or rollouts)) * answer
+    products = 2.0 * shape.num_product_parameters * rollouts * (prompt + answer) / flops
+    return {"generation": products + positions * _TOKEN_OVERHEAD_S * slowdown, "training": training}
 
 
 def read_shape(config: RLConfig) -> ModelShape | None:
@@ -164,37 +166,40 @@ def read_shape(config: RLConfig) -> ModelShape | None:
         return None
     text: dict[str, Any] = {**table, **(table.get("text_config") or {})}
     sizes = {name: math.prod(shape) for name, shape in tensors.items()}
-    total, vocabulary = sum(sizes.values()), int(text.get("vocab_size", 0))
     has_head = any(name.endswith("lm_head.weight") for name in sizes)
-    looked_up = sum(size for name, size in sizes.items() if name.endswith("embed_tokens.weight")) if has_head else 0
-    lora, trained = config.trainer.model.lora, total
+    looked_up = sum(size for name, size in sizes.items() if has_head and name.endswith("embed_tokens.weight"))
+    total, lora = sum(sizes.values()), config.trainer.model.lora
+    trained = total
     if lora is not None:
         targets = tuple(f"{target}.weight" for target in lora.target_modules)
         trained = sum(lora.rank * sum(shape) for name, shape in tensors.items() if name.endswith(targets) and len(shape) == 2)
-    hidden, heads = int(text.get("hidden_size", 0)), int(text.get("num_attention_heads") or 1)
-    head_dim = int(text.get("head_dim") or hidden // heads)
-    layers = int(text.get("num_hidden_layers", 0))
+    hidden = int(text.get("hidden_size", 0))
     return ModelShape(
         num_parameters=total,
         num_trained=trained,
         num_product_parameters=total - looked_up,
         hidden=hidden,
         within_mlp=int(text.get("intermediate_size") or 4 * hidden),
-        layers=layers,
-        vocabulary=vocabulary,
-        kv_values=2 * layers * int(text.get("num_key_value_heads") or heads) * head_dim,
+        layers=int(text.get("num_hidden_layers", 0)),
+        vocabulary=int(text.get("vocab_size", 0)),
     )
 
 
-def measure_rate() -> float:
-    """Measure the operations per second of float32 matrix products on this machine's cores. It takes a tenth of a second."""
+def measure_rate() -> tuple[float, float]:
+    """Measure float32 matrix products on this machine's cores for half a second.
+
+    Returns:
+        Operations per second on average, and the ratio of the mean duration of a product to the least: 1 on an idle machine.
+    """
     left = np.random.default_rng(0).standard_normal((_MATRIX_ROWS, _MATRIX_ROWS), dtype=np.float32)
+    _ = left @ left  # the first product starts the library's threads
     seconds: list[float] = []
-    for _ in range(_TRIES):
+    while sum(seconds) < _MEASURE_S:
         started = time.perf_counter()
         _ = left @ left
         seconds.append(time.perf_counter() - started)
-    return 2.0 * _MATRIX_ROWS**3 / min(seconds)
+    mean = sum(seconds) / len(seconds)
+    return 2.0 * _MATRIX_ROWS**3 / mean, mean / min(seconds)
 
 
 def describe_forecast(found: Forecast, *, available_gib: float | None) -> list[str]:
@@ -203,19 +208,15 @@ def describe_forecast(found: Forecast, *, available_gib: float | None) -> list[s
     Args:
         available_gib: main memory of this machine, if the whole run uses it; None if parts of it run elsewhere.
     """
-    lines: list[str] = []
-    total = 0.0
-    for name, parts in (("trainer", found.trainer_gib), ("server", found.server_gib)):
-        if parts:
-            own = sum(value for part, value in parts.items() if part != "of it in use")
-            total += own
-            lines.append(f"forecast: {name} {own:.2f} GiB: {_list(parts, 'GiB')}")
+    named = {"trainer": found.trainer_gib, "server": found.server_gib}
+    lines = [f"{name} {sum(parts.values()):.2f} GiB: {_list(parts, 'GiB')}" for name, parts in named.items() if parts]
     if available_gib is not None:
+        total = sum(sum(parts.values()) for parts in named.values())
         fits = "fits" if total + _PROCESS_GIB < available_gib else "does not fit"
-        lines.append(f"forecast: {total:.2f} GiB {fits} into the {available_gib:.1f} GiB of this machine")
+        lines.append(f"{total:.2f} GiB {fits} into the {available_gib:.1f} GiB of this machine")
     if found.seconds:
-        lines.append(f"forecast: {sum(found.seconds.values()):.2f} s a step: {_list(found.seconds, 's')}")
-    return [*lines, *(f"forecast: assumes {text}" for text in found.assumptions)]
+        lines.append(f"{sum(found.seconds.values()):.2f} s a step: {_list(found.seconds, 's')}")
+    return [f"forecast: {line}" for line in [*lines, *(f"assumes {text}" for text in found.assumptions)]]
 
 
 def _list(parts: Mapping[str, float], unit: str) -> str:
@@ -241,7 +242,10 @@ def compare_with_facts(found: Forecast, facts: Mapping[str, float]) -> str:
 
 def read_facts(layout: RunLayout, *, from_step: int) -> dict[str, float] | None:
     """Return what the first steps of this start took; None while there are too few. The medians leave out the first step."""
-    rows = {role: _rows_after(layout, role, from_step) for role in ("trainer", "orchestrator")}
+    rows = {
+        role: [row for row in read_metrics(layout.metrics / f"{role}.jsonl").rows if row["step"] > from_step]
+        for role in ("trainer", "orchestrator")
+    }
     if min(map(len, rows.values())) < FIRST_STEPS:
         return None
     trainer, orchestrator = rows["trainer"][1:FIRST_STEPS], rows["orchestrator"][1:FIRST_STEPS]
@@ -252,7 +256,3 @@ def read_facts(layout: RunLayout, *, from_step: int) -> dict[str, float] | None:
         "training, s": median(computing),
         "step, s": median(row.get("time/step", 0.0) for row in trainer),
     }
-
-
-def _rows_after(layout: RunLayout, role: str, step: int) -> Sequence[Mapping[str, float]]:
-    return [row for row in read_metrics(layout.metrics / f"{role}.jsonl").rows if row["step"] > step]

@@ -28,7 +28,6 @@ SHAPE = ModelShape(
     within_mlp=4096,
     layers=8,
     vocabulary=32768,
-    kv_values=2 * 8 * 256,
 )
 
 
@@ -52,8 +51,11 @@ def test_memory_and_seconds_follow_from_the_shape(tmp_path: Path) -> None:
     assert parts["logits"] == pytest.approx(512 * 32768 * 4 * 2 / GIB)
     assert found.server_gib["weights"] == pytest.approx(1000 * 2**20 * 4 / GIB)
     # 32 rollouts of 128 prompt tokens and 100 sampled ones; a group of four shares its prompt in the trainer.
-    assert found.seconds["training"] == pytest.approx(6 * 900 * 2**20 * 32 * (128 / 4 + 100) / 0.5e12 / 2)
+    assert found.seconds["training"] == pytest.approx(6 * 900 * 2**20 * 32 * (128 / 4 + 100) / 0.5e12)
     assert found.seconds["generation"] == pytest.approx(2 * 900 * 2**20 * 32 * 228 / 0.5e12 + 100 * 0.02)
+    slowed = make_forecast(load(tmp_path), SHAPE, num_ranks=2, rate=1e12, slowdown=3.0)
+    assert slowed.seconds["generation"] - found.seconds["generation"] == pytest.approx(2 * 100 * 0.02)
+    assert any("slow this machine down, 3.0 times" in text for text in slowed.assumptions)
 
 
 def test_checkpointing_and_other_dtypes_change_their_parts(tmp_path: Path) -> None:
