@@ -6,41 +6,40 @@ The model of the step is loaded once and scores the step's samples; the result i
 import argparse
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import numpy as np
 
 from trivet.algorithms.packing import PackItem
+from trivet.cli.reports import print_json, print_table
 from trivet.config.layout import RunLayout
 from trivet.config.load import load_config
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import BatchError, ConfigError
-from trivet.shown_text import one_line, printable
+from trivet.shown_text import printable
 from trivet.telemetry.metrics import read_metrics
 from trivet.transport.explained import ExplainedStep, digest_rollouts, read_explained, write_explained
 from trivet.transport.recording import GROUPS_FILE, read_groups
-from trivet.view.explanation import RolloutExplanation, count_reasons, describe_step, explain_rollout
+from trivet.view.explanation import RolloutExplanation, explain_rollout
 from trivet.view.files import NotServed
 from trivet.view.run import ViewedRun, open_run
 from trivet.wire.versions import Step
 
 _NUM_SHOWN = 8
 """Rollouts that are listed without --rollout: those that add most to the loss, in absolute value."""
-_PIPED_WIDTH = 140
-"""Width of a table, in characters, if stdout is not a terminal."""
 
 
 class StepReport(msgspec.Struct, kw_only=True):
     """The object that `--json` prints without --rollout."""
 
     step: int
-    policy: int
     loss: float
+    """The sum over all tokens."""
     recorded_loss: float | None
+    """`loss/mean` of the trainer's metrics; None if they do not have it."""
     loss_type: str
     num_loss_tokens: int
     num_samples: int
@@ -61,37 +60,31 @@ def run_explain(arguments: argparse.Namespace) -> int:
     layout, step = open_run(arguments.output_dir), arguments.step
     if not (layout.rollouts_step(step) / "rollouts.jsonl").exists():
         raise ConfigError(f"--step {step}: {layout.rollouts} holds no step_{step}; give a step that the run has trained")
-    orchestrator = load_config(OrchestratorConfig, ["@", str(layout.configs / "orchestrator.toml")], environ={}).config
-    trainer = load_config(TrainerConfig, ["@", str(layout.configs / "trainer.toml")], environ={}).config
-    trainer = trainer.model_copy(update={"output_dir": layout.root})
     explained, missing = read_explained(layout, step), ""
     if explained is None:
         try:
-            explained = compute(layout, trainer, step=step, seq_len=orchestrator.seq_len)
+            explained = compute(layout, step)
         except (BatchError, ConfigError) as exc:
             if arguments.rollout is None:
                 raise
             missing = str(exc)  # the reasons are known without a model
-    recorded = _find_recorded_loss(layout, step) if trainer.num_iterations == 1 else None
     if arguments.rollout is None:
         assert explained is not None
-        _show_step(layout, explained, step=step, recorded_loss=recorded, as_json=arguments.json)
+        _show_step(layout, explained, step=step, as_json=arguments.json)
         return 0
     try:
-        found = explain_rollout(ViewedRun(layout, name=""), step=step, line=arguments.rollout, seq_len=orchestrator.seq_len)
+        found = explain_rollout(ViewedRun(layout, name=""), step=step, line=arguments.rollout)
     except NotServed as exc:
         raise ConfigError(f"--rollout {arguments.rollout}: {exc}") from exc
-    found.missing = missing or found.missing
+    found.missing = missing
     if arguments.json:
-        _print_json(found)
-        return 0
-    if explained is not None:
-        print(describe_step(explained, recorded_loss=recorded))
-    _show_rollout(found)
+        print_json(found)
+    else:
+        _show_rollout(found)
     return 0
 
 
-def compute(layout: RunLayout, config: TrainerConfig, *, step: int, seq_len: int) -> ExplainedStep:
+def compute(layout: RunLayout, step: int) -> ExplainedStep:
     """Compute the shares of every token of the step, and keep them in the run's directory.
 
     Raises:
@@ -100,97 +93,75 @@ def compute(layout: RunLayout, config: TrainerConfig, *, step: int, seq_len: int
     """
     from trivet.trainer.token_shares import share_tokens  # imports torch
 
-    digest = digest_rollouts(layout, step)
+    orchestrator = load_config(OrchestratorConfig, ["@", str(layout.configs / "orchestrator.toml")], environ={}).config
+    trainer = load_config(TrainerConfig, ["@", str(layout.configs / "trainer.toml")], environ={}).config
     rollouts = [rollout for group in read_groups(layout.rollouts_step(step) / GROUPS_FILE).groups for rollout in group.rollouts]
     items = [PackItem(sample=sample, advantage=rollout.advantage) for rollout in rollouts for sample in rollout.samples]
-    shares = iter(share_tokens(config, items, step=Step(step), seq_len=seq_len))
-    by_rollout = [[next(shares) for _ in rollout.samples] for rollout in rollouts]
-    trained = [sample for samples in by_rollout for sample in samples if sample is not None]
+    trainer = trainer.model_copy(update={"output_dir": layout.root})  # the run may have been moved
+    shares = iter(share_tokens(trainer, items, step=Step(step), seq_len=orchestrator.seq_len))
     explained = ExplainedStep(
-        rollouts_digest=digest,
-        version=step - 1,
-        loss_type=config.loss.type,
-        num_loss_tokens=sum(len(sample.losses_L) for sample in trained),
-        num_samples=len(trained),
-        rollouts=by_rollout,
+        rollouts_digest=digest_rollouts(layout, step),
+        loss_type=trainer.loss.type,
+        rollouts=[[next(shares) for _ in rollout.samples] for rollout in rollouts],
     )
     try:
-        write_explained(layout.explained_step(step), explained)
+        write_explained(layout, step, explained)
     except OSError as exc:
         print(f"notice: {layout.explained} cannot be written ({exc.strerror}): the page will not show this", file=sys.stderr)
     return explained
 
 
-def _find_recorded_loss(layout: RunLayout, step: int) -> float | None:
+def _show_step(layout: RunLayout, explained: ExplainedStep, *, step: int, as_json: bool) -> None:
     rows = read_metrics(layout.metrics / "trainer.jsonl").rows
-    return next((row["loss/mean"] for row in rows if row["step"] == step and "loss/mean" in row), None)
-
-
-def _show_step(layout: RunLayout, explained: ExplainedStep, *, step: int, recorded_loss: float | None, as_json: bool) -> None:
-    totals = [sum(float(own.losses_L.sum()) for own in samples if own is not None) for samples in explained.rollouts]
+    report = StepReport(
+        step=step,
+        loss=explained.loss,
+        recorded_loss=next((row.get("loss/mean") for row in rows if row["step"] == step), None),
+        loss_type=explained.loss_type,
+        num_loss_tokens=sum(int((~np.isnan(own.losses_T)).sum()) for own in explained.trained),
+        num_samples=len(explained.trained),
+        rollouts=[sum(own.loss for own in samples if own is not None) for samples in explained.rollouts],
+    )
     if as_json:
-        report = StepReport(
-            step=step,
-            policy=explained.version,
-            loss=explained.loss,
-            recorded_loss=recorded_loss,
-            loss_type=explained.loss_type,
-            num_loss_tokens=explained.num_loss_tokens,
-            num_samples=explained.num_samples,
-            rollouts=totals,
-        )
-        _print_json(report)
+        print_json(report)
         return
-    print(describe_step(explained, recorded_loss=recorded_loss))
-    table = Table(box=None, pad_edge=False, title=f"rollouts of step {step} that add most to its loss")
-    for column in ("rollout", "loss tokens", "without gradient", "share of the loss", "sum of |weight|"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for line in sorted(range(len(totals)), key=lambda line: -abs(totals[line]))[:_NUM_SHOWN]:
-        trained = [own for own in explained.rollouts[line] if own is not None]
-        num_tokens, num_masked = sum(len(own.losses_L) for own in trained), sum(int(own.is_masked_L.sum()) for own in trained)
-        weight = sum(float(abs(own.weights_L).sum()) for own in trained)
-        table.add_row(*map(str, (line, num_tokens, num_masked)), f"{totals[line]:+.3e}", f"{weight:.3e}")
-    _console().print(table)
-    print(f"one of them token by token: uv run trivet explain {layout.root} --step {step} --rollout I")
+    print(
+        f"step {step} started from policy {step - 1}: its {report.num_loss_tokens:,} loss tokens in {report.num_samples:,} samples "
+        f"add up to a loss ({report.loss_type}) of {report.loss:.7g}; the metrics say "
+        f"{_cell(report.recorded_loss, '.7g') or 'nothing'}"
+    )
+    table: list[list[str]] = []
+    for line in sorted(range(len(report.rollouts)), key=lambda line: -abs(report.rollouts[line]))[:_NUM_SHOWN]:
+        weights = np.concatenate(
+            [np.zeros(0), *(own.weights_T[~np.isnan(own.weights_T)] for own in explained.rollouts[line] if own is not None)]
+        )
+        counts = map(str, (line, len(weights), int((weights == 0).sum())))
+        table.append([*counts, f"{report.rollouts[line]:+.3e}", f"{abs(weights).sum():.3e}"])
+    print_table(("rollout", "loss tokens", "without gradient", "share of the loss", "sum of |weight|"), table)
+    print(f"one rollout token by token: uv run trivet explain {layout.root} --step {step} --rollout I")
 
 
 def _show_rollout(found: RolloutExplanation) -> None:
     record = found.record
-    advantage = record.get("advantage")
-    share = "" if found.loss is None else f"; it adds {found.loss:+.3e} to the step's loss"
     print(
         f"rollout {found.line} of step {found.step}: group {record.get('group_id')}, rollout {record['index']}, reward "
-        f"{record['reward']:.4g}, advantage {'unknown' if advantage is None else format(advantage, '+.4g')}{share}"
+        f"{record['reward']:.4g}, advantage {_cell(record.get('advantage'))}; it adds {_cell(found.loss) or 'an unknown part'} "
+        f"to the step's loss of {_cell(found.step_loss) or 'an unknown size'}"
     )
-    print("tokens: " + ", ".join(f"{count:,} {reason}" for reason, count in count_reasons(found).items()))
-    if not found.samples:
-        print(f"the run kept no tokens of this step: {GROUPS_FILE} is missing")
+    counts = Counter(reason for sample in found.samples for reason in sample.reasons)
+    print("tokens: " + ", ".join(f"{count:,} {reason}" for reason, count in counts.items()))
     for sample in found.samples:
-        table = Table(box=None, pad_edge=False)
-        for column in ("#", "token", "reason", "p sampled", "p trained", "ratio", "share of the loss", "weight"):
-            table.add_column(column, justify="left" if column in ("token", "reason") else "right", no_wrap=True)
-        numbers = (sample.trainer_logprobs, sample.ratios, sample.losses, sample.weights)
-        for index, reason in enumerate(sample.reasons):
-            text = str(sample.token_ids[index]) if sample.texts is None else one_line(sample.texts[index])
-            logprob, ratio, loss, weight = ((values or [None] * (index + 1))[index] for values in numbers)
-            cells = (_probability(sample.sampler_logprobs[index]), _probability(logprob), _cell(ratio, ".4f"))
-            table.add_row(str(index), Text(text), reason, *cells, _cell(loss, "+.3e"), _cell(weight, "+.3e"))
-        _console().print(table)
+        texts = map(str, sample.token_ids) if sample.texts is None else sample.texts
+        numbers = (sample.sampler_logprobs, sample.trainer_logprobs, sample.ratios, sample.losses, sample.weights)
+        rows = [
+            [str(index), text, reason, *map(_cell, (math.exp(sampled), math.exp(trained), *others))]
+            for index, (text, reason, sampled, trained, *others) in enumerate(zip(texts, sample.reasons, *numbers, strict=True))
+        ]
+        titles = ("#", "token", "reason", "p sampled", "p trained", "ratio", "share of the loss", "weight")
+        print_table(titles, rows, num_texts=3)
     if found.missing:
         print(printable(f"not shown: {found.missing}"))
 
 
-def _probability(logprob: float | None) -> str:
-    return "" if logprob is None else f"{math.exp(logprob):.4f}"
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
-
-
-def _print_json(report: msgspec.Struct) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+def _cell(value: float | None, form: str = ".4g") -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)

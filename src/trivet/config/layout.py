@@ -115,7 +115,7 @@ class RunLayout:
 
     def explained_step(self, step: int) -> Path:
         """Return the file with the shares of the tokens of a step."""
-        return self.explained / f"{step_name(step)}.msgpack.z"
+        return self.explained / f"{step_name(step)}.msgpack"
 
     def rollouts_step(self, step: int) -> Path:
         """Return the directory of the rollouts of a step."""

@@ -3,7 +3,7 @@
 The losses, the division into rows and the divisors are those of `trainer.step`: there is no second formula here. A step's policy is
 the one that it started from, so the log-probabilities are computed anew with `weights/step_N-1`.
 
-Legend: N loss tokens of a row, L loss tokens of one sample.
+Legend: N loss tokens of a row, T tokens of a sample, L those of its tokens that the loss saw.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from trivet.trainer.model.reference import load_published, open_reference
 from trivet.trainer.ranks.world import World, open_world
 from trivet.trainer.rows import RowTensors
 from trivet.trainer.step import count_units, plan_step, share_of_step
-from trivet.transport.explained import SampleShares
+from trivet.transport.explained import CLIPPING_LOSSES, SampleShares
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
@@ -69,17 +69,24 @@ def share_tokens(config: TrainerConfig, items: Sequence[PackItem], *, step: Step
         counts = count_units(rows)
         with scoring(model):
             for row in planned:
-                shares = share_row(model, loss, row, counts=counts)
-                for (row_index, _), sample in zip(row.sample_indices, shares, strict=True):
-                    found[packed[row_index][0]] = sample
+                columns = share_row(model, loss, row, counts=counts, clips=config.loss.type in CLIPPING_LOSSES)
+                ends = np.cumsum(row.num_loss_tokens_S)
+                for (row_index, _), end, length in zip(row.sample_indices, ends, row.num_loss_tokens_S, strict=True):
+                    index = packed[row_index][0]
+                    is_trained_T = items[index].sample.loss_mask_T & (np.arange(items[index].sample.num_tokens) < seq_len)
+                    own = {name: values_N[end - length : end] for name, values_N in columns.items()}
+                    found[index] = _spread(own, is_trained_T)
     return found
 
 
-def share_row(model: PolicyModel, loss: Loss, row: RowTensors, *, counts: dict[LossUnit, int]) -> list[SampleShares]:
-    """Return the shares of the samples of one row. The model is in `scoring`.
+def share_row(
+    model: PolicyModel, loss: Loss, row: RowTensors, *, counts: dict[LossUnit, int], clips: bool
+) -> dict[str, np.ndarray]:
+    """Return the fields of `SampleShares` for the loss tokens of one row, [N]. The model is in `scoring`.
 
     Args:
         counts: the divisors of the step (`count_units`).
+        clips: the loss clips ratios; false: it masks tokens.
     """
     scores = model(row)
     with torch.enable_grad():
@@ -87,19 +94,26 @@ def share_row(model: PolicyModel, loss: Loss, row: RowTensors, *, counts: dict[L
         leaves = TokenScores(scores.logprobs_N.detach().requires_grad_(), scores.entropies_N.detach().requires_grad_())
         row_loss = loss(leaves, row)
         (weights_N,) = torch.autograd.grad(share_of_step(row_loss, counts), [leaves.logprobs_N])
-    losses_N = torch.stack([part.double() / counts[unit] for unit, part in row_loss.tokens.items()]).sum(dim=0)
+    bounds = ["is_masked", "is_masked_low", "is_masked_high"] if clips else ["is_masked"]
     columns = {
-        "logprobs_L": leaves.logprobs_N.detach().float(),
-        "ratios_L": _tokens(row_loss.values["importance_ratio"]).float(),
-        "losses_L": losses_N,
-        "weights_L": weights_N.double(),
-        "is_masked_L": _tokens(row_loss.values["is_masked"]),
-        "is_low_L": _tokens(row_loss.values["is_masked_low"]),
-        "is_high_L": _tokens(row_loss.values["is_masked_high"]),
+        "logprobs_T": leaves.logprobs_N.detach(),
+        "ratios_T": _tokens(row_loss.values["importance_ratio"]),
+        "losses_T": torch.stack([part.double() / counts[unit] for unit, part in row_loss.tokens.items()]).sum(dim=0),
+        "weights_T": weights_N,
+        "is_bounded_T": torch.stack([_tokens(row_loss.values[name]) for name in bounds]).any(dim=0),
     }
-    ends = np.cumsum(row.num_loss_tokens_S)[:-1]
-    parts = {name: np.split(column_N.cpu().numpy(), ends) for name, column_N in columns.items()}
-    return [SampleShares(**{name: parts[name][number] for name in parts}) for number in range(row.num_samples)]
+    return {name: column_N.cpu().numpy() for name, column_N in columns.items()}
+
+
+def _spread(columns: dict[str, np.ndarray], is_trained_T: np.ndarray) -> SampleShares:
+    """Put the values of a sample's loss tokens at their places among all its tokens."""
+    spread: dict[str, np.ndarray] = {}
+    for name, values_L in columns.items():
+        spread[name] = (
+            np.zeros(len(is_trained_T), dtype=np.bool_) if name == "is_bounded_T" else np.full(len(is_trained_T), np.nan)
+        )
+        spread[name][is_trained_T] = values_L
+    return SampleShares(**spread)
 
 
 def _tokens(values: torch.Tensor | Selected) -> torch.Tensor:

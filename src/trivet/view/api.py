@@ -16,7 +16,7 @@ import msgspec
 from trivet.errors import ConfigError, HistoryError
 from trivet.history.selection import measure_selection, read_ended_groups
 from trivet.process.lifetime import process_exists
-from trivet.view.explanation import explain_rollout, read_seq_len
+from trivet.view.explanation import explain_rollout
 from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
 from trivet.view.run import ViewedRun, read_configs
@@ -213,7 +213,7 @@ def _selection(run: ViewedRun, _: Query) -> object:
 
 def _explanation(run: ViewedRun, query: Query) -> object:
     step, line = _number(query, "step", default=0), _number(query, "line", default=0)
-    return explain_rollout(run, step=step, line=line, seq_len=read_seq_len(run.layout))
+    return explain_rollout(run, step=step, line=line)
 
 
 def _rollouts_file(run: ViewedRun, query: Query) -> Path:

@@ -7,7 +7,6 @@ Legend: T tokens of a sample.
 """
 
 import tomllib
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -15,13 +14,9 @@ import msgspec
 import numpy as np
 
 from trivet.config.layout import RunLayout
-from trivet.transport.explained import ExplainedStep, SampleShares, read_explained
+from trivet.transport.explained import CLIPPING_LOSSES, SampleShares, read_explained
 from trivet.view.run import ViewedRun
 from trivet.wire.rollouts import Sample
-
-_CLIPPING_LOSSES = ("grpo", "gspo", "cispo", "aipo")
-"""Losses that bound a token by a clip of its ratio. The others mask it."""
-_NOT_COMPUTED = "ratios, shares of the loss and weights are not computed yet: uv run trivet explain {} --step {}"
 
 
 class TokenReason(StrEnum):
@@ -45,20 +40,18 @@ class TokenReason(StrEnum):
 
 
 class SampleExplanation(msgspec.Struct, kw_only=True):
-    """One sample, a value for each of its tokens. Numbers are None where the loss did not see the token."""
+    """One sample, a value for each of its tokens. A number is NaN, in JSON null, where it does not exist or is not computed."""
 
     token_ids: list[int]
     texts: list[str] | None
     """The text of each token; None if the run has no tokenizer any more."""
     reasons: list[TokenReason]
-    sampler_logprobs: list[float | None]
-    """None where the model did not sample the token."""
-    trainer_logprobs: list[float | None] = []
-    """This and the following lists are empty if nothing is computed for the step."""
-    ratios: list[float | None] = []
-    losses: list[float | None] = []
+    sampler_logprobs: list[float]
+    trainer_logprobs: list[float]
+    ratios: list[float]
+    losses: list[float]
     """What the token added to the step's loss."""
-    weights: list[float | None] = []
+    weights: list[float]
     """Derivative of the step's loss with respect to the token's log-probability."""
 
 
@@ -71,52 +64,52 @@ class RolloutExplanation(msgspec.Struct, kw_only=True):
     record: dict[str, Any]
     """The line: reward, advantage, messages and so on."""
     samples: list[SampleExplanation]
-    loss: float | None = None
-    """What the rollout added to the step's loss."""
-    step_loss: float | None = None
+    loss: float | None
+    """What the rollout added to the step's loss; None if nothing is computed for the step."""
+    step_loss: float | None
     """The sum over all tokens of the step."""
-    missing: str = ""
+    missing: str
     """What is missing, and how to get it; empty if nothing is."""
 
 
-def explain_rollout(run: ViewedRun, *, step: int, line: int, seq_len: int | None) -> RolloutExplanation:
+def explain_rollout(run: ViewedRun, *, step: int, line: int) -> RolloutExplanation:
     """Explain one rollout from the files of the run. The run's lock is held.
-
-    Args:
-        seq_len: tokens to which the trainer's samples were cut; None if that is unknown.
 
     Raises:
         NotServed: there is no such rollout.
     """
-    directory = run.layout.rollouts_step(step)
+    directory, seq_len = run.layout.rollouts_step(step), _read_seq_len(run.layout)
     record = run.rollouts.record(directory / "rollouts.jsonl", line)
     samples = run.rollouts.samples(directory, line)
     explained = read_explained(run.layout, step)
-    shares: Sequence[SampleShares | None] = explained.rollouts[line] if explained is not None else [None] * len(samples)
+    shares = [None] * len(samples) if explained is None else explained.rollouts[line]
     has_tools = any(message.get("role") == "tool" for message in record.get("completion") or [])
-    clips = explained is not None and explained.loss_type in _CLIPPING_LOSSES
+    clips = explained is not None and explained.loss_type in CLIPPING_LOSSES
     parts: list[SampleExplanation] = []
     for sample, own in zip(samples, shares, strict=True):
-        reasons = find_reasons(sample, seq_len=seq_len, has_tools=has_tools, shares=own, clips=clips)
-        token_ids = sample.token_ids_T.tolist()
+        token_ids, sampled = sample.token_ids_T.tolist(), sample.masked or sample
+        unknown_T = np.full(len(token_ids), np.nan)
         parts.append(
             SampleExplanation(
                 token_ids=token_ids,
                 texts=run.token_text.pieces(token_ids),
-                reasons=reasons,
-                sampler_logprobs=_spread((sample.masked or sample).logprobs_T, (sample.masked or sample).loss_mask_T),
-                **_columns(sample, seq_len=seq_len, shares=own) if explained is not None else {},
+                reasons=find_reasons(sample, seq_len=seq_len, has_tools=has_tools, shares=own, clips=clips),
+                sampler_logprobs=np.where(sampled.loss_mask_T, sampled.logprobs_T, np.nan).tolist(),
+                trainer_logprobs=(own.logprobs_T if own else unknown_T).tolist(),
+                ratios=(own.ratios_T if own else unknown_T).tolist(),
+                losses=(own.losses_T if own else unknown_T).tolist(),
+                weights=(own.weights_T if own else unknown_T).tolist(),
             )
         )
-    computed = [float(own.losses_L.sum()) for own in shares if own is not None]
+    text = f"ratios, shares of the loss and weights are not computed yet: uv run trivet explain {run.layout.root} --step {step}"
     return RolloutExplanation(
         step=step,
         line=line,
         record=record,
         samples=parts,
-        loss=sum(computed) if explained is not None else None,
-        step_loss=explained.loss if explained is not None else None,
-        missing="" if explained is not None else _NOT_COMPUTED.format(run.layout.root, step),
+        loss=None if explained is None else sum(own.loss for own in shares if own is not None),
+        step_loss=None if explained is None else explained.loss,
+        missing=text if explained is None else "",
     )
 
 
@@ -126,6 +119,7 @@ def find_reasons(
     """Return the reason of each token of `sample`.
 
     Args:
+        seq_len: tokens to which the trainer's samples were cut; None if that is unknown.
         has_tools: the rollout called tools.
         shares: the values of the tokens that the loss saw; None if they are unknown, so that no token counts as masked or clipped.
         clips: the loss clips ratios; false: it masks tokens.
@@ -135,60 +129,18 @@ def find_reasons(
     read = TokenReason.TOOL_RESULT if has_tools else TokenReason.LATER_TURN
     reasons = [read if index > first else TokenReason.PROMPT for index in range(len(is_sampled_T))]
     for index in np.flatnonzero(is_sampled_T):
-        reasons[index] = TokenReason.TRAINED if sample.masked is None else TokenReason.FILTERED
-        if seq_len is not None and index >= seq_len and sample.masked is None:
-            reasons[index] = TokenReason.CUT
+        is_cut = seq_len is not None and index >= seq_len
+        trained = TokenReason.CUT if is_cut else TokenReason.TRAINED
+        reasons[index] = trained if sample.masked is None else TokenReason.FILTERED
     if shares is not None:
-        bounded_L = shares.is_masked_L | (shares.is_low_L | shares.is_high_L if clips else False)
-        for index in _trained_positions(sample, seq_len=seq_len)[bounded_L]:
+        for index in np.flatnonzero(shares.is_bounded_T):
             reasons[index] = TokenReason.CLIPPED if clips else TokenReason.OFF_POLICY_MASK
     return reasons
 
 
-def read_seq_len(layout: RunLayout) -> int | None:
+def _read_seq_len(layout: RunLayout) -> int | None:
     """Return the tokens to which the run's orchestrator cuts samples; None if its configuration cannot be read."""
     try:
-        value = tomllib.loads((layout.configs / "orchestrator.toml").read_text(encoding="utf-8")).get("seq_len")
+        return tomllib.loads((layout.configs / "orchestrator.toml").read_text(encoding="utf-8")).get("seq_len")
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, int) else None
-
-
-def count_reasons(explanation: RolloutExplanation) -> dict[TokenReason, int]:
-    """Return how many tokens of the rollout have each reason that occurs."""
-    reasons = [reason for sample in explanation.samples for reason in sample.reasons]
-    return {reason: reasons.count(reason) for reason in TokenReason if reason in reasons}
-
-
-def describe_step(explained: ExplainedStep, *, recorded_loss: float | None) -> str:
-    """Return one sentence that compares the sum over all tokens with the loss in the metrics."""
-    text = (
-        f"step started from policy {explained.version}: its {explained.num_loss_tokens:,} loss tokens in "
-        f"{explained.num_samples:,} samples add up to a loss ({explained.loss_type}) of {explained.loss:.7g}"
-    )
-    if recorded_loss is None:
-        return f"{text}; the metrics have none to compare with"
-    return f"{text}; the metrics say {recorded_loss:.7g}, a difference of {abs(explained.loss - recorded_loss):.1e}"
-
-
-def _trained_positions(sample: Sample, *, seq_len: int | None) -> np.ndarray:
-    """Return the positions of the loss tokens that the trainer got."""
-    return np.flatnonzero(sample.loss_mask_T[:seq_len])
-
-
-def _columns(sample: Sample, *, seq_len: int | None, shares: SampleShares | None) -> dict[str, list[float | None]]:
-    is_trained_T = np.zeros(sample.num_tokens, dtype=np.bool_)
-    if shares is not None:
-        is_trained_T[_trained_positions(sample, seq_len=seq_len)] = True
-    names = {"trainer_logprobs": "logprobs_L", "ratios": "ratios_L", "losses": "losses_L", "weights": "weights_L"}
-    columns: dict[str, list[float | None]] = {}
-    for name, source in names.items():
-        values_T = np.zeros(sample.num_tokens)
-        if shares is not None:
-            values_T[is_trained_T] = getattr(shares, source)
-        columns[name] = _spread(values_T, is_trained_T)
-    return columns
-
-
-def _spread(values_T: np.ndarray, is_set_T: np.ndarray) -> list[float | None]:
-    return [float(value) if is_set else None for value, is_set in zip(values_T, is_set_T, strict=True)]
