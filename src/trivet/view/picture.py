@@ -40,7 +40,8 @@ def write_picture(path: Path, title: str, panels: Sequence[Panel]) -> None:
         f'<rect width="{width}" height="{height}" fill="white"/><text x="{_LEFT}" y="18">{escape(title)}</text>',
     ]
     for index, name in enumerate(panels[0].curves if panels else ()):
-        lines.append(f'<text x="{_LEFT + 330 * index}" y="36" fill="{_COLOURS[index]}">{escape(name)}</text>')
+        x = _LEFT + index * (width - _LEFT) // 2
+        lines.append(f'<text x="{x}" y="36" fill="{_COLOURS[index]}">{escape(name)}</text>')
     for index, panel in enumerate(panels):
         lines += _draw_panel(panel, x=_LEFT + index * (_WIDTH + _GAP))
     try:
