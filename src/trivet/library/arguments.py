@@ -33,7 +33,7 @@ from trivet.dialects.vf_translation import load_run
 from trivet.environments.apis.load import LOADER, require_installed
 from trivet.errors import ConfigError
 from trivet.key_names import use_names
-from trivet.library.functions import FunctionFiles, name_of, split_partial
+from trivet.library.functions import FunctionFiles, name_of, without_partial
 from trivet.library.process import PYTHON_NAMES
 from trivet.library.rewards import RewardTask, make_environment
 from trivet.process.imports import file_of
@@ -204,17 +204,16 @@ def plan_run(
             f"model must be a Hugging Face name or a directory, got an object of type {type(model).__name__}: other processes load "
             "it; save it with save_pretrained and give that directory"
         )
-    env, fixed_args = _split_environment(env, task, args)
+    env = _require_environment(env, task, args)
     name = name_of_environment(env)
     output_dir = Path(args.output_dir or f"outputs/{args.run_name or name.rpartition('/')[2]}")
     functions = FunctionFiles(output_dir)
-    env_args = {**fixed_args, **env_args}
     if inspect.isfunction(env):
         try:
             inspect.signature(env).bind(**env_args)
         except TypeError as exc:
             raise ConfigError(f"env_args: {env.__name__!r} cannot be called with them: {exc}") from exc
-    table, needs_tools = {"id": env, "name": name.rpartition("/")[2], "args": env_args}, False
+    table, needs_tools = {"id": env, "name": name.rpartition("/")[2], "args": dict(env_args)}, False
     if task is not None:
         made = make_environment(task, args, functions)
         table |= {"id": made.path, "args": made.args}
@@ -228,7 +227,7 @@ def plan_run(
         )  # a deterministic run computes in float32; without the key the dialect chooses by the device
     dialect = {
         "model": str(model),
-        "env": {"id": name, "args": env_args},
+        "env": {"id": name, "args": dict(env_args)},
         "inference": {
             "gpus": len(args.inference_gpu_ids or [0]),
             **({"args": {"enable_auto_tool_choice": True}} if needs_tools else {}),
@@ -272,27 +271,25 @@ def name_of_environment(env: Environment) -> str:
     name = name_of(env, default="environment")
     if name != LOADER:
         return name.removeprefix("load_").replace("_", "-")
-    file = getattr(env, "__globals__", {}).get("__file__")
+    file = getattr(without_partial(env), "__globals__", {}).get("__file__")
     return Path(file).stem if file else "notebook"
 
 
-def _split_environment(
-    env: Environment | None, task: RewardTask | None, args: RLArguments
-) -> tuple[Environment, dict[str, Any]]:
-    """Return the environment without fixed arguments, and these. The first function of a task names its environment."""
+def _require_environment(env: Environment | None, task: RewardTask | None, args: RLArguments) -> Environment:
+    """Return the environment, or the name of the one that a task becomes: that of its first function."""
     if task is not None:
         if env is not None:
             raise ConfigError("env and reward_funcs exclude each other: reward_funcs with train_dataset are the environment")
         if args.eval_strategy == "steps" and task.eval_dataset is None:
             raise ConfigError('eval_strategy "steps" needs eval_dataset')
         first = next(iter([task.reward_funcs] if callable(task.reward_funcs) else task.reward_funcs or []), None)
-        return name_of_environment(first) if callable(first) else "rewards", {}
+        return name_of_environment(first) if callable(first) else "rewards"
     if not (isinstance(env, str) or callable(env)):
         raise ConfigError(
             f"env must be the id of an environment or a function that returns one, got an object of type {type(env).__name__}: "
             "other processes make it; without an environment, give reward_funcs and train_dataset"
         )
-    return (env, {}) if isinstance(env, str) else split_partial(env)
+    return env
 
 
 def _environment_entries(table: Mapping[str, Any], args: RLArguments) -> list[Entry]:
@@ -311,6 +308,4 @@ def _section_keys(value: Any, functions: FunctionFiles, *, argument: str) -> dic
         return {"type": "none" if value == "None" else value}
     if not callable(value):
         return dict(value) if isinstance(value, dict) else written_values(value)
-    function, fixed_args = split_partial(value)
-    path = functions.path_of(function, argument=argument)
-    return {"type": "custom", "import_path": path, **({"kwargs": fixed_args} if fixed_args else {})}
+    return {"type": "custom", "import_path": functions.path_of(value, argument=argument)}

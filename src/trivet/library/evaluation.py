@@ -21,7 +21,7 @@ from trivet.evaluation.scores import Summary
 from trivet.evaluation.targets import complete_steps, read_origin
 from trivet.library.arguments import Environment, EvalArguments, entries_of, name_of_environment, written_values
 from trivet.library.callbacks import new_summaries
-from trivet.library.functions import FunctionFiles, split_partial
+from trivet.library.functions import FunctionFiles
 from trivet.library.process import RunProcess
 from trivet.library.trainers import shown_progress
 from trivet.process.sockets import ReservedPorts
@@ -100,9 +100,8 @@ def _plan(
     """Return the configuration of the command `eval` that the arguments of `evaluate` describe."""
     values: dict[str, Any] = {}
     if env is not None:
-        function, fixed_args = (env, {}) if isinstance(env, str) else split_partial(env)
-        path = function if isinstance(function, str) else functions.path_of(function, argument="env")
-        values["env"] = [{"id": path, "name": name_of_environment(function), "args": {**fixed_args, **env_args}}]
+        path = env if isinstance(env, str) else functions.path_of(env, argument="env")
+        values["env"] = [{"id": path, "name": name_of_environment(env), "args": dict(env_args)}]
     if weights_dir is not None:
         values["weights_dir"] = str(weights_dir)
     if base_url is not None:

@@ -83,20 +83,18 @@ class FunctionFiles:
 
 
 def name_of(function: Callable[..., Any], *, default: str) -> str:
-    """Return the name of a function, or of the class of an object that can be called; `default` for a lambda."""
+    """Return the name of a function, also inside a partial, or of the class of an object that can be called.
+
+    Returns `default` for a lambda.
+    """
+    function = without_partial(function)
     name = getattr(function, "__name__", type(function).__name__)
     return name if name.isidentifier() else default
 
 
-def split_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the function inside `functools.partial` objects, and their keyword arguments. Positional ones are a ConfigError."""
-    fixed: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        if function.args:
-            raise ConfigError(f"{function!r} fixes arguments by position; fix them by name")
-        fixed = {**function.keywords, **fixed}
-        function = function.func
-    return function, fixed
+def without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside a `functools.partial`, or the function itself."""
+    return function.func if isinstance(function, functools.partial) else function
 
 
 def _pickle(value: object, *, argument: str) -> bytes:
@@ -122,6 +120,8 @@ def _modules_of(value: object) -> set[str]:
         return set().union(*map(_modules_of, value.values()))
     if isinstance(value, list | tuple):
         return set().union(*map(_modules_of, value))
+    if isinstance(value, functools.partial):
+        return _modules_of([value.func, value.args, value.keywords])
     return {str(value.__module__)} if isinstance(value, FunctionType | type) else set()
 
 

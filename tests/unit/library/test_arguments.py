@@ -162,10 +162,10 @@ def test_functions_go_by_their_import_paths(functions: ModuleType, tmp_path: Pat
     config = plan_run("models/x", env, args, env_args={"m": 4}).config
     loss, folder = config.trainer.loss, tmp_path / "outputs" / ".functions"
     assert isinstance(loss, CustomLossConfig)
-    assert (loss.import_path.rpartition(":")[2], loss.kwargs) == ("my_loss", {"scale": 2.0})
+    assert loss.import_path.rpartition(":")[2] == "my_loss"
     assert config.orchestrator.advantage.import_path.startswith(f"{folder}/my_advantage_")
     [trained] = config.orchestrator.env
-    assert (trained.label, trained.args) == ("users_functions", {"n": 3, "m": 4})
+    assert (trained.label, trained.args) == ("users_functions", {"m": 4})
     assert config.orchestrator.eval is not None
     assert config.orchestrator.eval.env[0].program == trained.program
     written = file_of(trained.id)

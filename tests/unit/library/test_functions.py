@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 
 from trivet.errors import ConfigError
-from trivet.library.functions import FunctionFiles, split_partial
+from trivet.library.functions import FunctionFiles
 from trivet.process.imports import import_by_path
 
 
@@ -65,15 +65,14 @@ def test_a_module_that_no_other_process_can_import_goes_along(tmp_path: Path, mo
     assert imported(files, path)() == 3
 
 
-def test_a_partial_is_a_function_and_its_keywords() -> None:
-    def f(inputs: object, *, scale: float, power: int) -> None: ...
+def test_a_partial_keeps_its_arguments(tmp_path: Path) -> None:
+    def scaled(inputs: float, *, scale: float, power: int) -> float:
+        return inputs**power * scale
 
-    assert split_partial(functools.partial(functools.partial(f, scale=1.0, power=2), scale=3.0)) == (
-        f,
-        {"scale": 3.0, "power": 2},
-    )
-    with pytest.raises(ConfigError, match="fixes arguments by position"):
-        split_partial(functools.partial(f, 1))
+    files = FunctionFiles(tmp_path)
+    paths = [files.path_of(functools.partial(scaled, scale=scale, power=2), argument="loss") for scale in (1.0, 3.0)]
+    assert [imported(files, path)(2.0) for path in paths] == [4.0, 12.0]
+    assert "/scaled_" in paths[0]
 
 
 USED_BY_A_SCRIPT = """
