@@ -14,8 +14,7 @@ from trivet.config.findings import Findings
 from trivet.config.load import load_sources
 from trivet.config.schema.environment import EnvConfig
 from trivet.config.schema.inference import ClientConfig
-from trivet.config.user_input import parse_json
-from trivet.config.values import Entry, flatten
+from trivet.config.values import Entry, Text
 from trivet.errors import ConfigError
 from trivet.evaluation.environment_test import EnvironmentTest, run_environment_test
 from trivet.evaluation.environment_verdict import Judgement, Verdict, judge
@@ -38,7 +37,6 @@ def configure_test(parser: argparse.ArgumentParser) -> None:
         "--base-url", metavar="URL", help="a running server whose model is played too: http://127.0.0.1:8000/v1"
     )
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens per turn of that model (512)")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="longest time for a group, seconds (300)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -49,14 +47,9 @@ def run_test(arguments: argparse.Namespace) -> int:
             f"--examples must be >= 1 and --rollouts >= 2, got {arguments.examples} and {arguments.rollouts}: a group of one "
             "rollout has no signal"
         )
-    try:
-        args = parse_json(arguments.args)
-    except ValueError as exc:
-        raise ConfigError(f"--args is no JSON: {exc}; got {arguments.args!r}") from None
-    if not isinstance(args, dict):
-        raise ConfigError(f"--args must be a JSON object, got {arguments.args!r}")
-    values = {"id": arguments.name, "args": args, "venv": arguments.venv}
-    env = load_sources(EnvConfig, [list(flatten(Entry(path=(), value=values, origin="trivet env test")))], Findings()).config
+    values = {"id": Text(arguments.name), "args": Text(arguments.args), "venv": Text(arguments.venv)}
+    entries = [Entry(path=(key,), value=value, origin="trivet env test") for key, value in values.items()]
+    env = load_sources(EnvConfig, [entries], Findings()).config
     tests: list[EnvironmentTest] = []
 
     async def measure() -> int:
@@ -65,7 +58,6 @@ def run_test(arguments: argparse.Namespace) -> int:
                 env,
                 num_examples=arguments.examples,
                 rollouts_per_example=arguments.rollouts,
-                timeout_s=arguments.timeout,
                 log=Path(directory) / "workers.log",
                 model=None if arguments.base_url is None else (arguments.base_url, await _ask_model_name(arguments.base_url)),
                 max_tokens=arguments.max_tokens,

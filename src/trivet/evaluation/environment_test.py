@@ -25,6 +25,8 @@ from trivet.wire.rollouts import Rollout
 from trivet.wire.versions import GroupId
 
 _MAX_CONCURRENT_GROUPS = 16
+_ROLLOUT_TIMEOUT_S = 600.0
+"""The longest time for a group. An environment that starts a program for every rollout needs minutes on a busy machine."""
 _EXAMPLES_FOR_FORM = 2
 """Examples on which each form of an answer is tried. Every form costs so many rollouts before the test begins."""
 
@@ -69,7 +71,6 @@ async def run_environment_test(
     *,
     num_examples: int,
     rollouts_per_example: int,
-    timeout_s: float,
     log: Path,
     model: tuple[str, str] | None = None,
     max_tokens: int = 512,
@@ -78,7 +79,6 @@ async def run_environment_test(
 
     Args:
         rollouts_per_example: of the policies that reply differently each time.
-        timeout_s: the longest time for a group.
         log: the file of the workers' output.
         model: base URL of a server, and the name of the model that plays too; None: only scripted policies play.
         max_tokens: of a turn of that model.
@@ -90,7 +90,7 @@ async def run_environment_test(
     @asynccontextmanager
     async def run_workers(base_url: str, *, model_name: str = "scripted") -> AsyncIterator[WorkerPool]:
         client = ClientConfig(base_url=[base_url])
-        settings = host_settings(env, model_name=model_name, client=client, rollout_timeout_s=timeout_s, is_plain=True)
+        settings = host_settings(env, model_name=model_name, client=client, rollout_timeout_s=_ROLLOUT_TIMEOUT_S, is_plain=True)
         opening = open_worker_pool([settings], log_of=lambda _: log, limits=EnvWorkersConfig())
         async with opening as pool, asyncio.TaskGroup() as tasks:
             supervision = tasks.create_task(pool.run(), name="workers")
@@ -107,7 +107,7 @@ async def run_environment_test(
                 results.append(await _play(pool, env.label, policy, urls, num_rollouts=num_rollouts))
         return results
 
-    with serve_scripts() as server:
+    async with serve_scripts() as server:
         async with run_workers(server.root) as pool:
             info = pool.infos[env.label]
             if not info.num_examples:

@@ -3,15 +3,15 @@
 The path of a base URL names the policy and the example, so one server answers for all of them: `/gold/17/v1/chat/completions`.
 """
 
-import json
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from trivet.environments.apis.agents.formats import ChatFormat, ModelReply
+from trivet.environments.apis.agents.server import serve_agents
 from trivet.evaluation.scripted_policies import PolicyKind, Script, write_reply
 from trivet.wire.groups import OVERLONG_REFUSALS
 
@@ -23,14 +23,15 @@ _MAX_TURNS = 32
 class ScriptedServer:
     """Answers chat completions.
 
-    >>> with serve_scripts() as server:
+    >>> async with serve_scripts() as server:
     ...     server.scripts = {17: Script(answer="4")}
     ...     base_url = server.base_url(PolicyKind.GOLD, 17)
     """
 
-    def __init__(self, root: str) -> None:
-        """Know no example yet. `root` is the server's address."""
-        self.root = root
+    def __init__(self) -> None:
+        """Know no example yet."""
+        self.root = ""
+        """The server's address."""
         self.scripts: Mapping[int, Script] = {}
         """The script of each example, by its id."""
 
@@ -38,58 +39,34 @@ class ScriptedServer:
         """Return the base URL under which a policy answers for an example."""
         return f"{self.root}/{policy.value}/{example_id}/v1"
 
-    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body of the answer to a request."""
-        try:
-            policy, example_id = path.split("/")[1:3]
-            script, request = self.scripts[int(example_id)], json.loads(body)
-            messages, tools = request["messages"], request.get("tools") or []
-            reply_of = PolicyKind(policy)
-        except (ValueError, KeyError) as exc:
-            return 404, {"error": {"message": f"no such policy, example or request: {exc}", "code": 404}}
-        if sum(message.get("role") == "assistant" for message in messages) >= _MAX_TURNS:
-            return 400, {"error": {"message": f"{OVERLONG_REFUSALS[0]}: {_MAX_TURNS} turns", "code": 400}}
-        seed = request.get("seed") or 0
-        message = write_reply(reply_of, script, messages=messages, tools=tools, seed=seed)
+    async def answer(self, request: Request) -> Response:
+        """Answer a request with the policy and for the example that its path names."""
+        asked = await request.json()
+        messages = asked["messages"]
+        if sum(message["role"] == "assistant" for message in messages) >= _MAX_TURNS:
+            return JSONResponse(_FORMAT.error(f"{OVERLONG_REFUSALS[0]}: {_MAX_TURNS} turns", kind="invalid_request_error"), 400)
+        policy, script = PolicyKind(request.path_params["policy"]), self.scripts[request.path_params["example_id"]]
+        message = write_reply(policy, script, messages=messages, tools=asked.get("tools") or [], seed=asked.get("seed") or 0)
         reply = ModelReply(
-            id=f"chatcmpl-{seed}",
-            model=request.get("model", ""),
+            id="scripted",
+            model=asked.get("model", ""),
             message=message,
             finish_reason="tool_calls" if message.get("tool_calls") else "stop",
             prompt_tokens=0,
             completion_tokens=len(str(message["content"]).split()),
             created=0,
         )
-        return 200, _FORMAT.write(reply)
+        answer = _FORMAT.write(reply)
+        if asked.get("stream"):
+            return Response("".join(_FORMAT.events(answer)), media_type="text/event-stream")
+        return JSONResponse(answer)
 
 
-@contextmanager
-def serve_scripts() -> Iterator[ScriptedServer]:
+@asynccontextmanager
+async def serve_scripts() -> AsyncIterator[ScriptedServer]:
     """Serve on a free port of loopback for a block."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, answer = server.answer(self.path, body)
-            is_streamed = status == HTTPStatus.OK and json.loads(body).get("stream")
-            content = ("".join(_FORMAT.events(answer)) if is_streamed else json.dumps(answer)).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "text/event-stream" if is_streamed else "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: the answers are those of a test."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        server = ScriptedServer(f"http://127.0.0.1:{http.server_address[1]}")
-        thread = threading.Thread(target=http.serve_forever, name="scripted-server", daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            http.shutdown()
-            thread.join()
+    server = ScriptedServer()
+    route = Route("/{policy}/{example_id:int}/v1/chat/completions", server.answer, methods=["POST"])
+    async with serve_agents("127.0.0.1", model="scripted", routes=[route]) as agents:
+        server.root = agents.root
+        yield server
