@@ -55,7 +55,7 @@ def test_a_sound_environment_is_worth_training_on(tmp_path: Path) -> None:
     assert report["answer_form"] == "<sum>{}</sum>"
     means = {row["policy"]: row["mean_reward"] for row in report["policies"]}
     assert means["gold"] == 1
-    assert means["null"] == means["injecting"] == 0
+    assert means["null"] == means["injecting"] == means["constant"] == 0
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ from trivet.wire.versions import GroupId
 _MAX_CONCURRENT_GROUPS = 16
 _ROLLOUT_TIMEOUT_S = 600.0
 """The longest time for a group. An environment that starts a program for every rollout needs minutes on a busy machine."""
+_NUM_READ = 64
+"""Examples that are read. The constant policy's answer is the commonest of those that are not played: on few played examples the
+commonest of their own answers would be right by itself."""
 _EXAMPLES_FOR_FORM = 2
 """Examples on which each form of an answer is tried. Every form costs so many rollouts before the test begins."""
 
@@ -112,10 +115,13 @@ async def run_environment_test(
             info = pool.infos[env.label]
             if not info.num_examples:
                 raise EnvironmentLoadError(f"environment {env.label!r} has no examples to train on; check its args")
-            chosen = np.unique(np.linspace(0, info.num_examples - 1, num_examples).astype(int)).tolist()
-            examples = {number: await pool.example(env.label, split=Split.TRAIN, example_id=number) for number in chosen}
+            numbers = _spread(info.num_examples, max(num_examples, _NUM_READ))
+            read = {number: await pool.example(env.label, split=Split.TRAIN, example_id=number) for number in numbers}
+            examples = {numbers[index]: read[numbers[index]] for index in _spread(len(numbers), num_examples)}
+            others = [example.answer for number, example in read.items() if example.answer and number not in examples]
+            commonest = max(others, key=others.count, default="")
             form = await _choose_form(pool, env.label, server, examples)
-            server.scripts = _write_scripts(examples, form=form)
+            server.scripts = _write_scripts(examples, commonest=commonest, form=form)
             first = await play_all(pool, server)
         async with run_workers(server.root) as pool:
             difference = describe_difference(info, pool.infos[env.label])
@@ -143,9 +149,12 @@ async def run_environment_test(
     )
 
 
-def _write_scripts(examples: Mapping[int, Example], *, form: str) -> dict[int, Script]:
-    answers = [example.answer for example in examples.values() if example.answer]
-    commonest = max(answers, key=answers.count, default="")
+def _spread(size: int, count: int) -> list[int]:
+    """Return at most `count` numbers below `size`, evenly spread."""
+    return np.unique(np.linspace(0, size - 1, count).astype(int)).tolist()
+
+
+def _write_scripts(examples: Mapping[int, Example], *, form: str, commonest: str = "") -> dict[int, Script]:
     return {number: Script(answer=example.answer, commonest=commonest, form=form) for number, example in examples.items()}
 
 

@@ -44,7 +44,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""
     """The reference answer; empty if the data has none."""
     commonest: str = ""
-    """The commonest reference answer of all tested examples."""
+    """The commonest reference answer of other examples."""
     form: str = "{}"
     """The form of an answer, for `str.format`."""
 
