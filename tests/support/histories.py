@@ -156,7 +156,14 @@ class RunMaker:
         is_empty = self._random.random() < 0.05
         versions = (-1, -1) if is_empty else (oldest, newest)
         self._write(
-            "orchestrator", Finish(group_id=group_id, reward_mean=0.5, oldest_version=versions[0], newest_version=versions[1])
+            "orchestrator",
+            Finish(
+                group_id=group_id,
+                reward_mean=0.5,
+                oldest_version=versions[0],
+                newest_version=versions[1],
+                completion_tokens=3.0,
+            ),
         )
         if is_empty or self._random.random() < 0.2:
             self._write("orchestrator", Filter(group_id=group_id, reason="no signal"))
@@ -210,7 +217,7 @@ class RunMaker:
     def _commit(self) -> None:
         if self._due:
             step = self._due.pop(0)
-            self._write("trainer", Commit(step=step))
+            self._write("trainer", Commit(step=step, digest=f"commit-{step}"))
             self._commits.append(step)
 
     def _load(self) -> None:
@@ -263,15 +270,13 @@ def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] 
     return history
 
 
-def write_events(path: Path, events: Sequence[AnyEvent], *, is_sealed: bool = True) -> None:
+def write_events(path: Path, events: Sequence[AnyEvent]) -> None:
     """Write the events of a history."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = bytearray()
     last: dict[str, bytes] = {}
     for event in events:
-        line = msgspec.json.encode(event) + b"\n"
-        if is_sealed:
-            line, last[event.role] = seal(line[:-1], offset=len(content), last=last.get(event.role, b""))
+        line, last[event.role] = seal(msgspec.json.encode(event), offset=len(content), last=last.get(event.role, b""))
         content += line
     path.write_bytes(content)
 

@@ -37,10 +37,8 @@ TRAINER, ORCHESTRATOR = "trainer", "orchestrator"
 PARTS = (TRAINER, ORCHESTRATOR)
 DONE = "DONE"
 """Name of the file that lists a part's files. It is written last, so a part that has it is whole."""
-CHECKPOINT_SCHEMA = 3
-"""Raised whenever a part changes in a way that an older reader would misread."""
-_READABLE_SCHEMAS = (2, 3)
-"""The schemas that this version can read. Schema 2 lists files by their SHA-256."""
+CHECKPOINT_SCHEMA = 4
+"""Raised whenever a part changes in a way that an older reader would misread. Other schemas are refused."""
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +56,14 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: Step
     time: float
     """Unix seconds."""
-    parts: dict[str, str] = msgspec.field(name="halves")
-    """Digest of each part's listing. On disk the field has the older name `halves`."""
-    schema: int = 1
-    """`CHECKPOINT_SCHEMA` of the writer; the first version of the file did not have the field."""
-    version: str = ""
+    parts: dict[str, str]
+    """Digest of each part's listing."""
+    schema: int
+    """`CHECKPOINT_SCHEMA` of the writer."""
+    version: str
     """Version of trivet that wrote the record."""
-    run_id: str = ""
-    """Id of the run that committed; empty in checkpoints of versions that did not record it."""
+    run_id: str
+    """Id of the run that committed."""
 
     @property
     def digest(self) -> str:
@@ -199,13 +197,12 @@ def read_record(layout: RunLayout, step: Step) -> CommitRecord:
     except FileNotFoundError as exc:
         raise CheckpointError(f"{path.parent} has no {COMMITTED}: it was never committed") from exc
     except DECODE_ERRORS as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    if record.schema not in _READABLE_SCHEMAS:
-        readable = " and ".join(map(str, _READABLE_SCHEMAS))
+        raise CheckpointError(f"{path} cannot be read ({exc}): it is damaged, or another version of trivet wrote it") from exc
+    if record.schema != CHECKPOINT_SCHEMA:
         raise CheckpointError(
-            f"{path.parent} has checkpoint schema {record.schema} (trivet {record.version or 'of an older version'}), this is "
-            f"trivet {own_version()}, which reads schemas {readable}; resume with the version that wrote it, or "
-            f"start a new run with model.name = {str(layout.weights_step(step))!r}"
+            f"{path.parent} has checkpoint schema {record.schema} (trivet {record.version}), this is trivet {own_version()}, which "
+            f"reads schema {CHECKPOINT_SCHEMA}; resume with the version that wrote it, or start a new run with "
+            f"model.name = {str(layout.weights_step(step))!r}"
         )
     if record.step != step:
         raise CheckpointError(

@@ -17,7 +17,7 @@ from trivet.wire.versions import GroupId, Step
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 STATE_FILE = "state.msgpack"
-SCHEMA = 2
+SCHEMA = 3
 """Raised whenever the state, or a struct in it, changes in a way that an older reader would misread."""
 
 
@@ -32,8 +32,7 @@ class PendingGroups(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _SchemaOnly(msgspec.Struct):
-    schema: int = 1
-    """1 if the field is missing: the first version of the state did not have it."""
+    schema: int
 
 
 class _GroupOnly(msgspec.Struct):

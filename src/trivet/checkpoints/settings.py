@@ -13,7 +13,6 @@ from typing import Any, cast
 import msgspec
 
 from trivet.config.dump import literal, to_toml
-from trivet.config.keys import find_key
 from trivet.config.masking import mask_table
 from trivet.config.schema.base import Section
 from trivet.config.schema.shared import CkptConfig
@@ -55,7 +54,7 @@ MAY_CHANGE = (
     *("model.fsdp_cpu_offload", "model.optim_cpu_offload", "model.dp_replicate", "model.dither"),
     *("model.fused_lm_head_chunk_size", "model.trust_remote_code", "eval", "val", "shown_samples", "strict_data"),
     *("tasks_per_minute", "workers_per_env", "env_start_timeout_s", "env_worker_timeout_s", "max_env_worker_restarts"),
-    *("max_worker_memory", "env.*.venv", "env.*.env_vars", "env.*.keep_variables", "rollout_timeout_s"),
+    *("max_worker_memory", "env.*.venv", "env.*.env_vars", "rollout_timeout_s"),
     *("buffer.easy_fraction", "buffer.hard_fraction", "client", "teacher_model.client", "teacher_model.max_concurrent"),
     *("concurrency", "max_concurrent", "max_fruitless_batches", "reload_weights_on_start"),
 )
@@ -72,7 +71,7 @@ _MEASUREMENT_TIMES = (
     "eval.skip_eval_on_resume",
     "val.interval",
     "val.eval_on_start",
-    *(f"eval.env.*.{name}" for name in ("venv", "env_vars", "keep_variables")),
+    *(f"eval.env.*.{name}" for name in ("venv", "env_vars")),
 )
 """Keys of these sections that set when and in which process is measured, on which a score does not depend."""
 
@@ -97,11 +96,7 @@ def require_same_settings(part: Path, config: Section, *, ckpt: CkptConfig, step
     """Refuse a `config` that differs from the settings under which the committed `part` of its role was made."""
     saved, now, defaults = read_settings(part / CONFIG_FILE), flatten_config(config), flatten_config(type(config)())
     continued_lengths = find_schedule_lengths(now, saved=saved)
-    comparable = {
-        key: value
-        for key, value in (saved | find_schedule_lengths(saved)).items()
-        if key not in continued_lengths and find_key(type(config), tuple(key.split("."))) is not None  # else a removed key
-    }
+    comparable = {key: value for key, value in (saved | find_schedule_lengths(saved)).items() if key not in continued_lengths}
     changed = find_changes(comparable, now, defaults=defaults, allowed=(*MAY_CHANGE, *ckpt.allow_changes))
     if changed and EVERY_KEY not in ckpt.allow_changes:
         lines = "".join(f"\n- {line}" for line in describe_changes(changed))
@@ -222,8 +217,6 @@ def compare_data(part: Path, records: Mapping[str, DataRecord], *, step: Step, s
         strict_key: the key by which the user has forbidden other data; None: other data are allowed.
     """
     path = part / DATA_FILE
-    if not path.exists():  # a part that an earlier version wrote
-        return
     try:
         saved = msgspec.json.decode(path.read_bytes(), type=dict[str, DataRecord])
     except (OSError, msgspec.MsgspecError) as exc:

@@ -1,4 +1,4 @@
-"""Translates older spellings of keys, and those of prime-rl, into the current ones.
+"""Translates the spellings of keys in prime-rl and verifiers, past and present, into those of trivet.
 
 A renamed key is accepted with a notice, a removed key is refused with a text that names its replacement, and a key without effect
 is dropped with a notice. Existing keys are never changed. The tables contain the keys of a whole run (`orchestrator.group_size`). A
@@ -119,13 +119,6 @@ REFUSED = {
     "orchestrator.ckpt.wait_for_weights_timeout": "set orchestrator.rollout_transport.timeout_s",
     "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
     "resume": "set ckpt.resume_step; -1 takes the newest committed checkpoint",
-    **_with_prefixes(
-        ["deployment."],
-        ["node_rank", "host", "port"],
-        "the command is started once, and Ray finds the nodes; remove the key, and start Ray with the address that it should use",
-    ),
-    "deployment.env_worker_nodes": "set deployment.num_env_nodes for nodes that run environment workers and nothing else",
-    "kubernetes.max_server_restarts": "KubeRay replaces lost pods; remove the key",
     "slurm.template_path": "the script is written by the command; set slurm.pre_run_command, slurm.sbatch_args or slurm.srun_args",
     "slurm.cleanup_grace_period": "set recovery.preemption_grace_s and shutdown_timeout_s",
     "slurm.shared_fs": "the node must see output_dir and this environment; remove the key",
@@ -186,8 +179,6 @@ IGNORED = {
     "vf.trainer.args.ds3_gather_for_generation": "a server of its own generates",
     "vf.trainer.args.use_liger": "logits are never kept whole",
     "vf.trainer.args.remove_unused_columns": "environments keep what they need",
-    "orchestrator.self_check_rollouts": "every policy is compared: weights.probe_tokens = 0 turns it off",
-    "trainer.max_mismatch_kl": "the limit of the comparison follows from the dtype: weights.probe_tokens = 0 turns it off",
     "orchestrator.num_train_workers": "packing does not depend on the number of trainer ranks",
     "orchestrator.model.trust_remote_code": "the orchestrator runs no model code",
 }
@@ -203,7 +194,6 @@ SINGLE_VALUES = {
     "orchestrator.mask_env_responses": "true",
     **_with_prefixes(_EVAL_PREFIXES, ["per_rollout"], "false"),
     "orchestrator.buffer.skip_verification": "false",
-    "deployment.engine": "ray",
 }
 """The only value that is possible here, by key of prime-rl. Setting it is correct and has no effect."""
 SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile", "bench", "trainer.bench")
@@ -301,7 +291,7 @@ def _report_unsupported(entry: Entry, name: str, findings: Findings) -> bool:
 
 
 def _current_value(kind: type[Section], entry: Entry) -> Entry:
-    """Return the entry of an existing key with its current value: older versions wrote some values in another form."""
+    """Return the entry of an existing key with its current value: prime-rl wrote some values in another form."""
     name, key, text = _full_name(kind, entry.path), find_key(kind, entry.path), str(entry.value)
     if name in SWITCHES and text.lower() in ("true", "false"):
         return replace(entry, value={} if text.lower() == "true" else None)

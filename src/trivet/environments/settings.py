@@ -48,7 +48,7 @@ def host_settings(
         trajectory_strategy=trajectory_strategy,
         hash_keys=list(hash_keys),
         on_reward_error=env.on_reward_error,
-        env_vars=[*env.env_vars, *env.keep_variables],
+        env_vars=env.env_vars,
         rollout_timeout_s=rollout_timeout_s,
         log_level=log_level,
         is_plain=is_plain,

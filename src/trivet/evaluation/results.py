@@ -50,11 +50,11 @@ class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_examples: int
     rollouts_per_example: int
     sampling: SamplingArguments
-    data_digest: str = ""
-    """Digest of the examples. It is empty in records that earlier versions of trivet wrote; then it is not compared."""
+    data_digest: str
+    """Digest of the examples."""
 
     def __post_init__(self) -> None:
-        """Hide secrets in the arguments, also in a record that is read: earlier versions of trivet wrote them."""
+        """Hide secrets in the arguments."""
         msgspec.structs.force_setattr(self, "env_args", mask_table(self.env_args))
 
 
@@ -155,7 +155,7 @@ def explain_difference(directory: Path, task: TaskRecord) -> str | None:
         return f"{path} cannot be read: {exc}; move the directory away to evaluate anew"
     for name in task.__struct_fields__:
         before, now = getattr(earlier, name), getattr(task, name)
-        if before != now and not (name == "data_digest" and not (before and now)):
+        if before != now:
             return (
                 f"{directory} holds results of another evaluation: {name} was {_shorten(before)} and is {_shorten(now)} now; "
                 "set it back to continue them, or choose another output_dir"

@@ -132,17 +132,13 @@ class ChainHistory:
         self._ledger = ledger
         self._last: dict[str, bytes] = {}
         """Chain value of the last line, by role."""
-        self._num_unsealed = 0
-        """Number of lines without a chain value: older versions wrote none."""
 
     def read(self, line: Line) -> None:
         """Check one line against the last line of its role."""
         ledger, role, parts = self._ledger, line.event.role, take_apart(line.text)
         ledger.checks += 1
         if parts is None:
-            if self._last:
-                ledger.breach(_RECORD, "the line carries no chain, and earlier lines do")
-            self._num_unsealed += 1
+            ledger.breach(_RECORD, "the line has no chain value: it was changed, or another version of trivet wrote it")
             return
         ledger.checks += 1
         if parts.start and take_apart(line.text[: parts.start - 1] + b"\n") is not None:
@@ -163,10 +159,6 @@ class ChainHistory:
 
     def report_not_examined(self) -> None:
         """Add to the ledger what the chain cannot show."""
-        if self._num_unsealed:
-            self._ledger.not_examined.append(
-                f"the chain of {self._num_unsealed:,} lines: they carry none, as those of older versions"
-            )
         self._ledger.not_examined.append("edits that recompute the chain")
 
 

@@ -64,8 +64,8 @@ class SamplerState(msgspec.Struct, kw_only=True):
     """The sampler's state in a checkpoint."""
 
     next_group_id: GroupId = GroupId(0)
-    queues: dict[str, QueueState] = msgspec.field(default_factory=dict[str, QueueState], name="rows")
-    """Position of each queue, by its name: an environment with `env_ratios`, else `*`. Encoded, the field keeps its first name."""
+    queues: dict[str, QueueState] = {}
+    """Position of each queue, by its name: an environment with `env_ratios`, else `*`."""
     credits: dict[str, float] = {}
     """Credit of each queue towards its next turn, by its name: queues take turns by their ratios."""
     parked: dict[str, list[ParkedExample]] = {}

@@ -259,21 +259,16 @@ def _pod(
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
-    pod = without_none(
-        {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": _grace_s(config),
-            "serviceAccountName": kubernetes.service_account,
-            "nodeSelector": kubernetes.node_selector or None,
-            "tolerations": kubernetes.tolerations or None,
-            "containers": [container],
-            "volumes": [
-                {"name": "configuration", "configMap": {"name": config_map}},
-                {"name": "runs", "persistentVolumeClaim": {"claimName": kubernetes.volume_claim}},
-                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shm_size}},
-            ],
-        }
-    )
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _grace_s(config),
+        "containers": [container],
+        "volumes": [
+            {"name": "configuration", "configMap": {"name": config_map}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": kubernetes.volume_claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shm_size}},
+        ],
+    }
     return merge(pod, kubernetes.pod_overrides)
 
 

@@ -67,7 +67,7 @@ def make_task(config: RLConfig | SftConfig, *, command: SlurmCommand, configurat
         "resources": _resources(sky, num_gpus=num_gpus),
         "envs": sky.env or None,
         "secrets": dict.fromkeys(sky.secrets) or None,
-        "file_mounts": {**sky.file_mounts, on_node: str(configuration)},
+        "file_mounts": {on_node: str(configuration)},
         "setup": sky.setup,
         "run": _run_script(config, sky, command=command, configuration=on_node, num_gpus=num_gpus),
     }
@@ -82,8 +82,6 @@ def _resources(sky: SkyPilotConfig, *, num_gpus: int) -> dict[str, Any]:
         )
     found = {
         "accelerators": f"{sky.accelerator}:{num_gpus}" if num_gpus else None,
-        "cpus": f"{sky.cpus}+" if sky.cpus is not None else None,
-        "memory": f"{sky.memory_gb}+" if sky.memory_gb is not None else None,
         "image_id": f"docker:{sky.image}" if sky.image is not None else None,
         "job_recovery": {"recover_on_exit_codes": [NodesMissing.exit_code]},
     }

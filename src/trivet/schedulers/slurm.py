@@ -132,7 +132,7 @@ def make_script(config: AnyConfig, *, command: SlurmCommand, configuration: Path
         """trap 'rm -rf -- "$pid_file" "$directory/ray-$start"' EXIT""",
         *([slurm.pre_run_command] if slurm.pre_run_command else []),
         "set -u",
-        f"srun {shlex.join([*_srun_words(config, slurm), *slurm.srun_args])} \\",
+        f"srun {shlex.join([*_srun_words(config), *slurm.srun_args])} \\",
         f"  {_task(config, slurm, command=command, configuration=configuration)} &",
         "srun_pid=$!",
         "while true; do",
@@ -166,16 +166,12 @@ def make_script(config: AnyConfig, *, command: SlurmCommand, configuration: Path
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
-def _survives_lost_nodes(config: AnyConfig, slurm: SlurmConfig) -> bool:
-    return count_machines(config) > 1 and not slurm.kill_on_node_fail
-
-
-def _srun_words(config: AnyConfig, slurm: SlurmConfig) -> list[str]:
+def _srun_words(config: AnyConfig) -> list[str]:
     num_nodes = count_machines(config)
-    # The launcher on the first node decides what the end of another node means, so srun ends no task for it.
-    several = ["--kill-on-bad-exit=0", "--wait=0"] if num_nodes > 1 else []
-    lost = ["--no-kill"] if _survives_lost_nodes(config, slurm) else []  # sbatch's --no-kill keeps the job, not its step
-    return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *several, *lost, "--cpu-bind=none", "--export=ALL"]
+    # The launcher on the first node decides what the end of another node means, so srun ends no task for it. sbatch's --no-kill
+    # keeps the job, not its step.
+    several = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"] if num_nodes > 1 else []
+    return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *several, "--cpu-bind=none", "--export=ALL"]
 
 
 def _task(config: AnyConfig, slurm: SlurmConfig, *, command: SlurmCommand, configuration: Path) -> str:
@@ -186,7 +182,7 @@ def _task(config: AnyConfig, slurm: SlurmConfig, *, command: SlurmCommand, confi
     gpus, lost_after_s = count_gpus(config, asked=slurm.gpus_per_node), f"{config.deployment.lost_after_s:g}"
     words = shlex.join(module_command("trivet.cluster.bring_up", "--gpus", str(gpus), "--lost-after-s", lost_after_s))
     words += ' --directory "$directory" --job "$start"'
-    if _survives_lost_nodes(config, slurm):  # the node of this script among them
+    if count_machines(config) > 1:  # the job may lose the node of this script
         action = "scontrol requeue" if slurm.requeue else "scancel"
         words += f' --script-host "${{SLURMD_NODENAME:-}}" --script-lost "{action}"'
     return f"{words} -- {task}"
@@ -218,7 +214,7 @@ def _directives(config: AnyConfig, slurm: SlurmConfig, *, directory: Path) -> It
     yield f"--output={shlex.quote(str(directory).replace('%', '%%'))}/%j.log"
     yield "--open-mode=append"
     yield "--requeue" if slurm.requeue else "--no-requeue"
-    if _survives_lost_nodes(config, slurm):
+    if count_machines(config) > 1:
         yield "--no-kill"
     yield f"--signal=B:TERM@{slurm.signal_seconds}"
     yield from slurm.sbatch_args

@@ -29,41 +29,34 @@ _FILE_MODE = 0o644
 """Mode of all other files, so that other users and containers can read weights, also where a library has set another mode."""
 
 
-class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Size and digest of one file. The digest is in the field of its algorithm; the other field is empty.
+class FileRecord(msgspec.Struct, frozen=True):
+    """Size and digest of one file.
 
     A record shows damage, not forgery, because whoever can change a file can change its record.
     """
 
     num_bytes: int
-    xxh3_128: str = ""
+    xxh3_128: str
     """XXH3 with 128 bits, in hexadecimal. It is ten times as fast as SHA-256 on processors with instructions for SHA-256.
 
     Source: github.com/Cyan4973/xxHash, doc/xxhash_spec.md.
     """
-    sha256: str = ""
-    """SHA-256 in hexadecimal. Only older versions wrote it."""
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Return size and digest of a file."""
-    return FileRecord(*_digest(path, xxhash.xxh3_128()))
+    """Return size and digest of a file. Bytes that are appended after the file was opened are not read."""
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while chunk := file.read(min(_CHUNK_BYTES, size - num_bytes)):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return FileRecord(num_bytes=num_bytes, xxh3_128=digest.hexdigest())
 
 
 def hash_bytes(content: bytes) -> FileRecord:
     """Return the record of a file that holds `content`."""
     return FileRecord(num_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
-
-
-def _digest(path: Path, algorithm: "hashlib._Hash | xxhash.xxh3_128") -> tuple[int, str]:
-    """Return size and hexadecimal digest of `path`. Bytes that are appended after the file was opened are not read."""
-    num_bytes = 0
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        while chunk := file.read(min(_CHUNK_BYTES, size - num_bytes)):
-            algorithm.update(chunk)
-            num_bytes += len(chunk)
-    return num_bytes, algorithm.hexdigest()
 
 
 def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
@@ -75,7 +68,7 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
 
 def digest_of(files: Mapping[str, FileRecord]) -> str:
     """Return one SHA-256 over the sorted names, sizes and digests of `files`."""
-    lines = [f"{name} {record.num_bytes} {record.xxh3_128 or record.sha256}" for name, record in sorted(files.items())]
+    lines = [f"{name} {record.num_bytes} {record.xxh3_128}" for name, record in sorted(files.items())]
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
 
@@ -88,8 +81,7 @@ def explain_difference(directory: Path, files: Mapping[str, FileRecord]) -> str 
         found = path.stat().st_size
         if found != expected.num_bytes:
             return f"{path} has {found} bytes; {expected.num_bytes} were recorded"
-        algorithm = hashlib.sha256() if expected.sha256 else xxhash.xxh3_128()
-        if _digest(path, algorithm)[1] != (expected.sha256 or expected.xxh3_128):
+        if hash_file(path) != expected:
             return f"{path} does not match its recorded digest: the file was altered"
     return None
 

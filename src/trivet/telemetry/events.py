@@ -111,7 +111,7 @@ def chain_value(content: bytes, last: bytes) -> bytes:
 
 
 def take_apart(line: bytes) -> SealedLine | None:
-    """Return the parts of a line; None when it has no `offset` and `chain`, as in older versions, or these are damaged."""
+    """Return the parts of a line; None when it has no `offset` and `chain`, or these are damaged."""
     content, found, rest = line.rpartition(_CHAIN)
     _, has_offset, offset = content.rpartition(_OFFSET)
     if not found or not has_offset or not rest.endswith(_END) or not offset.isdigit():

@@ -192,7 +192,7 @@ class RunRollouts:
         return msgspec.json.decode(file.text(head))
 
     def samples(self, directory: Path, line: int) -> list[Sample]:
-        """Return the samples of one rollout; empty when their file is missing, as in runs of earlier versions."""
+        """Return the samples of one rollout; empty when their file is missing."""
         path = directory / GROUPS_FILE
         stamp = stamp_of(path)
         if stamp is None:

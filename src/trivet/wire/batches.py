@@ -72,9 +72,9 @@ class Batch(msgspec.Struct, kw_only=True):
     micro_batches: list[MicroBatch] = []
     group_ids: list[GroupId] = []
     num_rollouts: int = 0
-    has_orchestrator_part: bool = msgspec.field(default=False, name="has_orchestrator_half")
+    has_orchestrator_part: bool = False
     """True when the orchestrator's part of checkpoint `step` is on disk: after this step the trainer writes its own part and
-    commits both. Encoded, the field keeps its first name, under which recorded batches have it."""
+    commits both."""
     served_dtype: str = ""
     """The dtype in which the servers computed the scores of a probe, by torch's name; empty in other batches."""
 

@@ -71,8 +71,8 @@ class Finish(Event):
     reward_mean: float
     oldest_version: PolicyVersion
     newest_version: PolicyVersion
-    completion_tokens: float | None = None
-    """Mean number of tokens that the model sampled for a rollout of the group; None in histories of older versions."""
+    completion_tokens: float
+    """Mean number of tokens that the model sampled for a rollout of the group."""
 
 
 class Filter(Event):
@@ -184,8 +184,8 @@ class Commit(Event):
     """A checkpoint became valid."""
 
     step: Step
-    digest: str = ""
-    """`CommitRecord.digest`, which stands for every byte of the checkpoint; empty in histories of older versions."""
+    digest: str
+    """`CommitRecord.digest`, which stands for every byte of the checkpoint."""
 
 
 class Stop(Event):

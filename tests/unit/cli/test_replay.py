@@ -131,6 +131,7 @@ def evaluated(root: Path, program: str, env_args: dict[str, Any]) -> RunLayout:
         num_examples=1,
         rollouts_per_example=1,
         sampling=SamplingArguments(temperature=1.0),
+        data_digest="",
     )
     write_lines(directory / "results.jsonl", line(0, 0, "abc", 1.0))
     (directory / "task.json").write_bytes(msgspec.json.encode(task))

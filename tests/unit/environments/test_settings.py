@@ -14,9 +14,8 @@ def test_variables_whose_name_is_that_of_a_secret_are_withheld():
     assert worker_environment(ENVIRON).keys() == {"PATH", "TOKENIZERS_PARALLELISM"}
 
 
-@pytest.mark.parametrize("key", ["env_vars", "keep_variables"])
-def test_a_secret_is_given_where_an_environment_asks_for_it_or_a_server_wants_it(key: str):
-    env = EnvConfig.model_validate({key: ["JUDGE_API_KEY"]})
+def test_a_secret_is_given_where_an_environment_asks_for_it_or_a_server_wants_it():
+    env = EnvConfig.model_validate({"env_vars": ["JUDGE_API_KEY"]})
     settings = host_settings(env, model_name="m", client=ClientConfig(api_key_var=["HF_TOKEN"]))
     assert worker_environment(ENVIRON, settings=settings).keys() - {
         "PATH",
@@ -32,4 +31,4 @@ def test_the_secret_of_the_run_cannot_be_kept():
 
 
 def test_workers_of_two_environments_are_shared_only_where_they_get_the_same_variables():
-    assert EnvConfig(env_vars=["HF_TOKEN"]).program == EnvConfig(keep_variables=["HF_TOKEN"]).program != EnvConfig().program
+    assert EnvConfig(env_vars=["HF_TOKEN"]).program != EnvConfig().program

@@ -149,4 +149,3 @@ def test_results_of_other_examples_are_not_continued(tmp_path):
     ResultsFile(tmp_path, task(info=first), EarlierResults.REPLACE).close()
     with pytest.raises(ConfigError, match="holds results of another evaluation: data_digest was one and is two now"):
         ResultsFile(tmp_path, task(info=other), EarlierResults.REQUIRE_SAME)
-    ResultsFile(tmp_path, task(info=INFO), EarlierResults.REQUIRE_SAME).close()

@@ -1,4 +1,4 @@
-"""A recorded real run, with faults at eight points and seven attempts, is proven. Where a line matters, no repetition, omission
+"""A recorded real run, with faults at eight points and six attempts, is proven. Where a line matters, no repetition, omission
 or change of it passes."""
 
 import json

@@ -256,7 +256,7 @@ def a_resumed_group_that_finishes_undispatched(events: History) -> int:
     del events[commit + 1 :]
     for role in ("trainer", "orchestrator"):
         events.append(Start(role=role, attempt=2, run_id="run", from_step=step))
-    finish = Finish(group_id=min(live), reward_mean=0.0, oldest_version=step, newest_version=step)
+    finish = Finish(group_id=min(live), reward_mean=0.0, oldest_version=step, newest_version=step, completion_tokens=3.0)
     finish.role, finish.attempt = "orchestrator", 2
     events.append(finish)
     return len(events)

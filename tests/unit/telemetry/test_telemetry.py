@@ -54,7 +54,7 @@ def test_events_of_two_roles_share_a_file(layout):
     roles = [Telemetry(role, layout=layout, run=RUN) for role in ("trainer", "orchestrator")]
     roles[0].write_event(Start(run_id="run", from_step=0))
     roles[1].write_event(Dispatch(group_id=1, env="e", example_id=4, version=0))
-    roles[0].write_event(Commit(step=6))
+    roles[0].write_event(Commit(step=6, digest="d"))
     for telemetry in roles:
         telemetry.sync_events()
         telemetry.close()
@@ -65,7 +65,7 @@ def test_events_of_two_roles_share_a_file(layout):
 EVENTS: Sequence[AnyEvent] = [
     Start(run_id="r", from_step=0),
     Dispatch(group_id=1, env="e", example_id=0, version=0),
-    Finish(group_id=1, reward_mean=0.5, oldest_version=0, newest_version=1),
+    Finish(group_id=1, reward_mean=0.5, oldest_version=0, newest_version=1, completion_tokens=3.0),
     Filter(group_id=1, reason="zero_signal"),
     Drop(group_id=1, reason="stale"),
     BatchFormed(step=1, group_ids=[1, 2], oldest_version=0, newest_version=0),
@@ -73,7 +73,7 @@ EVENTS: Sequence[AnyEvent] = [
     Publish(version=1, digest="d"),
     Load(version=1, digest="d", server="s"),
     Retire(version=1),
-    Commit(step=1),
+    Commit(step=1, digest="d"),
     Stop(step=1, reason="done"),
 ]
 
@@ -108,7 +108,7 @@ def test_the_lines_of_a_role_are_one_chain_over_attempts_and_threads(layout):
             writers["trainer"].write(event)
             writers["orchestrator"].write(event)
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda step, writer=writers["trainer"]: writer.write(Commit(step=step)), range(100)))
+            list(pool.map(lambda step, writer=writers["trainer"]: writer.write(Commit(step=step, digest="d")), range(100)))
         for writer in writers.values():
             writer.close()
     assert links(layout.events, "trainer") == 2 * (len(EVENTS) + 100)
@@ -117,13 +117,13 @@ def test_the_lines_of_a_role_are_one_chain_over_attempts_and_threads(layout):
 
 def test_a_line_that_a_full_disk_cut_short_does_not_break_the_chain(layout):
     writer = EventWriter(layout.events, role="trainer", attempt=1)
-    writer.write(Commit(step=1))
+    writer.write(Commit(step=1, digest="d"))
     with layout.events.open("ab") as file:
         file.write(b'{"event":"commit","st')
     assert num_complete_bytes(layout.events) == layout.events.stat().st_size - 21
     assert [event.step for event in read_events(layout.events)] == [1], "a last event cut short is left out"
     again = EventWriter(layout.events, role="trainer", attempt=2)
-    again.write(Commit(step=2))
+    again.write(Commit(step=2, digest="d"))
     last = take_apart(layout.events.read_bytes().splitlines(keepends=True)[-1])
     assert last.start == 21
     assert last.chain == chain_value(last.content, take_apart(layout.events.read_bytes().splitlines(keepends=True)[0]).chain)

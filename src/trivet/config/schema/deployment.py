@@ -195,8 +195,6 @@ class SlurmConfig(Section):
     """Shell text that runs on the node before the command, such as `module load cuda`."""
     requeue: bool = True
     """Queue the job again after its time limit, a node failure or a failure that may pass. It resumes the newest commit."""
-    kill_on_node_fail: bool = False
-    """Let SLURM end the job when one of several nodes fails. False: the run goes on as [deployment] and [recovery] allow."""
     signal_seconds: int = Field(default=300, ge=1, le=65_535)
     """Seconds before the time limit at which the command is asked to end; SLURM may ask up to a minute earlier."""
     srun_args: list[OneLine] = []
@@ -232,12 +230,6 @@ class KubernetesConfig(Section):
     """The interpreter in the image."""
     queue: Label | None = None
     """Queue of Kueue, which holds the job back until all its pods have a place. Unset: none."""
-    service_account: ObjectName | None = None
-    """Service account of the pods; unset: the namespace's default."""
-    node_selector: dict[str, str] = {}
-    """Labels that the machines must have."""
-    tolerations: list[dict[str, Any]] = []
-    """Taints of machines that the pods tolerate, as Kubernetes spells them."""
     env: dict[Variable, str] = {}
     """Environment variables of the pods. The manifest shows them, so names that sound like a secret's are refused."""
     secret_env: dict[Variable, KeyOfSecret] = {}
@@ -255,7 +247,8 @@ class KubernetesConfig(Section):
     max_restarts: int = Field(default=3, ge=0, le=MAX_PROCESSES)
     """Restarts of all pods together, from the newest commit. Exit codes 2 (bad configuration) and 3 (diverged) restart nothing."""
     pod_overrides: dict[str, Any] = {}
-    """Merged last into the specification of every pod: tables key by key, containers, volumes and variables by name."""
+    """Merged last into the specification of every pod, such as `{ nodeSelector = { pool = "a" } }`: tables key by key, containers,
+    volumes and variables by name."""
 
     def _problems(self) -> Iterator[str]:
         return _secret_problems(self.env, given=self.secret_env, instead='secret_env = {{ {} = "SECRET/KEY" }}')
@@ -272,24 +265,18 @@ class SkyPilotConfig(Section):
     """Kind of the GPUs, such as `H100`; needed unless the run is one on CPUs."""
     gpus_per_node: int | None = Field(default=None, ge=0, le=MAX_PROCESSES)
     """GPUs of each node; unset: those that the configuration names. 0 for a run on CPUs."""
-    cpus: int | None = Field(default=None, ge=1)
-    """Fewest cores of a node; unset: what SkyPilot chooses."""
-    memory_gb: int | None = Field(default=None, ge=1)
-    """Least memory of a node, in GB; unset: what SkyPilot chooses."""
     image: str | None = Field(default=None, min_length=1)
     """Container image with trivet in it, such as one built from scripts/Dockerfile. Unset: setup installs trivet."""
     setup: str | None = Field(default=None, min_length=1)
     """Shell text that prepares a node before the command; unset: nothing."""
     python: str = Field(default="python", min_length=1)
     """The interpreter on the nodes."""
-    file_mounts: dict[str, Any] = {}
-    """Files and buckets that the nodes get, as SkyPilot spells them."""
     env: dict[Variable, str] = {}
     """Environment variables of the nodes. The task shows them, so names that sound like a secret's are refused."""
     secrets: list[Variable] = []
     """Environment variables whose values `sky jobs launch --secret NAME` takes from where it is typed."""
     task_overrides: dict[str, Any] = {}
-    """Merged last into the task, for what has no key here: tables key by key, lists of named tables by name."""
+    """Merged last into the task, such as `{ resources = { cpus = "8+" } }`: tables key by key, lists of named tables by name."""
 
     def _problems(self) -> Iterator[str]:
         return _secret_problems(self.env, given=self.secrets, instead='secrets = ["{}"]')

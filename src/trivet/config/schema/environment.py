@@ -252,14 +252,12 @@ class EnvConfig(Section):
     """Virtual environment of its workers: a name of `trivet env install`, a path, `trivet`, or `auto`: where that is installed."""
     env_vars: list[VariableName] = []
     """Variables that workers get although their names look secret (`KEY`, `TOKEN`, …); those of api_key_var they get anyway."""
-    keep_variables: list[VariableName] = []
-    """An older name of `env_vars`. Both count."""
     sampling: EnvSamplingConfig = EnvSamplingConfig()
 
     @property
     def program(self) -> tuple[str, dict[str, Any], str, list[str], str]:
         """All that a worker is started with. Workers of one environment can run any other with an equal program."""
-        return self.package, self.args, self.on_reward_error, sorted({*self.env_vars, *self.keep_variables}), self.venv
+        return self.package, self.args, self.on_reward_error, sorted(set(self.env_vars)), self.venv
 
     @property
     def label(self) -> str:
