@@ -8,26 +8,24 @@ Sessions that get no reward in time are written with the reason.
 
 import argparse
 import asyncio
-import hmac
 import os
 import secrets
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trivet.client.inference_client import InferenceClient
 from trivet.config.schema.inference import ClientConfig
-from trivet.environments.apis.agents.asker import ServerAsker, open_asker
-from trivet.environments.apis.agents.formats import ModelRequest
-from trivet.environments.apis.agents.server import AgentServer, serve_agents
+from trivet.environments.apis.agents.asker import ServerAsker
+from trivet.environments.apis.agents.server import AgentServer, has_key
 from trivet.environments.apis.agents.session import AgentSession, SessionLimits
-from trivet.environments.apis.turns import later_seed, to_samples
+from trivet.environments.apis.turns import to_samples
 from trivet.process.event_loop import run_until_signalled
 from trivet.process.proxies import is_direct
 from trivet.storage.durable import write_atomically
@@ -48,8 +46,9 @@ def configure_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of one answer")
     parser.add_argument("--max-turns", type=int, default=64, metavar="N", help="answers in one session (64)")
     parser.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="seconds of a session without a reward (3600)"
+        "--max-session-tokens", type=int, default=1_000_000, metavar="N", help="tokens that one session samples (1000000)"
     )
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds of one session (3600)")
 
 
 def run_gateway(arguments: argparse.Namespace) -> int:
@@ -70,80 +69,78 @@ async def _serve(arguments: argparse.Namespace) -> int:
         model = await server.model_name()
     finally:
         await server.aclose()
-    settings = HostSettings(env_id="agent", name="gateway", args={}, model_name=model, servers=client.access)
     key = secrets.token_urlsafe(24)
     write_atomically(arguments.key_file, f"{key}\n".encode(), is_private=True)
-    gateway = _Gateway(arguments, key)
-    async with (
-        open_asker(settings, os.environ) as gateway.asker,
-        serve_agents(arguments.host, model=model, port=arguments.port, routes=[gateway.route()]) as gateway.server,
-    ):
-        print(f"gateway at {gateway.server.root}/sessions, its key in {arguments.key_file}; sessions go to {arguments.output}")
-        sys.stdout.flush()
-        try:
+    agents = AgentServer(arguments.host, arguments.port, model=model)
+    fields = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
+    asker = ServerAsker(
+        settings=HostSettings(env_id="agent", name="gateway", args={}, model_name=model, servers=client.access),
+        environ=os.environ,
+        sampling=SamplingArguments(temperature=arguments.temperature, fields=fields),
+        base_url=arguments.base_url,
+        seed=None,
+    )
+    async with asyncio.TaskGroup() as following:
+        gateway = _Gateway(
+            asker=asker,
+            limits=SessionLimits(
+                max_turns=arguments.max_turns, max_tokens=arguments.max_session_tokens, timeout_s=arguments.timeout
+            ),
+            output=arguments.output,
+            key=key,
+            agents=agents,
+            following=following,
+        )
+        async with agents.listening([Route("/sessions", gateway.make_session, methods=["POST"])]):
+            print(f"gateway at {agents.root}/sessions, its key in {arguments.key_file}; sessions go to {arguments.output}")
+            sys.stdout.flush()
             await asyncio.Event().wait()
-        finally:
-            following = list(gateway.following)
-            for task in following:
-                task.cancel()  # it writes its session
-            await asyncio.gather(*following)
     return 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Gateway:
-    arguments: argparse.Namespace
+    """The sessions of a gateway."""
+
+    asker: ServerAsker
+    """What the sessions ask; each has a seed of its own."""
+    limits: SessionLimits
+    output: Path
     key: str
-    asker: ServerAsker = None  # type: ignore[assignment]  # set before the first request
-    server: AgentServer = None  # type: ignore[assignment]  # as above
+    """The key with which sessions are made."""
+    agents: AgentServer
+    following: asyncio.TaskGroup
+    """One task for each open session. The end of the gateway cancels it, and it writes its session."""
     num_sessions: int = 0
-    following: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
-    """One task for each open session."""
 
-    def route(self) -> Route:
-        """Return the route that makes sessions."""
-
-        async def make(request: Request) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.key.encode()):
-                return JSONResponse({"error": {"message": "the key of the gateway is needed"}}, 401)
-            session = self._make_session()
-            address = self.server.open(session)
-            task = asyncio.create_task(self._follow(session, self.num_sessions), name=f"session-{self.num_sessions}")
-            self.following.add(task)
-            task.add_done_callback(self.following.discard)
-            told = {"base_url": f"{address}/v1", "anthropic_base_url": address, "reward_url": f"{address}/reward"}
-            return JSONResponse({"id": self.num_sessions, "api_key": session.key, **told})
-
-        return Route("/sessions", make, methods=["POST"])
-
-    def _make_session(self) -> AgentSession:
+    async def make_session(self, request: Request) -> Response:
+        """Make a session; return its addresses and its key."""
+        if not has_key(request, self.key):
+            raise HTTPException(401, "the key of the gateway is needed")
         self.num_sessions += 1
-        arguments, number = self.arguments, self.num_sessions
-        fields = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
-        sampling = SamplingArguments(temperature=arguments.temperature, fields=fields)
-
-        async def complete(asked: ModelRequest, turn: int, known: Any) -> dict[str, Any]:
-            seed = later_seed(number, "turn", turn)
-            return await self.asker.complete(asked, sampling, base_url=arguments.base_url, seed=seed, known=known)
-
-        return AgentSession(complete, SessionLimits(max_turns=arguments.max_turns))
+        number = self.num_sessions
+        session = AgentSession(replace(self.asker, seed=number).complete, self.limits)
+        self.following.create_task(self._follow(session, number), name=f"session-{number}")
+        base_url = self.agents.address(session)
+        told = {"base_url": f"{base_url}/v1", "anthropic_base_url": base_url, "reward_url": f"{base_url}/reward"}
+        return JSONResponse({"id": number, "api_key": session.key, **told})
 
     async def _follow(self, session: AgentSession, number: int) -> None:
-        """Wait for the reward of a session, and write what it asked."""
-        failure = ""
+        """Serve a session until its reward or the end of its time, and write what it asked."""
+        failure = "the gateway was ended before the session had a reward"
         try:
-            async with asyncio.timeout(self.arguments.timeout):
+            async with self.agents.serving(session), asyncio.timeout(self.limits.timeout_s):
                 await session.rewarded.wait()
+            failure = ""
         except TimeoutError:
-            failure = f"no reward within {self.arguments.timeout:g} s"
-        except asyncio.CancelledError:
-            failure = "the gateway was ended before the session had a reward"
-        self.server.close(session)
-        await session.aclose()
+            failure = f"no reward within {self.limits.timeout_s:g} s"
+        finally:
+            self._write(session, number, failure=failure)
+
+    def _write(self, session: AgentSession, number: int, *, failure: str) -> None:
         turns = session.delivered()
         samples, _ = to_samples(
-            [recorded.turn for recorded in turns], temperature=self.arguments.temperature, strategy="interleaved"
+            [recorded.turn for recorded in turns], temperature=self.asker.sampling.temperature, strategy="interleaved"
         )
         record = {
             "id": number,
@@ -151,7 +148,7 @@ class _Gateway:
             "scores": session.scores,
             "failure": failure,
             "is_cut": session.is_cut,
-            "turns": [{"messages": recorded.messages, "message": recorded.message} for recorded in turns],
+            "turns": [{"messages": recorded.messages, "message": recorded.reply.message} for recorded in turns],
             "samples": [
                 {
                     "token_ids": sample.token_ids_T.tolist(),
@@ -162,5 +159,5 @@ class _Gateway:
                 for sample in samples
             ],
         }
-        with self.arguments.output.open("ab") as file:
+        with self.output.open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")

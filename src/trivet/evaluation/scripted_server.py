@@ -6,16 +6,16 @@ The path of a base URL names the policy and the example, so one server answers f
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trivet.environments.apis.agents.formats import ChatFormat, ModelReply
-from trivet.environments.apis.agents.server import serve_agents
+from trivet.environments.apis.agents.formats import CHAT, ModelReply
+from trivet.environments.apis.agents.server import AgentServer
 from trivet.evaluation.scripted_policies import PolicyKind, Script, write_reply
 from trivet.wire.groups import OVERLONG_REFUSALS
 
-_FORMAT = ChatFormat()
 _MAX_TURNS = 32
 """Replies of the policy in a conversation. A longer one is refused as too long for the context, which ends a rollout in order."""
 
@@ -44,7 +44,7 @@ class ScriptedServer:
         asked = await request.json()
         messages = asked["messages"]
         if sum(message["role"] == "assistant" for message in messages) >= _MAX_TURNS:
-            return JSONResponse(_FORMAT.error(f"{OVERLONG_REFUSALS[0]}: {_MAX_TURNS} turns", kind="invalid_request_error"), 400)
+            raise HTTPException(400, f"{OVERLONG_REFUSALS[0]}: {_MAX_TURNS} turns")
         policy, script = PolicyKind(request.path_params["policy"]), self.scripts[request.path_params["example_id"]]
         message = write_reply(policy, script, messages=messages, tools=asked.get("tools") or [], seed=asked.get("seed") or 0)
         reply = ModelReply(
@@ -56,9 +56,9 @@ class ScriptedServer:
             completion_tokens=len(str(message["content"]).split()),
             created=0,
         )
-        answer = _FORMAT.write(reply)
+        answer = CHAT.write(reply)
         if asked.get("stream"):
-            return Response("".join(_FORMAT.events(answer)), media_type="text/event-stream")
+            return Response("".join(CHAT.events(answer)), media_type="text/event-stream")
         return JSONResponse(answer)
 
 
@@ -67,6 +67,7 @@ async def serve_scripts() -> AsyncIterator[ScriptedServer]:
     """Serve on a free port of loopback for a block."""
     server = ScriptedServer()
     route = Route("/{policy}/{example_id:int}/v1/chat/completions", server.answer, methods=["POST"])
-    async with serve_agents("127.0.0.1", model="scripted", routes=[route]) as agents:
+    agents = AgentServer("127.0.0.1", model="scripted")
+    async with agents.listening([route]):
         server.root = agents.root
         yield server

@@ -1,14 +1,16 @@
 """Asks an inference server for the completions of agents, with the tokens that are trained on."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import functools
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from trivet.environments.apis.agents.formats import ModelRequest
 from trivet.environments.apis.messages import describe
-from trivet.environments.apis.turns import request_arguments
+from trivet.environments.apis.turns import later_seed, request_arguments
 from trivet.errors import RolloutFailed
 from trivet.process.proxies import is_direct
 from trivet.wire.groups import OVERLONG_REFUSALS, SamplingArguments, server_root
@@ -18,27 +20,28 @@ OVERLONG = "OverlongPrompt"
 """Kind of the failure of a request that is longer than the context."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAsker:
-    """Connections to the servers of one environment."""
+    """Asks for the completions of one rollout. The sampling of the run holds, not the agent's.
 
-    def __init__(self, settings: HostSettings, environ: Mapping[str, str], http: httpx.AsyncClient) -> None:
-        self._settings = settings
-        self._environ = environ
-        self._http = http
+    Every request has a connection of its own: to open one takes less time than to find a free one among those of all rollouts.
+    """
 
-    async def complete(
-        self, asked: ModelRequest, sampling: SamplingArguments, *, base_url: str, seed: int | None, known: Sequence[int]
-    ) -> dict[str, Any]:
-        """Return the JSON of a chat completion. The sampling of the run holds, not the agent's; the lower limit of tokens counts.
+    settings: HostSettings
+    environ: Mapping[str, str]
+    sampling: SamplingArguments
+    base_url: str
+    seed: int | None
 
-        Args:
-            known: the tokens that begin the conversation, as the model read and sampled them.
+    async def complete(self, asked: ModelRequest, number: int, known: Sequence[int]) -> dict[str, Any]:
+        """Return the JSON of a chat completion; see `session.Complete`. The lower limit of tokens counts.
 
         Raises:
             RolloutFailed: the server cannot be reached, or refused.
         """
-        settings = self._settings
-        arguments = request_arguments(sampling, seed=seed)
+        settings = self.settings
+        seed = None if self.seed is None else later_seed(self.seed, "turn", number)
+        arguments = request_arguments(self.sampling, seed=seed)
         body: dict[str, Any] = {"model": settings.model_name, "messages": asked.messages, **arguments.pop("extra_body")}
         body |= {name: value for name, value in arguments.items() if value is not None}
         body |= {name: value for name, value in (("tools", asked.tools), ("stop", asked.stop)) if value}
@@ -46,10 +49,12 @@ class ServerAsker:
             body["max_tokens"] = min(limits)
         if known and settings.trajectory_strategy == "interleaved":
             body["known_token_ids"] = list(known)
-        key = settings.servers.api_key(base_url, self._environ)
+        key = settings.servers.api_key(self.base_url, self.environ)
         headers = {**settings.servers.headers, **({"Authorization": f"Bearer {key}"} if key else {})}
+        url, is_near = f"{server_root(self.base_url)}/v1/chat/completions", is_direct(self.base_url, self.environ)
         try:
-            answer = await self._http.post(f"{server_root(base_url)}/v1/chat/completions", json=body, headers=headers)
+            async with httpx.AsyncClient(timeout=settings.servers.timeout_s, trust_env=not is_near, verify=_tls()) as http:
+                answer = await http.post(url, json=body, headers=headers)
         except httpx.HTTPError as exc:
             raise RolloutFailed(describe(exc), kind=type(exc).__name__, is_infrastructure=True) from exc
         if answer.is_success:
@@ -62,10 +67,7 @@ class ServerAsker:
         )
 
 
-@asynccontextmanager
-async def open_asker(settings: HostSettings, environ: Mapping[str, str]) -> AsyncIterator[ServerAsker]:
-    """Open connections for a block. The proxies that `environ` names are used where `is_direct` says so."""
-    near = is_direct(settings.servers.base_urls[0], environ)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=settings.servers.timeout_s, trust_env=not near, limits=limits) as http:
-        yield ServerAsker(settings, environ, http)
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Return the certificates that are trusted. To load them takes longer than to open a connection."""
+    return httpx.create_ssl_context()

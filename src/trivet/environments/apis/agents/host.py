@@ -13,20 +13,18 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from trivet.environments.apis.agents.asker import OVERLONG, ServerAsker, open_asker
-from trivet.environments.apis.agents.formats import ModelRequest
-from trivet.environments.apis.agents.server import AgentServer, read_reward, serve_agents
+from trivet.environments.apis.agents.asker import OVERLONG, ServerAsker
+from trivet.environments.apis.agents.server import AgentServer, read_reward
 from trivet.environments.apis.agents.session import AgentSession, RecordedTurn, SessionLimits
 from trivet.environments.apis.groups import Stage, StageBoard, limit_time, play_group
 from trivet.environments.apis.messages import find_answer, find_example, shorten_messages
 from trivet.environments.apis.rewards import require_reward
-from trivet.environments.apis.turns import later_seed, rollout_seed, to_samples
+from trivet.environments.apis.turns import rollout_seed, to_samples
 from trivet.environments.examples import digest_records, hash_fields
 from trivet.errors import EnvironmentLoadError, RolloutFailed
 from trivet.process.imports import import_by_path
@@ -40,12 +38,14 @@ _NO_REWARD = "NoReward"
 _STOP_TIMEOUT_S = 2.0
 """Time between the request to end and the kill of an agent that was told to stop."""
 _NUM_LOG_BYTES = 2_000
+_REWARD_FILE, _OUTPUT_FILE = "reward.json", "output.log"
+"""Files in the directory of a rollout: what the program reports, and what it prints."""
 
 
 class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `args` of an environment of the id `agent`."""
 
-    command: list[str]
+    command: Annotated[list[str], msgspec.Meta(min_length=1)]
     """The program and its arguments."""
     tasks: str
     """A file of JSON lines; each is a task, which the program is given as it is."""
@@ -63,19 +63,6 @@ class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The address at which sessions listen. With another one than loopback, programs elsewhere can use a session's key."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Played:
-    """A rollout whose program has ended."""
-
-    session: AgentSession
-    log: str
-    exit_code: int | None
-    """None when it was ended because its time was over."""
-    seconds: float
-    reward: float
-    scores: dict[str, float]
-
-
 def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard) -> "AgentHost":
     """Read the tasks and the reward function that `settings` name.
 
@@ -85,27 +72,27 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
     name = settings.name
     try:
         arguments = msgspec.convert(settings.args, AgentArguments)
+        reward = None if arguments.reward is None else import_by_path(arguments.reward)
     except msgspec.ValidationError as exc:
         raise EnvironmentLoadError(f"environment {name!r}: args: {exc}") from exc
-    if not arguments.command:
-        raise EnvironmentLoadError(f"environment {name!r}: args.command is empty; name the program and its arguments")
-    tasks = {Split.TRAIN: _read_tasks(arguments.tasks, name=name)}
-    if arguments.eval_tasks is not None:
-        tasks[Split.EVAL] = _read_tasks(arguments.eval_tasks, name=name)
-    try:
-        reward = None if arguments.reward is None else import_by_path(arguments.reward)
     except Exception as exc:  # user code may raise anything: it is reported with the environment's name
-        raise EnvironmentLoadError(f"environment {name!r}: args.reward {arguments.reward!r} cannot be imported: {exc}") from exc
+        raise EnvironmentLoadError(
+            f"environment {name!r}: args.reward {settings.args['reward']!r} cannot be imported: {exc}"
+        ) from exc
+    files = {Split.TRAIN: arguments.tasks, Split.EVAL: arguments.eval_tasks}
+    tasks = {split: _read_tasks(path, name=name) for split, path in files.items() if path is not None}
     return AgentHost(settings, arguments, tasks, reward, environ=environ, stages=stages)
 
 
 def _read_tasks(path: str, *, name: str) -> list[dict[str, Any]]:
     try:
-        rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as exc:
-        raise EnvironmentLoadError(f"environment {name!r}: the tasks in {path!r} cannot be read: {exc}") from exc
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise EnvironmentLoadError(f"environment {name!r}: {path!r} must have a JSON object on each line, one for each task")
+        rows = msgspec.json.Decoder(dict[str, Any]).decode_lines(Path(path).read_bytes())
+    except (OSError, msgspec.DecodeError) as exc:
+        raise EnvironmentLoadError(
+            f"environment {name!r}: the tasks in {path!r} cannot be read: {exc}; each line must be a JSON object, one for each task"
+        ) from exc
+    if not rows:
+        raise EnvironmentLoadError(f"environment {name!r}: there are no tasks in {path!r}")
     return rows
 
 
@@ -143,15 +130,12 @@ class AgentHost:
         self._environ = environ
         self._stages = stages
         self._server: AgentServer
-        self._asker: ServerAsker
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Serve sessions while the worker runs groups."""
-        async with (
-            serve_agents(self._arguments.host, model=self._settings.model_name) as self._server,
-            open_asker(self._settings, self._environ) as self._asker,
-        ):
+        self._server = AgentServer(self._arguments.host, model=self._settings.model_name)
+        async with self._server.listening():
             yield
 
     def example(self, *, split: Split, example_id: int) -> Example:
@@ -169,40 +153,55 @@ class AgentHost:
         async with limit_time(self._settings.rollout_timeout_s, request):
             with self._stages.stage(Stage.GENERATING, num_rollouts=request.num_rollouts):
                 played = await play_group(lambda index: self._play(task, request, index), request)
-        rollouts: list[Rollout] = []
-        for index, (each, num_retries) in enumerate(played):
-            rollouts.append(self._to_rollout(each, index, temperature=request.sampling.temperature))
-            rollouts[-1].num_retries = num_retries
-        return rollouts
+        for rollout, num_retries in played:
+            rollout.num_retries = num_retries
+        return [rollout for rollout, _ in played]
 
-    async def _play(self, task: Mapping[str, Any], request: GroupRequest, index: int) -> _Played:
+    async def _play(self, task: Mapping[str, Any], request: GroupRequest, index: int) -> Rollout:
         """Run the program once; raises RolloutFailed if it reports no reward."""
         started = time.monotonic()
         arguments = self._arguments
-        seed = rollout_seed(request, index)
-
-        async def complete(asked: ModelRequest, number: int, known: Sequence[int]) -> dict[str, Any]:
-            own_seed = None if seed is None else later_seed(seed, "turn", number)
-            return await self._asker.complete(asked, request.sampling, base_url=request.base_url, seed=own_seed, known=known)
-
-        session = AgentSession(complete, SessionLimits(max_turns=arguments.max_turns, max_tokens=arguments.max_tokens))
+        asker = ServerAsker(
+            settings=self._settings,
+            environ=self._environ,
+            sampling=request.sampling,
+            base_url=request.base_url,
+            seed=rollout_seed(request, index),
+        )
+        limits = SessionLimits(max_turns=arguments.max_turns, max_tokens=arguments.max_tokens, timeout_s=arguments.timeout_s)
+        session = AgentSession(asker.complete, limits)
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
             directory = Path(folder)
-            address = self._server.open(session)
-            try:
-                log, exit_code = await self._run_program(task, session, directory, address=address)
+            async with self._server.serving(session) as address:
+                exit_code = await self._run_program(task, session, directory, address=address)
                 seconds = time.monotonic() - started
-                reward, scores = await self._score(task, session, directory, log=log, exit_code=exit_code)
-            finally:
-                self._server.close(session)
-                await session.aclose()
-        return _Played(session=session, log=log, exit_code=exit_code, seconds=seconds, reward=reward, scores=scores)
+                reward, scores = await self._score(task, session, directory, exit_code=exit_code)
+        turns = session.delivered()
+        strategy = self._settings.trajectory_strategy
+        samples, num_broken = to_samples(
+            [recorded.turn for recorded in turns], temperature=request.sampling.temperature, strategy=strategy
+        )
+        if strategy == "interleaved" and len(turns) > 1:
+            scores = {**scores, "broken_prefixes": float(num_broken)}
+        return Rollout(
+            index=index,
+            reward=reward,
+            samples=samples,
+            scores=scores,
+            prompt=shorten_messages(turns[0].messages if turns else []),
+            completion=shorten_messages(_completion(turns)),
+            num_turns=len(turns),
+            is_cut=session.is_cut or exit_code is None,
+            ran_out_of_context=session.failure is not None and session.failure.kind == OVERLONG,
+            ended_by="" if not exit_code else f"exit code {exit_code}",
+            generation_s=seconds,
+        )
 
     async def _run_program(
         self, task: Mapping[str, Any], session: AgentSession, directory: Path, *, address: str
-    ) -> tuple[str, int | None]:
-        """Run the program to its end; return the end of its output, and its exit code, or None if its time was over."""
-        task_file, log_file = directory / "task.json", directory / "output.log"
+    ) -> int | None:
+        """Run the program to its end, with its output in a file; return its exit code, or None if its time was over."""
+        task_file = directory / "task.json"
         task_file.write_text(json.dumps(task), encoding="utf-8")
         variables = {
             "OPENAI_BASE_URL": f"{address}/v1",
@@ -211,10 +210,10 @@ class AgentHost:
             "ANTHROPIC_API_KEY": session.key,
             "TRIVET_MODEL": self._settings.model_name,
             "TRIVET_TASK_FILE": str(task_file),
-            "TRIVET_REWARD_FILE": str(directory / "reward.json"),
+            "TRIVET_REWARD_FILE": str(directory / _REWARD_FILE),
             "TRIVET_REWARD_URL": f"{address}/reward",
         }
-        with log_file.open("wb") as output:
+        with (directory / _OUTPUT_FILE).open("wb") as output:
             program = await asyncio.create_subprocess_exec(
                 *tied_command(self._arguments.command),
                 env={**self._environ, **variables},
@@ -223,66 +222,40 @@ class AgentHost:
                 stderr=output,
                 start_new_session=True,
             )
-        exit_code = None
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._arguments.timeout_s):
-                    exit_code = await program.wait()
+            async with asyncio.timeout(session.limits.timeout_s):
+                return await program.wait()
+        except TimeoutError:
+            return None
         finally:
             await _end(program)
-        with log_file.open("rb") as output:
-            output.seek(max(0, log_file.stat().st_size - _NUM_LOG_BYTES))
-            return output.read().decode(errors="replace"), exit_code
 
     async def _score(
-        self, task: Mapping[str, Any], session: AgentSession, directory: Path, *, log: str, exit_code: int | None
+        self, task: Mapping[str, Any], session: AgentSession, directory: Path, *, exit_code: int | None
     ) -> tuple[float, dict[str, float]]:
         """Return the reward and the scores of a rollout; raises RolloutFailed without any."""
-        file = directory / "reward.json"
+        reward, scores, file = session.reward, session.scores, directory / _REWARD_FILE
         if self._reward is not None:
             completion = _completion(session.delivered())
-            if inspect.iscoroutinefunction(self._reward):
-                reward = await self._reward(task=task, completion=completion, directory=directory)
-            else:
-                reward = await asyncio.to_thread(self._reward, task=task, completion=completion, directory=directory)
-            found = reward, {}
-        elif session.reward is not None:
-            found = session.reward, session.scores
-        elif file.exists():
+            reward = await asyncio.to_thread(self._reward, task=task, completion=completion, directory=directory)
+            reward, scores = (await reward if inspect.isawaitable(reward) else reward), {}
+        elif reward is None and file.exists():
             try:
-                found = read_reward(json.loads(file.read_text()))
+                reward, scores = read_reward(json.loads(file.read_text()))
             except ValueError as exc:
                 raise RolloutFailed(f"the agent's reward file is wrong: {exc}", kind=_NO_REWARD) from exc
-        else:
+        elif reward is None:
             end = "its time was over (args.timeout_s)" if exit_code is None else f"it ended with exit code {exit_code}"
+            with (directory / _OUTPUT_FILE).open("rb") as output:
+                output.seek(max(0, output.seek(0, os.SEEK_END) - _NUM_LOG_BYTES))
+                tail = output.read().decode(errors="replace")
             raise RolloutFailed(
                 f"the agent reported no reward: {end}; it must post to TRIVET_REWARD_URL or write TRIVET_REWARD_FILE, or set "
-                f"args.reward. The end of its output:\n{log}",
+                f"args.reward. The end of its output:\n{tail}",
                 kind=_NO_REWARD,
                 is_infrastructure=session.failure is not None and session.failure.is_infrastructure,
             )
-        return require_reward(found[0], env=self.name, values=found[1]), found[1]
-
-    def _to_rollout(self, played: _Played, index: int, *, temperature: float | None) -> Rollout:
-        turns = played.session.delivered()
-        strategy = self._settings.trajectory_strategy
-        samples, num_broken = to_samples([recorded.turn for recorded in turns], temperature=temperature, strategy=strategy)
-        scores = dict(played.scores)
-        if strategy == "interleaved" and len(turns) > 1:
-            scores["broken_prefixes"] = float(num_broken)
-        return Rollout(
-            index=index,
-            reward=played.reward,
-            samples=samples,
-            scores=scores,
-            prompt=shorten_messages(turns[0].messages if turns else []),
-            completion=shorten_messages(_completion(turns)),
-            num_turns=len(turns),
-            is_cut=played.session.is_cut or played.exit_code is None,
-            ran_out_of_context=played.session.failure is not None and played.session.failure.kind == OVERLONG,
-            ended_by="" if not played.exit_code else f"exit code {played.exit_code}",
-            generation_s=played.seconds,
-        )
+        return require_reward(reward, env=self.name, values=scores), scores
 
 
 def _completion(turns: Sequence[RecordedTurn]) -> list[dict[str, Any]]:
@@ -290,7 +263,7 @@ def _completion(turns: Sequence[RecordedTurn]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     num_seen = len(turns[0].messages) if turns else 0
     for recorded in turns:
-        messages += [*recorded.messages[num_seen:], recorded.message]
+        messages += [*recorded.messages[num_seen:], recorded.reply.message]
         num_seen = max(num_seen, len(recorded.messages) + 1)
     return messages
 

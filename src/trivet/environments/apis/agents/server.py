@@ -7,26 +7,24 @@ asks for another address. Bodies and connections are bounded, and keys are compa
 import asyncio
 import hmac
 import json
-import logging
 import math
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from trivet.config.tables import as_table
-from trivet.environments.apis.agents.formats import FORMATS, ChatFormat, Format, ModelRequest
-from trivet.environments.apis.agents.session import AgentSession, LimitReached, RecordedTurn
+from trivet.environments.apis.agents.formats import FORMATS, Format
+from trivet.environments.apis.agents.session import AgentSession, Exchange
 from trivet.errors import RolloutFailed
-
-logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
 """A conversation that fills a context of a million tokens has a few MiB."""
@@ -35,105 +33,122 @@ _KEEP_ALIVE_S = 3600
 """An agent works between two requests. A connection that was closed meanwhile would fail its next one."""
 _RETRY_HEADER = "x-stainless-retry-count"
 """Header with which the clients of OpenAI and Anthropic say how often they have sent a request before."""
+_ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+ReadT = TypeVar("ReadT")
 
 
 class AgentServer:
     """The sessions that are served.
 
-    >>> async with serve_agents("127.0.0.1") as server:
-    ...     base_url = server.open(session)
-    ...     server.close(session)
+    >>> server = AgentServer("127.0.0.1", model="m")
+    >>> async with server.listening(), server.serving(session) as base_url:
+    ...     ...
     """
 
-    def __init__(self, root: str, *, model: str) -> None:
-        """Serve no session yet.
+    def __init__(self, host: str, port: int = 0, *, model: str) -> None:
+        """Reserve an address.
 
         Args:
-            root: the address of the server.
+            port: 0 for a free one.
             model: the name of the model for clients that list models.
         """
-        self.root = root
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=_MAX_CONNECTIONS)
+        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        self.root = f"http://{shown}:{self._socket.getsockname()[1]}"
         self._model = model
         self._sessions: dict[str, AgentSession] = {}
-        """The sessions by the public part of their addresses."""
-        self._num_opened = 0
+        """The open sessions by their names."""
 
-    def open(self, session: AgentSession) -> str:
-        """Serve a session; return its base URL, without `/v1`."""
-        name, self._num_opened = str(self._num_opened), self._num_opened + 1
-        self._sessions[name] = session
-        return f"{self.root}/{name}"
+    @asynccontextmanager
+    async def listening(self, routes: Sequence[Route] = ()) -> AsyncIterator[None]:
+        """Answer requests during the block, also those of further routes."""
+        own = [Route(f"/{{session}}/v1{form.path}", partial(self._answer, form=form), methods=["POST"]) for form in FORMATS]
+        own.append(Route("/{session}/v1/models", self._list_models))
+        own.append(Route("/{session}/reward", self._take_reward, methods=["POST"]))
+        app = Starlette(routes=[*routes, *own], exception_handlers={HTTPException: _refuse, ClientDisconnect: _end_unheard})
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            lifespan="off",
+            limit_concurrency=_MAX_CONNECTIONS,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        http = uvicorn.Server(config)
+        config.load()
+        http.lifespan = config.lifespan_class(config)
+        await http.startup(sockets=[self._socket])  # not `serve`, which takes the signals of the process
+        answering = asyncio.create_task(http.main_loop(), name="agent-server")
+        try:
+            yield
+        finally:
+            for session in list(self._sessions.values()):
+                await session.aclose()  # a request that waits for the model would hold up the end
+            http.should_exit = True
+            await answering
+            await http.shutdown(sockets=[self._socket])
+            self._socket.close()
 
-    def close(self, session: AgentSession) -> None:
-        """Serve a session no more. May be called again."""
-        self._sessions = {name: other for name, other in self._sessions.items() if other is not session}
+    def address(self, session: AgentSession) -> str:
+        """Return the base URL of a session, without `/v1`."""
+        return f"{self.root}/{session.name}"
 
-    def routes(self) -> list[Route]:
-        """Return the routes of every session."""
-        asked = [Route(f"/{{session}}/v1{form.path}", partial(self._answer, form=form), methods=["POST"]) for form in FORMATS]
-        return [
-            *asked,
-            Route("/{session}/v1/models", self._list_models),
-            Route("/{session}/reward", self._take_reward, methods=["POST"]),
-        ]
+    @asynccontextmanager
+    async def serving(self, session: AgentSession) -> AsyncIterator[str]:
+        """Serve a session during the block, and cancel its requests at the end. Yields its address."""
+        self._sessions[session.name] = session
+        try:
+            yield self.address(session)
+        finally:
+            del self._sessions[session.name]
+            await session.aclose()
 
-    def _find(self, request: Request) -> AgentSession | None:
-        """Return the session of a request that has its key."""
+    def _find(self, request: Request) -> AgentSession:
+        """Return the session of a request that has its key. Raises HTTPException without it."""
         session = self._sessions.get(request.path_params["session"])
-        given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        is_allowed = session is not None and hmac.compare_digest(given.encode(), session.key.encode())
-        return session if is_allowed else None
+        if session is None or not has_key(request, session.key):
+            raise HTTPException(401, "no open session has this address and key")
+        return session
 
     async def _answer(self, request: Request, *, form: Format) -> Response:
         session = self._find(request)
-        if session is None:
-            return JSONResponse(form.error("no session has this address and key", kind="authentication_error"), 401)
+        asked = await _read(request, form.read)
+        asking = session.ask(asked, is_retry=request.headers.get(_RETRY_HEADER, "0") != "0")
         try:
-            asked = form.read(await _read_json(request))
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:  # a body of another shape
-            message = f"the request cannot be read: {type(exc).__name__}: {exc}"
-            return JSONResponse(form.error(message, kind="invalid_request_error"), 400)
-        try:
-            reply, recorded = await _unless_disconnected(
-                request, session.ask(asked, is_retry=request.headers.get(_RETRY_HEADER, "0") != "0")
-            )
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except LimitReached as exc:
-            return JSONResponse(form.error(str(exc), kind="invalid_request_error"), 400)
+            exchange = await _unless_disconnected(request, asking)
         except RolloutFailed as exc:
-            status = 503 if exc.is_infrastructure else 400
-            return JSONResponse(form.error(str(exc), kind="api_error"), status)
-        answer = form.write(reply)
+            raise HTTPException(503 if exc.is_infrastructure else 400, str(exc)) from exc
+        answer = form.write(exchange.answer.result().reply)
         if asked.is_streamed:
-            parts = _deliver([event.encode() for event in form.events(answer)], request, session, asked, recorded)
-            return StreamingResponse(parts, media_type="text/event-stream")
+            parts = [event.encode() for event in form.events(answer)]
+            return StreamingResponse(_deliver(parts, request, exchange), media_type="text/event-stream")
         content = json.dumps(answer).encode()
         headers = {"content-length": str(len(content))}
-        parts = _deliver([content], request, session, asked, recorded)
-        return StreamingResponse(parts, media_type="application/json", headers=headers)
+        return StreamingResponse(_deliver([content], request, exchange), media_type="application/json", headers=headers)
 
     async def _list_models(self, request: Request) -> Response:
-        if self._find(request) is None:
-            return JSONResponse(ChatFormat().error("no session has this address and key", kind="authentication_error"), 401)
-        return JSONResponse(
-            {"object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "trivet"}]}
-        )
+        self._find(request)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "trivet"}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def _take_reward(self, request: Request) -> Response:
-        """Take `{"reward": number, "scores": {name: number}}`, or a number alone."""
         session = self._find(request)
-        if session is None:
-            return JSONResponse(ChatFormat().error("no session has this address and key", kind="authentication_error"), 401)
-        try:
-            session.report(*read_reward(await _read_json(request)))
-        except ValueError as exc:
-            return JSONResponse(ChatFormat().error(str(exc), kind="invalid_request_error"), 400)
+        session.report(*await _read(request, read_reward))
         return JSONResponse({"status": "ok"})
 
 
+def has_key(request: Request, key: str) -> bool:
+    """Return whether a request has a key, as the clients of OpenAI or Anthropic send it."""
+    given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    return hmac.compare_digest(given.encode(), key.encode())
+
+
 def read_reward(value: object) -> tuple[float, dict[str, float]]:
-    """Return the reward and the scores that an agent reports. Raises ValueError when it is no finite number."""
+    """Return the reward and the scores that an agent reports, as `{"reward": number, "scores": {name: number}}` or a number alone.
+
+    Raises:
+        ValueError: one of them is no finite number.
+    """
     table: dict[str, Any] = as_table(value) or {"reward": value}
     scores: dict[str, Any] = table.get("scores") or {}
     numbers = {"reward": table.get("reward"), **scores}
@@ -143,77 +158,54 @@ def read_reward(value: object) -> tuple[float, dict[str, float]]:
     return float(numbers.pop("reward")), {name: float(number) for name, number in numbers.items()}
 
 
-async def _read_json(request: Request) -> Any:
+async def _read(request: Request, read: Callable[[Any], ReadT]) -> ReadT:
+    """Return what `read` makes of a request's body. Raises HTTPException for a body that it cannot read."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > _MAX_BODY_BYTES:
-            raise ValueError(f"the body has more than {_MAX_BODY_BYTES // 2**20} MiB")
-    return json.loads(bytes(data))
+            raise HTTPException(400, f"the body has more than {_MAX_BODY_BYTES // 2**20} MiB")
+    try:
+        return read(json.loads(bytes(data)))
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:  # a body of another shape
+        raise HTTPException(400, f"the request cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
-async def _unless_disconnected(request: Request, asking: Any) -> Any:
+def _refuse(_: Request, error: Exception) -> Response:
+    """Return an error in a form that the clients of OpenAI and Anthropic read."""
+    assert isinstance(error, HTTPException)
+    kind = _ERROR_TYPES.get(error.status_code, "api_error")
+    content = {"type": "error", "error": {"type": kind, "message": error.detail, "param": None, "code": kind}}
+    return JSONResponse(content, error.status_code)
+
+
+def _end_unheard(_: Request, __: Exception) -> Response:
+    """Return an answer that nobody gets."""
+    return Response(status_code=499)
+
+
+async def _unless_disconnected(request: Request, asking: Coroutine[Any, Any, Exchange]) -> Exchange:
     """Wait for an answer. Raises ClientDisconnect if the client goes away before."""
     answer = asyncio.ensure_future(asking)
+    gone = asyncio.ensure_future(request.receive())  # the body was read: what comes next is the end of the connection
     try:
-        while not answer.done():
-            await asyncio.wait([answer], timeout=0.5)
-            if not answer.done() and await request.is_disconnected():
-                raise ClientDisconnect
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
         return answer.result()
     finally:
-        if not answer.done():
-            answer.cancel()
-            await asyncio.gather(answer, return_exceptions=True)
+        answer.cancel()
+        gone.cancel()
+        await asyncio.gather(answer, gone, return_exceptions=True)
 
 
-async def _deliver(
-    parts: list[bytes], request: Request, session: AgentSession, asked: ModelRequest, recorded: RecordedTurn
-) -> AsyncIterator[bytes]:
+async def _deliver(parts: Sequence[bytes], request: Request, exchange: Exchange) -> AsyncIterator[bytes]:
     """Yield the parts of an answer, and note whether the client was still there after the last one."""
+    recorded = exchange.answer.result()
     is_whole = recorded.is_delivered
     try:
         for part in parts:
             yield part
         is_whole = is_whole or not await request.is_disconnected()
     finally:
-        recorded.is_delivered = is_whole
-        if not is_whole:
-            session.note_abandoned(asked)
-
-
-@asynccontextmanager
-async def serve_agents(host: str, *, model: str, port: int = 0, routes: Sequence[Route] = ()) -> AsyncIterator[AgentServer]:
-    """Serve on an address for a block.
-
-    Args:
-        port: 0 for a free one.
-        routes: further routes.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, port))
-    shown = f"[{host}]" if family == socket.AF_INET6 else host
-    server = AgentServer(f"http://{shown}:{sock.getsockname()[1]}", model=model)
-    app = Starlette(routes=[*routes, *server.routes()])
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        lifespan="off",
-        limit_concurrency=_MAX_CONNECTIONS,
-        backlog=_MAX_CONNECTIONS,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-    )
-    http = uvicorn.Server(config)
-    config.load()
-    http.lifespan = config.lifespan_class(config)
-    await http.startup(sockets=[sock])
-    serving = asyncio.create_task(http.main_loop(), name="agent-server")
-    try:
-        yield server
-    finally:
-        http.should_exit = True
-        await serving
-        await http.shutdown(sockets=[sock])
-        sock.close()
+        recorded.is_delivered, exchange.is_abandoned = is_whole, not is_whole

@@ -17,11 +17,7 @@ import msgspec
 
 from trivet.environments.apis.agents.formats import ModelReply, ModelRequest
 from trivet.environments.apis.turns import Turn, read_turn
-from trivet.errors import RolloutFailed, TrivetError
-
-
-class LimitReached(TrivetError):
-    """The session may ask the model nothing more."""
+from trivet.errors import RolloutFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +28,8 @@ class SessionLimits:
     """Answers of the model."""
     max_tokens: int = 1_000_000
     """Tokens that the model samples."""
+    timeout_s: float = 600.0
+    """Seconds after which whoever runs the agent ends the session."""
 
 
 Complete = Callable[[ModelRequest, int, Sequence[int]], Awaitable[dict[str, Any]]]
@@ -45,18 +43,27 @@ class RecordedTurn:
 
     messages: list[dict[str, Any]]
     """The conversation that was asked, in the OpenAI chat format."""
-    message: dict[str, Any]
-    """The answer."""
+    reply: ModelReply
     turn: Turn
     is_delivered: bool = False
     """Whether a client received the answer."""
 
 
 @dataclass(slots=True)
-class _Asked:
-    answer: "asyncio.Task[tuple[ModelReply, RecordedTurn]]"
+class Exchange:
+    """A request to the server, which several requests of a client may share."""
+
+    digest: bytes
+    """The digest of the request."""
+    max_tokens: int
+    """Tokens that the answer may have while it is under way; 0 if the agent named no limit."""
+    answer: asyncio.Task[RecordedTurn]
     is_abandoned: bool = False
     """Whether the client went away before it had the answer."""
+
+    def has_failed(self) -> bool:
+        """Return whether there will be no answer."""
+        return self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
 
 
 @dataclass(slots=True)
@@ -64,12 +71,14 @@ class AgentSession:
     """One rollout of an agent.
 
     >>> session = AgentSession(complete, limits)
-    >>> reply, recorded = await session.ask(request, is_retry=False)
-    >>> recorded.is_delivered = True
+    >>> exchange = await session.ask(request, is_retry=False)
+    >>> exchange.answer.result().is_delivered = True
     """
 
     complete: Complete
     limits: SessionLimits
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    """The public part of its address."""
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     """The key by which its requests are recognized."""
     turns: list[RecordedTurn] = field(default_factory=list[RecordedTurn])
@@ -82,41 +91,36 @@ class AgentSession:
     """Whether a limit refused a request."""
     failure: RolloutFailed | None = None
     """The newest failure of a request to the server."""
-    _asked: dict[str, _Asked] = field(default_factory=dict[str, _Asked])
-    _num_asked: int = 0
-    """Requests to the server, failed ones too: each has a seed of its own."""
-    _reserved: dict[int, int] = field(default_factory=dict[int, int])
-    """Tokens that the answers under way may have, by the number of the request; 0 where the agent named no limit."""
+    _exchanges: list[Exchange] = field(default_factory=list[Exchange])
+    """Every request to the server, failed ones too."""
 
-    async def ask(self, request: ModelRequest, *, is_retry: bool) -> tuple[ModelReply, RecordedTurn]:
-        """Return the model's answer. The caller notes whether the client received it.
+    async def ask(self, request: ModelRequest, *, is_retry: bool) -> Exchange:
+        """Return an exchange with the model's answer. The caller notes whether the client received it.
 
         Args:
             is_retry: the client says that it repeats a request.
 
         Raises:
-            LimitReached: a limit of the session is reached.
+            RolloutFailed: a limit of the session is reached, the session ended, or the server failed.
         """
-        digest = hashlib.sha256(msgspec.json.encode([request.messages, request.tools, request.max_tokens])).hexdigest()
-        asked = self._asked.get(digest)
-        if asked is None or not (is_retry or asked.is_abandoned) or _has_failed(asked):
-            left = self._require_within_limits()
-            number, self._num_asked = self._num_asked, self._num_asked + 1
+        digest = hashlib.sha256(msgspec.json.encode([request.messages, request.tools, request.max_tokens])).digest()
+        exchange = next((exchange for exchange in reversed(self._exchanges) if exchange.digest == digest), None)
+        if exchange is None or not (is_retry or exchange.is_abandoned) or exchange.has_failed():
+            left, number = self._require_within_limits(), len(self._exchanges)
             limit = min(left, request.max_tokens or left)
-            self._reserved[number] = limit if request.max_tokens else 0
             bounded = msgspec.structs.replace(request, max_tokens=limit)
-            asked = self._asked[digest] = _Asked(asyncio.create_task(self._complete(bounded, number), name=f"turn-{number}"))
-        asked.is_abandoned = False
+            answer = asyncio.create_task(self._complete(bounded, number), name=f"turn-{number}")
+            exchange = Exchange(digest, limit if request.max_tokens else 0, answer)
+            self._exchanges.append(exchange)
+        exchange.is_abandoned = False
         try:
-            return await asyncio.shield(asked.answer)
+            await asyncio.shield(exchange.answer)
         except asyncio.CancelledError:
-            asked.is_abandoned = True
+            if exchange.answer.cancelled():
+                raise RolloutFailed("the session has ended", kind="SessionEnded") from None
+            exchange.is_abandoned = True
             raise
-
-    def note_abandoned(self, request: ModelRequest) -> None:
-        """Note that the client went away while it was sent an answer, so that a repeated request gets that answer."""
-        digest = hashlib.sha256(msgspec.json.encode([request.messages, request.tools, request.max_tokens])).hexdigest()
-        self._asked[digest].is_abandoned = True
+        return exchange
 
     def report(self, reward: float, scores: dict[str, float]) -> None:
         """Note the reward that the agent reports. The newest counts."""
@@ -129,58 +133,52 @@ class AgentSession:
 
     async def aclose(self) -> None:
         """Cancel requests that are under way."""
-        running = [asked.answer for asked in self._asked.values() if not asked.answer.done()]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        for exchange in self._exchanges:
+            exchange.answer.cancel()
+        await asyncio.gather(*(exchange.answer for exchange in self._exchanges), return_exceptions=True)
 
     def _require_within_limits(self) -> int:
         """Return the tokens that are left for an answer. Answers under way count with the limits that the agent named."""
-        num_tokens = sum(len(recorded.turn.completion_ids) for recorded in self.turns) + sum(self._reserved.values())
+        reserved = [exchange.max_tokens for exchange in self._exchanges if not exchange.answer.done()]
+        num_tokens = sum(len(recorded.turn.completion_ids) for recorded in self.turns) + sum(reserved)
         for count, limit, key in (
-            (len(self.turns) + len(self._reserved), self.limits.max_turns, "max_turns"),
+            (len(self.turns) + len(reserved), self.limits.max_turns, "max_turns"),
             (num_tokens, self.limits.max_tokens, "max_tokens"),
         ):
             if count >= limit:
                 self.is_cut = True
-                raise LimitReached(f"this rollout may have no more answers: {key} ({limit}) is reached")
+                message = f"this rollout may have no more answers: {key} ({limit}) is reached"
+                raise RolloutFailed(message, kind="LimitReached")
         return self.limits.max_tokens - num_tokens
 
-    async def _complete(self, request: ModelRequest, number: int) -> tuple[ModelReply, RecordedTurn]:
+    async def _complete(self, request: ModelRequest, number: int) -> RecordedTurn:
         try:
             answer = await self.complete(request, number, self._known_tokens(request.messages))
         except RolloutFailed as exc:
             self.failure = exc
             raise
-        finally:
-            del self._reserved[number]
-        choice = answer["choices"][0]
-        message = {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
-        recorded = RecordedTurn(messages=request.messages, message=message, turn=read_turn(answer))
-        self.turns.append(recorded)
+        choice, turn = answer["choices"][0], read_turn(answer)
         reply = ModelReply(
             id=secrets.token_hex(12),
             model=answer.get("model", ""),
-            message=message,
+            message={name: value for name, value in choice["message"].items() if value is not None or name == "content"},
             finish_reason=choice.get("finish_reason") or "stop",
-            prompt_tokens=len(recorded.turn.prompt_ids),
-            completion_tokens=len(recorded.turn.completion_ids),
+            prompt_tokens=len(turn.prompt_ids),
+            completion_tokens=len(turn.completion_ids),
             created=int(time.time()),
+            call_fields=request.call_fields,
         )
-        return reply, recorded
+        self.turns.append(RecordedTurn(messages=request.messages, reply=reply, turn=turn))
+        return self.turns[-1]
 
     def _known_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of the newest turn that a conversation continues; none if it begins anew."""
         normal = [_normalize(message) for message in messages]
         for recorded in reversed(self.turns):
-            before = [*map(_normalize, recorded.messages), _normalize(recorded.message)]
+            before = [*map(_normalize, recorded.messages), _normalize(recorded.reply.message)]
             if normal[: len(before)] == before:
                 return [*recorded.turn.prompt_ids, *recorded.turn.completion_ids]
         return []
-
-
-def _has_failed(asked: _Asked) -> bool:
-    return asked.answer.done() and (asked.answer.cancelled() or asked.answer.exception() is not None)
 
 
 def _normalize(message: Mapping[str, Any]) -> tuple[object, ...]:
@@ -189,16 +187,12 @@ def _normalize(message: Mapping[str, Any]) -> tuple[object, ...]:
     if isinstance(content, list):
         content = "\n".join(str(part.get("text", part)) for part in content)
     calls = [call["function"] for call in message.get("tool_calls") or []]
-    return (
-        message.get("role"),
-        content,
-        tuple((call["name"], _canonical(call["arguments"])) for call in calls),
-    )
+    return message.get("role"), content, [(call["name"], _canonical(call["arguments"])) for call in calls]
 
 
-def _canonical(arguments: object) -> str:
+def _canonical(arguments: object) -> object:
+    """Return the arguments of a call, decoded: clients write JSON in other words."""
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
-        return str(arguments)
-    return json.dumps(value, sort_keys=True)
+        return arguments

@@ -13,7 +13,7 @@ import pytest
 
 from support.processes import wait_until
 from trivet.environments.apis.agents.formats import ModelRequest
-from trivet.environments.apis.agents.server import AgentServer, serve_agents
+from trivet.environments.apis.agents.server import AgentServer
 from trivet.environments.apis.agents.session import AgentSession, SessionLimits
 from trivet.errors import RolloutFailed
 
@@ -22,11 +22,8 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "twice", "description": "Doubles.", "parameters": PARAMETERS}}
 
 
-FORCED = {"messages": ASKED, "tools": [CHAT_TOOL], "tool_choice": "required"}
-
-
 class Script:
-    """The server: answers with the next reply, one token for each character, and remembers what it was asked."""
+    """The server: answers with the next reply, one token for each of its first characters, and remembers what it was asked."""
 
     def __init__(self, *replies: str | list[tuple[str, str]] | Exception, wait: asyncio.Event | None = None) -> None:
         self.replies = list(replies)
@@ -48,7 +45,7 @@ class Script:
                 {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
                 for index, (name, arguments) in enumerate(reply)
             ]
-        tokens = [ord(character) for character in json.dumps(reply)]
+        tokens = [ord(character) for character in json.dumps(reply)[:1000]]
         return {
             "model": "m",
             "prompt_token_ids": [1, 2, 3],
@@ -66,10 +63,10 @@ class Script:
 
 @asynccontextmanager
 async def served(script: Script, limits: SessionLimits | None = None) -> AsyncIterator[tuple[AgentSession, str, AgentServer]]:
-    async with serve_agents("127.0.0.1", model="m") as server:
-        session = AgentSession(script, limits or SessionLimits())
-        yield session, server.open(session), server
-        await session.aclose()
+    server = AgentServer("127.0.0.1", model="m")
+    session = AgentSession(script, limits or SessionLimits())
+    async with server.listening(), server.serving(session) as address:
+        yield session, address, server
 
 
 def openai_client(session: AgentSession, address: str, **options: Any) -> openai.AsyncOpenAI:
@@ -119,6 +116,38 @@ def test_openai_responses_speak_the_same_conversation_whole_and_as_a_stream() ->
     asyncio.run(run())
 
 
+def test_tools_of_responses_that_are_no_functions_are_offered_as_functions_and_called_in_their_own_form() -> None:
+    async def run() -> None:
+        patch = "*** Begin Patch"
+        script = Script([("apply_patch", json.dumps({"input": patch})), ("team__spawn", '{"a": 1}')], "done")
+        grammar = {"type": "grammar", "syntax": "lark", "definition": "start: PATCH"}
+        spawn = {"type": "function", "name": "spawn", "parameters": PARAMETERS, "strict": False}
+        tools: Any = [
+            {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": grammar},
+            {"type": "namespace", "name": "team", "description": "Agents.", "tools": [spawn]},
+        ]
+        async with served(script) as (session, address, _), openai_client(session, address) as client:
+            async with client.responses.stream(model="any", input="Go", tools=tools) as stream:
+                kinds = [event.type async for event in stream]
+                first = await stream.get_final_response()
+            custom, function = first.output
+            assert (custom.type, custom.name, custom.input) == ("custom_tool_call", "apply_patch", patch)
+            assert (function.type, function.name, function.namespace) == ("function_call", "spawn", "team")
+            assert "response.custom_tool_call_input.done" in kinds
+            offered = [tool["function"] for tool in script.asked[0].tools]
+            assert [function["name"] for function in offered] == ["apply_patch", "team__spawn"]
+            assert offered[0]["description"] == "Patches.\nstart: PATCH"
+            results = [
+                {"type": "custom_tool_call_output", "call_id": custom.call_id, "output": "ok"},
+                {"type": "function_call_output", "call_id": function.call_id, "output": "ok"},
+            ]
+            given: Any = [{"role": "user", "content": "Go"}, *(item.to_dict() for item in first.output), *results]
+            assert (await client.responses.create(model="any", input=given, tools=tools)).output_text == "done"
+            assert script.known[1]  # the conversation goes on from the tokens of the calls
+
+    asyncio.run(run())
+
+
 def test_anthropic_messages_call_tools_in_parallel_whole_and_as_a_stream() -> None:
     async def run() -> None:
         script = Script([("twice", '{"a": 3}'), ("twice", '{"a": 4}')], "14")
@@ -161,7 +190,7 @@ def test_a_request_whose_client_went_away_is_answered_once_and_only_trained_on_w
         async with served(script) as (session, address, _), openai_client(session, address, max_retries=0) as client:
             with pytest.raises(openai.APITimeoutError):
                 await client.with_options(timeout=0.3).chat.completions.create(model="any", messages=ASKED)
-            (asked,) = session._asked.values()
+            (asked,) = session._exchanges
             await asyncio.to_thread(wait_until, lambda: asked.is_abandoned, timeout_s=10, waiting_for="the server to notice")
             waiting.set()
             await asked.answer
@@ -180,7 +209,7 @@ def test_an_answer_whose_stream_was_broken_off_is_not_trained_on() -> None:
             headers = {"Authorization": f"Bearer {session.key}"}
             async with http.stream("POST", f"{address}/v1/chat/completions", json=body, headers=headers) as stream:
                 await anext(stream.aiter_raw(600))
-            (asked,) = session._asked.values()
+            (asked,) = session._exchanges
             await asyncio.to_thread(wait_until, lambda: asked.is_abandoned, timeout_s=10, waiting_for="the server to notice")
             assert session.delivered() == []
 
@@ -248,19 +277,49 @@ def test_a_session_takes_its_reward_and_refuses_strangers_and_what_cannot_be_tra
             assert (await http.post(f"{address}/reward", json={"reward": 0.5, "scores": {"length": 3}}, headers=own)).is_success
             assert (session.reward, session.scores) == (0.5, {"length": 3.0})
             assert (await http.post(f"{address}/reward", json={"reward": "much"}, headers=own)).status_code == 400
-            other = server.open(AgentSession(Script(), SessionLimits()))
             for url in (f"{address}/reward", f"{address}/v1/chat/completions", f"{address}/v1/messages"):
                 assert (await http.post(url, json={}, headers={"x-api-key": "guess"})).status_code == 401
-            assert (await http.post(f"{other}/reward", json=1.0, headers=own)).status_code == 401
-            for body in (
-                {"messages": ASKED, "n": 2},
-                {"messages": ASKED, "response_format": {"type": "json_object"}},
-                FORCED,
-                [],
-                {},
-            ):
-                assert (await http.post(f"{address}/v1/chat/completions", json=body, headers=own)).status_code == 400
-            server.close(session)
-            assert (await http.get(f"{address}/v1/models", headers=own)).status_code == 401
+            async with server.serving(AgentSession(Script(), SessionLimits())) as other:
+                assert (await http.post(f"{other}/reward", json=1.0, headers=own)).status_code == 401
+            gone = (await http.get(f"{other}/v1/models", headers=own)).json()
+            assert gone["error"]["message"] == "no open session has this address and key"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("chat/completions", {"messages": ASKED, "n": 2}, "n must be 1"),
+        ("chat/completions", {"messages": ASKED, "response_format": {"type": "json_object"}}, "'json_object' constrains"),
+        ("chat/completions", {"messages": ASKED, "tools": [CHAT_TOOL], "tool_choice": "required"}, "'required' forces a call"),
+        ("chat/completions", [], "AttributeError"),
+        ("chat/completions", {}, "KeyError: 'messages'"),
+        ("responses", {"input": "Go", "tools": [{"type": "web_search"}]}, "type 'web_search' cannot be offered"),
+        ("responses", {"input": [{"type": "additional_tools"}]}, "item of type 'additional_tools'"),
+        ("messages", {"messages": ASKED, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "type 'bash_20250124' cannot"),
+        ("messages", {"messages": ASKED, "output_config": {"format": {"type": "json_schema"}}}, "'json_schema' constrains"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image' is no text"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_the_reason(path: str, body: Any, reason: str) -> None:
+    async def run() -> None:
+        async with served(Script()) as (session, address, _), httpx.AsyncClient() as http:
+            answer = await http.post(f"{address}/v1/{path}", json=body, headers={"x-api-key": session.key})
+            assert answer.status_code == 400
+            assert reason in answer.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_when_its_session_ends_is_told_so() -> None:
+    async def run() -> None:
+        script = Script("x", wait=asyncio.Event())
+        async with served(script) as (session, address, _), openai_client(session, address, max_retries=0) as client:
+            asking = asyncio.create_task(client.chat.completions.create(model="any", messages=ASKED))
+            await asyncio.to_thread(wait_until, lambda: len(script.asked) == 1, timeout_s=10, waiting_for="the request")
+            await session.aclose()
+            with pytest.raises(openai.BadRequestError, match="the session has ended"):
+                await asking
 
     asyncio.run(run())

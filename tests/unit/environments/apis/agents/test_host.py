@@ -135,7 +135,7 @@ def test_an_agent_is_ended_when_its_time_is_over_and_what_it_reported_counts(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"command": []}, "command is empty"),
+        ({"command": []}, "args: Expected `array` of length >= 1"),
         ({"tasks": "/nowhere.jsonl"}, "'/nowhere.jsonl' cannot be read"),
         ({"max_turn": 3}, "max_turn"),
         ({"reward": "/nowhere.py:score"}, "cannot be imported"),
