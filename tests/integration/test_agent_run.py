@@ -12,15 +12,7 @@ from trivet.history.check import check_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(shutil.which("curl") is None, reason="the agent needs curl")]
 MAX_STEPS = 12
-AGENT = r"""set -eu
-post() {
-  curl -sS --fail "$1" -H "Authorization: Bearer $OPENAI_API_KEY" -H "Content-Type: application/json" -d "$2"
-}
-asked="{\"model\": \"$TRIVET_MODEL\", \"messages\": [{\"role\": \"user\", \"content\": \"say\"}]}"
-said=$(post "$OPENAI_BASE_URL/chat/completions" "$asked" | sed -E 's/.*"content": "([^"]*)".*/\1/')
-vowels=$(printf %s "$said" | tr -cd aeiou | wc -c)
-post "$TRIVET_REWARD_URL" "{\"reward\": $((10 * vowels / (${#said} + 1)))}"
-"""
+AGENT = Path(__file__).parents[2] / "configs" / "examples" / "agent.sh"
 ENVIRONMENT = """
 [[orchestrator.env]]
 id = "agent"
@@ -30,10 +22,9 @@ args = {{ command = ["bash", "{agent}"], tasks = "{tasks}" }}
 
 
 def test_a_shell_script_with_curl_is_trained_on_and_proven(tmp_path: Path, tiny_model: Path) -> None:
-    agent, tasks = tmp_path / "agent.sh", tmp_path / "tasks.jsonl"
-    agent.write_text(AGENT)
+    tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps({"prompt": "say", "number": number}) + "\n" for number in range(8)))
-    environment = ENVIRONMENT.replace("{agent}", str(agent)).replace("{tasks}", str(tasks))
+    environment = ENVIRONMENT.replace("{agent}", str(AGENT)).replace("{tasks}", str(tasks))
     template = CONFIG.replace('[[orchestrator.env]]\nid = "vowels"\n', environment)
     run = Run(tmp_path / "run", tiny_model, max_steps=MAX_STEPS, template=template)
     assert run.start().wait(600) == 0, run.output()

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from trivet.config.tables import as_table
 from trivet.environments.apis.agents.formats import FORMATS, Format
-from trivet.environments.apis.agents.session import AgentSession, Exchange
+from trivet.environments.apis.agents.session import AgentSession, ModelCall
 from trivet.errors import RolloutFailed
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -115,16 +115,16 @@ class AgentServer:
         asked = await _read(request, form.read)
         asking = session.ask(asked, is_retry=request.headers.get(_RETRY_HEADER, "0") != "0")
         try:
-            exchange = await _unless_disconnected(request, asking)
+            call = await _unless_disconnected(request, asking)
         except RolloutFailed as exc:
             raise HTTPException(503 if exc.is_infrastructure else 400, str(exc)) from exc
-        answer = form.write(exchange.answer.result().reply)
+        answer = form.write(call.answer.result().reply)
         if asked.is_streamed:
             parts = [event.encode() for event in form.events(answer)]
-            return StreamingResponse(_deliver(parts, request, exchange), media_type="text/event-stream")
+            return StreamingResponse(_deliver(parts, request, call), media_type="text/event-stream")
         content = json.dumps(answer).encode()
         headers = {"content-length": str(len(content))}
-        return StreamingResponse(_deliver([content], request, exchange), media_type="application/json", headers=headers)
+        return StreamingResponse(_deliver([content], request, call), media_type="application/json", headers=headers)
 
     async def _list_models(self, request: Request) -> Response:
         self._find(request)
@@ -184,7 +184,7 @@ def _end_unheard(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _unless_disconnected(request: Request, asking: Coroutine[Any, Any, Exchange]) -> Exchange:
+async def _unless_disconnected(request: Request, asking: Coroutine[Any, Any, ModelCall]) -> ModelCall:
     """Wait for an answer. Raises ClientDisconnect if the client goes away before."""
     answer = asyncio.ensure_future(asking)
     gone = asyncio.ensure_future(request.receive())  # the body was read: what comes next is the end of the connection
@@ -199,13 +199,13 @@ async def _unless_disconnected(request: Request, asking: Coroutine[Any, Any, Exc
         await asyncio.gather(answer, gone, return_exceptions=True)
 
 
-async def _deliver(parts: Sequence[bytes], request: Request, exchange: Exchange) -> AsyncIterator[bytes]:
+async def _deliver(parts: Sequence[bytes], request: Request, call: ModelCall) -> AsyncIterator[bytes]:
     """Yield the parts of an answer, and note whether the client was still there after the last one."""
-    recorded = exchange.answer.result()
+    recorded = call.answer.result()
     is_whole = recorded.is_delivered
     try:
         for part in parts:
             yield part
         is_whole = is_whole or not await request.is_disconnected()
     finally:
-        recorded.is_delivered, exchange.is_abandoned = is_whole, not is_whole
+        recorded.is_delivered, call.is_abandoned = is_whole, not is_whole

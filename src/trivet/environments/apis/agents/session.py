@@ -50,7 +50,7 @@ class RecordedTurn:
 
 
 @dataclass(slots=True)
-class Exchange:
+class ModelCall:
     """A request to the server, which several requests of a client may share."""
 
     digest: bytes
@@ -71,8 +71,8 @@ class AgentSession:
     """One rollout of an agent.
 
     >>> session = AgentSession(complete, limits)
-    >>> exchange = await session.ask(request, is_retry=False)
-    >>> exchange.answer.result().is_delivered = True
+    >>> call = await session.ask(request, is_retry=False)
+    >>> call.answer.result().is_delivered = True
     """
 
     complete: Complete
@@ -91,11 +91,11 @@ class AgentSession:
     """Whether a limit refused a request."""
     failure: RolloutFailed | None = None
     """The newest failure of a request to the server."""
-    _exchanges: list[Exchange] = field(default_factory=list[Exchange])
+    _calls: list[ModelCall] = field(default_factory=list[ModelCall])
     """Every request to the server, failed ones too."""
 
-    async def ask(self, request: ModelRequest, *, is_retry: bool) -> Exchange:
-        """Return an exchange with the model's answer. The caller notes whether the client received it.
+    async def ask(self, request: ModelRequest, *, is_retry: bool) -> ModelCall:
+        """Return a call that has the model's answer. The caller notes whether the client received it.
 
         Args:
             is_retry: the client says that it repeats a request.
@@ -104,23 +104,23 @@ class AgentSession:
             RolloutFailed: a limit of the session is reached, the session ended, or the server failed.
         """
         digest = hashlib.sha256(msgspec.json.encode([request.messages, request.tools, request.max_tokens])).digest()
-        exchange = next((exchange for exchange in reversed(self._exchanges) if exchange.digest == digest), None)
-        if exchange is None or not (is_retry or exchange.is_abandoned) or exchange.has_failed():
-            left, number = self._require_within_limits(), len(self._exchanges)
+        call = next((call for call in reversed(self._calls) if call.digest == digest), None)
+        if call is None or not (is_retry or call.is_abandoned) or call.has_failed():
+            left, number = self._require_within_limits(), len(self._calls)
             limit = min(left, request.max_tokens or left)
             bounded = msgspec.structs.replace(request, max_tokens=limit)
             answer = asyncio.create_task(self._complete(bounded, number), name=f"turn-{number}")
-            exchange = Exchange(digest, limit if request.max_tokens else 0, answer)
-            self._exchanges.append(exchange)
-        exchange.is_abandoned = False
+            call = ModelCall(digest, limit if request.max_tokens else 0, answer)
+            self._calls.append(call)
+        call.is_abandoned = False
         try:
-            await asyncio.shield(exchange.answer)
+            await asyncio.shield(call.answer)
         except asyncio.CancelledError:
-            if exchange.answer.cancelled():
+            if call.answer.cancelled():
                 raise RolloutFailed("the session has ended", kind="SessionEnded") from None
-            exchange.is_abandoned = True
+            call.is_abandoned = True
             raise
-        return exchange
+        return call
 
     def report(self, reward: float, scores: dict[str, float]) -> None:
         """Note the reward that the agent reports. The newest counts."""
@@ -133,13 +133,13 @@ class AgentSession:
 
     async def aclose(self) -> None:
         """Cancel requests that are under way."""
-        for exchange in self._exchanges:
-            exchange.answer.cancel()
-        await asyncio.gather(*(exchange.answer for exchange in self._exchanges), return_exceptions=True)
+        for call in self._calls:
+            call.answer.cancel()
+        await asyncio.gather(*(call.answer for call in self._calls), return_exceptions=True)
 
     def _require_within_limits(self) -> int:
         """Return the tokens that are left for an answer. Answers under way count with the limits that the agent named."""
-        reserved = [exchange.max_tokens for exchange in self._exchanges if not exchange.answer.done()]
+        reserved = [call.max_tokens for call in self._calls if not call.answer.done()]
         num_tokens = sum(len(recorded.turn.completion_ids) for recorded in self.turns) + sum(reserved)
         for count, limit, key in (
             (len(self.turns) + len(reserved), self.limits.max_turns, "max_turns"),

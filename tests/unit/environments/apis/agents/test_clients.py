@@ -190,7 +190,7 @@ def test_a_request_whose_client_went_away_is_answered_once_and_only_trained_on_w
         async with served(script) as (session, address, _), openai_client(session, address, max_retries=0) as client:
             with pytest.raises(openai.APITimeoutError):
                 await client.with_options(timeout=0.3).chat.completions.create(model="any", messages=ASKED)
-            (asked,) = session._exchanges
+            (asked,) = session._calls
             await asyncio.to_thread(wait_until, lambda: asked.is_abandoned, timeout_s=10, waiting_for="the server to notice")
             waiting.set()
             await asked.answer
@@ -209,7 +209,7 @@ def test_an_answer_whose_stream_was_broken_off_is_not_trained_on() -> None:
             headers = {"Authorization": f"Bearer {session.key}"}
             async with http.stream("POST", f"{address}/v1/chat/completions", json=body, headers=headers) as stream:
                 await anext(stream.aiter_raw(600))
-            (asked,) = session._exchanges
+            (asked,) = session._calls
             await asyncio.to_thread(wait_until, lambda: asked.is_abandoned, timeout_s=10, waiting_for="the server to notice")
             assert session.delivered() == []
 
