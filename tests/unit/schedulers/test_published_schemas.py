@@ -26,10 +26,10 @@ SKYPILOT = ["--skypilot.working-dir", "/runs"]
     "flags",
     [
         [],
-        ["--kubernetes.queue", "team", "--kubernetes.service-account", "runner", "--kubernetes.cpus", "4"],
+        ["--kubernetes.queue", "team", "--kubernetes.cpus", "4"],
         ["--kubernetes.secret-env.WANDB_API_KEY", "wandb/key", "--kubernetes.env.A", "b", "--kubernetes.memory", "64Gi"],
-        ["--kubernetes.tolerations", '[{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]'],
-        ["--kubernetes.node-selector", '{"pool": "a"}', "--kubernetes.pod-overrides", '{"hostNetwork": true}'],
+        ["--kubernetes.pod-overrides", '{"tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]}'],
+        ["--kubernetes.pod-overrides", '{"nodeSelector": {"pool": "a"}, "serviceAccountName": "runner"}'],
     ],
 )
 def test_a_manifest_has_the_published_fields_alone(flags: list[str]):
@@ -47,9 +47,14 @@ def test_a_manifest_has_the_published_fields_alone(flags: list[str]):
     [
         [],
         ["--deployment.max-infer-replicas", "4", "--deployment.num-env-nodes", "1", "--deployment.env-resources", '{"a": 1}'],
-        ["--kubernetes.service-account", "r", "--kubernetes.cpus", "4", "--kubernetes.secret-env.WANDB_API_KEY", "wandb/key"],
-        ["--deployment.ray.labels", '{"ray.io/accelerator-type": "H100"}', "--kubernetes.node-selector", '{"pool": "a"}'],
-        ["--kubernetes.tolerations", '[{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]'],
+        ["--kubernetes.cpus", "4", "--kubernetes.secret-env.WANDB_API_KEY", "wandb/key"],
+        [
+            "--deployment.ray.labels",
+            '{"ray.io/accelerator-type": "H100"}',
+            "--kubernetes.pod-overrides",
+            '{"nodeSelector": {"pool": "a"}}',
+        ],
+        ["--kubernetes.pod-overrides", '{"tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]}'],
     ],
 )
 def test_a_ray_job_has_fields_that_kuberay_publishes(flags: list[str]):
@@ -73,7 +78,7 @@ def schemas() -> Any:
     "flags",
     [
         ["--skypilot.accelerator", "H100"],
-        ["--skypilot.accelerator", "H100", *NODES, "--skypilot.cpus", "16", "--skypilot.memory-gb", "128"],
+        ["--skypilot.accelerator", "H100", *NODES, "--skypilot.task-overrides", '{"resources": {"cpus": "16+"}}'],
         ["--skypilot.gpus-per-node", "0", "--skypilot.image", "registry.example/trivet:1", "--skypilot.setup", "true"],
         ["--skypilot.gpus-per-node", "0", "--skypilot.secrets", "WANDB_API_KEY", "--skypilot.env.A", "b"],
         ["--skypilot.gpus-per-node", "0", "--skypilot.task-overrides", '{"volumes": {"/runs": "runs"}}'],

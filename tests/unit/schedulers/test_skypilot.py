@@ -27,8 +27,8 @@ def task(*flags: str) -> dict[str, Any]:
 def test_a_task_has_the_nodes_and_the_gpus_of_the_run():
     assert (task(*H100)["num_nodes"], task(*H100)["resources"]["accelerators"]) == (1, "H100:2")
     assert (task(*H100, *NODES)["num_nodes"], task(*H100, *NODES)["resources"]["accelerators"]) == (5, "H100:8")
-    resources = task("--skypilot.gpus-per-node", "0", "--skypilot.cpus", "8", "--skypilot.image", "r/t:1")["resources"]
-    assert resources == {"cpus": "8+", "image_id": "docker:r/t:1", "job_recovery": {"recover_on_exit_codes": [75]}}
+    resources = task("--skypilot.gpus-per-node", "0", "--skypilot.image", "r/t:1")["resources"]
+    assert resources == {"image_id": "docker:r/t:1", "job_recovery": {"recover_on_exit_codes": [75]}}
 
 
 def run_here(directory: Path, *flags: str, **variables: str) -> list[str]:
@@ -73,12 +73,12 @@ def test_each_of_several_nodes_starts_ray_under_a_name_that_all_know_and_no_othe
 def test_secrets_are_named_and_overrides_come_last():
     made = task(
         *H100,
-        *("--skypilot.secrets", "WANDB_API_KEY", "--skypilot.env.A", "b", "--skypilot.file-mounts", '{"/m": "s3://models"}'),
-        *("--skypilot.task-overrides", '{"volumes": {"/runs": "runs"}, "resources": {"use_spot": true}}'),
+        *("--skypilot.secrets", "WANDB_API_KEY", "--skypilot.env.A", "b"),
+        *("--skypilot.task-overrides", '{"file_mounts": {"/m": "s3://models"}, "resources": {"use_spot": true, "cpus": "8+"}}'),
     )
     assert (made["secrets"], made["envs"]) == ({"WANDB_API_KEY": None}, {"A": "b"})
     assert set(made["file_mounts"]) == {"/m", "~/.trivet/trivet/rl.toml"}
-    assert (made["volumes"], made["resources"]["use_spot"]) == ({"/runs": "runs"}, True)
+    assert (made["resources"]["use_spot"], made["resources"]["cpus"]) == (True, "8+")
     assert made["resources"]["accelerators"] == "H100:2"
 
 

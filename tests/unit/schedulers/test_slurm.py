@@ -86,15 +86,14 @@ def test_the_directives_are_those_of_the_table(tmp_path):
     ]
 
 
-def test_a_job_of_several_nodes_outlives_one_of_them_unless_kill_on_node_fail_is_set(tmp_path):
+def test_a_job_of_several_nodes_outlives_one_of_them(tmp_path):
     script = make(tmp_path, num_nodes=3)
     assert "--no-kill" in directives(script)
     assert "bring_up --gpus 2 --lost-after-s 30 " in script
     assert '--script-host "${SLURMD_NODENAME:-}" --script-lost "scontrol requeue" -- ' in script
     assert '--script-lost "scancel"' in make(tmp_path, num_nodes=3, requeue=False)
-    for other in (make(tmp_path, num_nodes=3, kill_on_node_fail=True), make(tmp_path)):
-        assert "--no-kill" not in other
-        assert "--script-host" not in other
+    assert "--no-kill" not in make(tmp_path)
+    assert "--script-host" not in make(tmp_path)
 
 
 @pytest.mark.parametrize(
