@@ -58,13 +58,10 @@ def test_another_group_size_is_refused_with_both_values(layout: RunLayout) -> No
         read_part(layout, Step(3), rollouts_per_example=4)
 
 
-@pytest.mark.parametrize("schema", [None, 99])
-def test_a_part_of_another_schema_says_so(layout: RunLayout, schema: int | None) -> None:
+def test_a_part_of_another_schema_says_so(layout: RunLayout) -> None:
     path = written(layout, make_part())
-    fields = msgspec.msgpack.decode(path.read_bytes()) | {"schema": schema}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    path.write_bytes(msgspec.msgpack.encode(fields))
-    with pytest.raises(CheckpointError, match=f"has schema {schema or 1}, this version reads schema 2; resume with"):
+    path.write_bytes(msgspec.msgpack.encode(msgspec.msgpack.decode(path.read_bytes()) | {"schema": 99}))
+    with pytest.raises(CheckpointError, match="has schema 99, this version reads schema 3; resume with"):
         read_part(layout, Step(3), rollouts_per_example=2)
 
 
