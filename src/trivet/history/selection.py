@@ -133,9 +133,8 @@ def follow_groups(events: Iterable[AnyEvent]) -> tuple[dict[int, EndedGroup], di
             num_ended_at[event.step] = len(order)
         elif isinstance(event, Finish | Filter | Drop) and (group := seen.get(event.group_id)) is not None:
             if isinstance(event, Finish):
-                group.values |= {"reward": event.reward_mean, "latency_s": event.time - group.started}
-                if event.completion_tokens is not None:
-                    group.values["tokens"] = event.completion_tokens
+                tokens, latency_s = event.completion_tokens, event.time - group.started
+                group.values |= {"reward": event.reward_mean, "tokens": tokens, "latency_s": latency_s}
                 continue
             is_filter = isinstance(event, Filter)
             group.cause = f"filtered: {event.reason}" if is_filter else event.reason.partition(":")[0]
