@@ -8,11 +8,13 @@ Sessions that get no reward in time are written with the reason.
 
 import argparse
 import asyncio
+import logging
 import os
 import secrets
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -26,11 +28,14 @@ from trivet.environments.apis.agents.asker import ServerAsker
 from trivet.environments.apis.agents.server import AgentServer, has_key
 from trivet.environments.apis.agents.session import AgentSession, SessionLimits
 from trivet.environments.apis.turns import to_samples
+from trivet.errors import ConfigError
 from trivet.process.event_loop import run_until_signalled
 from trivet.process.proxies import is_direct
 from trivet.storage.durable import write_atomically
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.workers import HostSettings
+
+logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 60.0
 
@@ -69,9 +74,14 @@ async def _serve(arguments: argparse.Namespace) -> int:
         model = await server.model_name()
     finally:
         await server.aclose()
+    try:
+        agents = AgentServer(arguments.host, arguments.port, model=model)
+    except OSError as exc:
+        raise ConfigError(
+            f"--host {arguments.host} --port {arguments.port} cannot be used: {exc.strerror}; choose another"
+        ) from exc
     key = secrets.token_urlsafe(24)
     write_atomically(arguments.key_file, f"{key}\n".encode(), is_private=True)
-    agents = AgentServer(arguments.host, arguments.port, model=model)
     fields = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
     asker = ServerAsker(
         settings=HostSettings(env_id="agent", name="gateway", args={}, model_name=model, servers=client.access),
@@ -80,21 +90,22 @@ async def _serve(arguments: argparse.Namespace) -> int:
         base_url=arguments.base_url,
         seed=None,
     )
-    async with asyncio.TaskGroup() as following:
-        gateway = _Gateway(
-            asker=asker,
-            limits=SessionLimits(
-                max_turns=arguments.max_turns, max_tokens=arguments.max_session_tokens, timeout_s=arguments.timeout
-            ),
-            output=arguments.output,
-            key=key,
-            agents=agents,
-            following=following,
-        )
-        async with agents.listening([Route("/sessions", gateway.make_session, methods=["POST"])]):
-            print(f"gateway at {agents.root}/sessions, its key in {arguments.key_file}; sessions go to {arguments.output}")
-            sys.stdout.flush()
-            await asyncio.Event().wait()
+    with arguments.output.open("ab", buffering=0) as output:
+        async with asyncio.TaskGroup() as following:
+            gateway = _Gateway(
+                asker=asker,
+                limits=SessionLimits(
+                    max_turns=arguments.max_turns, max_tokens=arguments.max_session_tokens, timeout_s=arguments.timeout
+                ),
+                output=output,
+                key=key,
+                agents=agents,
+                following=following,
+            )
+            async with agents.listening([Route("/sessions", gateway.make_session, methods=["POST"])]):
+                print(f"gateway at {agents.root}/sessions, its key in {arguments.key_file}; sessions go to {arguments.output}")
+                sys.stdout.flush()
+                await asyncio.Event().wait()
     return 0
 
 
@@ -105,7 +116,8 @@ class _Gateway:
     asker: ServerAsker
     """What the sessions ask; each has a seed of its own."""
     limits: SessionLimits
-    output: Path
+    output: BinaryIO
+    """Opened once: strangers' connections may take all other descriptors."""
     key: str
     """The key with which sessions are made."""
     agents: AgentServer
@@ -159,5 +171,7 @@ class _Gateway:
                 for sample in samples
             ],
         }
-        with self.output.open("ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+        try:
+            self.output.write(msgspec.json.encode(record) + b"\n")
+        except (OSError, ValueError, OverflowError) as exc:  # one session must not end the others
+            logger.error("session %s is lost: it could not be written: %s", number, exc)

@@ -67,8 +67,16 @@ class Channel:
 
 
 def pack_message(message: msgspec.Struct) -> bytes:
-    """Return the bytes of `message` with its length before them. Raises MessageRefused when it is too large."""
-    data = encode(message)
+    """Return the bytes of `message` with its length before them.
+
+    Raises:
+        MessageRefused: it is too large, or holds what cannot be encoded: half of a character, an integer beyond 64 bits, too deep
+            a nesting, or an object.
+    """
+    try:
+        data = encode(message)
+    except (ValueError, OverflowError, RecursionError, TypeError) as exc:
+        raise MessageRefused(f"a message cannot be encoded ({type(exc).__name__}: {exc})") from exc
     _require_fits(len(data))
     return _LENGTH.pack(len(data)) + data
 

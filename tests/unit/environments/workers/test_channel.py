@@ -10,6 +10,7 @@ from support.groups import make_group
 from trivet.environments.workers import channel as channel_module
 from trivet.environments.workers.channel import Channel, pack_message
 from trivet.errors import MessageRefused
+from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import Cancel, GroupDone, WorkerAnswer, WorkerOrder
 
 CANCEL = WorkerOrder(body=Cancel(call_id=1))
@@ -78,3 +79,10 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: p
     monkeypatch.setattr(channel_module, "MAX_MESSAGE_BYTES", 1)
     with pytest.raises(MessageRefused, match="larger than what fits"):
         pack_message(CANCEL)
+
+
+@pytest.mark.parametrize("content", ["\ud800", 2**70, object()])
+def test_what_cannot_be_encoded_is_refused_and_ends_no_worker(content: object) -> None:
+    rollout = Rollout(index=0, reward=1.0, completion=[{"role": "user", "content": content}])
+    with pytest.raises(MessageRefused, match="cannot be encoded"):
+        pack_message(WorkerAnswer(body=GroupDone(call_id=1, rollouts=[rollout])))

@@ -88,10 +88,13 @@ class Format:
         chosen = choice["type"] if isinstance(choice, Mapping) else choice
         if chosen not in (None, "auto", "none"):
             raise ValueError(f"tool_choice {chosen!r} forces a call, which cannot be trained on; leave the choice to the model")
+        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
+        if not isinstance(max_tokens, int | None):
+            raise ValueError(f"the limit of tokens must be a number of tokens, got {max_tokens!r}")
         stop = body.get("stop") or body.get("stop_sequences") or []
         request = ModelRequest(
             messages=self.read_messages(body),
-            max_tokens=body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens"),
+            max_tokens=max_tokens,
             stop=[stop] if isinstance(stop, str) else stop,
             is_streamed=bool(body.get("stream")),
         )

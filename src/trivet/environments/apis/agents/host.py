@@ -241,8 +241,8 @@ class AgentHost:
             reward, scores = (await reward if inspect.isawaitable(reward) else reward), {}
         elif reward is None and file.exists():
             try:
-                reward, scores = read_reward(json.loads(file.read_text()))
-            except ValueError as exc:
+                reward, scores = read_reward(msgspec.json.decode(file.read_bytes()))
+            except (ValueError, RecursionError) as exc:
                 raise RolloutFailed(f"the agent's reward file is wrong: {exc}", kind=_NO_REWARD) from exc
         elif reward is None:
             end = "its time was over (args.timeout_s)" if exit_code is None else f"it ended with exit code {exit_code}"

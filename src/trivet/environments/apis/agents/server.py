@@ -7,13 +7,13 @@ asks for another address. Bodies and connections are bounded, and keys are compa
 import asyncio
 import hmac
 import json
-import math
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,12 +25,15 @@ from trivet.config.tables import as_table
 from trivet.environments.apis.agents.formats import FORMATS, Format
 from trivet.environments.apis.agents.session import AgentSession, ModelCall
 from trivet.errors import RolloutFailed
+from trivet.wire.rollouts import MAX_REWARD
 
 _MAX_BODY_BYTES = 64 * 2**20
 """A conversation that fills a context of a million tokens has a few MiB."""
 _MAX_CONNECTIONS = 4096
 _KEEP_ALIVE_S = 3600
 """An agent works between two requests. A connection that was closed meanwhile would fail its next one."""
+_STOP_TIMEOUT_S = 5
+"""Longest wait for open requests at the end."""
 _RETRY_HEADER = "x-stainless-retry-count"
 """Header with which the clients of OpenAI and Anthropic say how often they have sent a request before."""
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
@@ -73,6 +76,7 @@ class AgentServer:
             lifespan="off",
             limit_concurrency=_MAX_CONNECTIONS,
             timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_STOP_TIMEOUT_S,
         )
         http = uvicorn.Server(config)
         config.load()
@@ -133,7 +137,11 @@ class AgentServer:
 
     async def _take_reward(self, request: Request) -> Response:
         session = self._find(request)
-        session.report(*await _read(request, read_reward))
+        reward, scores = await _read(request, read_reward)
+        try:
+            session.report(reward, scores)
+        except RolloutFailed as exc:
+            raise HTTPException(400, str(exc)) from exc
         return JSONResponse({"status": "ok"})
 
 
@@ -147,15 +155,19 @@ def read_reward(value: object) -> tuple[float, dict[str, float]]:
     """Return the reward and the scores that an agent reports, as `{"reward": number, "scores": {name: number}}` or a number alone.
 
     Raises:
-        ValueError: one of them is no finite number.
+        ValueError: one of them is no number, or it is infinite or too large.
     """
-    table: dict[str, Any] = as_table(value) or {"reward": value}
-    scores: dict[str, Any] = table.get("scores") or {}
-    numbers = {"reward": table.get("reward"), **scores}
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise ValueError(f'{name} must be a finite number, got {number!r}: send {{"reward": 0.5}}')
-    return float(numbers.pop("reward")), {name: float(number) for name, number in numbers.items()}
+    table = as_table(value) or {"reward": value}
+    scores = as_table(table.get("scores") or {})
+    if scores is None:
+        raise ValueError('scores must be a table of numbers: send {"reward": 0.5, "scores": {"length": 3}}')
+    return _number("reward", table.get("reward")), {name: _number(name, score) for name, score in scores.items()}
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
+        raise ValueError(f'{name} must be a number of at most {MAX_REWARD:g}, got {value!r:.100}: send {{"reward": 0.5}}')
+    return float(value)
 
 
 async def _read(request: Request, read: Callable[[Any], ReadT]) -> ReadT:
@@ -166,8 +178,8 @@ async def _read(request: Request, read: Callable[[Any], ReadT]) -> ReadT:
         if len(data) > _MAX_BODY_BYTES:
             raise HTTPException(400, f"the body has more than {_MAX_BODY_BYTES // 2**20} MiB")
     try:
-        return read(json.loads(bytes(data)))
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:  # a body of another shape
+        return read(msgspec.json.decode(bytes(data)))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as exc:  # a body of another shape
         raise HTTPException(400, f"the request cannot be read: {type(exc).__name__}: {exc}") from exc
 
 

@@ -91,6 +91,8 @@ class AgentSession:
     """Whether a limit refused a request."""
     failure: RolloutFailed | None = None
     """The newest failure of a request to the server."""
+    has_ended: bool = False
+    """Whether it was closed: then it asks nothing more, and takes no reward."""
     _calls: list[ModelCall] = field(default_factory=list[ModelCall])
     """Every request to the server, failed ones too."""
 
@@ -103,6 +105,7 @@ class AgentSession:
         Raises:
             RolloutFailed: a limit of the session is reached, the session ended, or the server failed.
         """
+        self._require_open()
         digest = hashlib.sha256(msgspec.json.encode([request.messages, request.tools, request.max_tokens])).digest()
         call = next((call for call in reversed(self._calls) if call.digest == digest), None)
         if call is None or not (is_retry or call.is_abandoned) or call.has_failed():
@@ -117,13 +120,14 @@ class AgentSession:
             await asyncio.shield(call.answer)
         except asyncio.CancelledError:
             if call.answer.cancelled():
-                raise RolloutFailed("the session has ended", kind="SessionEnded") from None
+                self._require_open()
             call.is_abandoned = True
             raise
         return call
 
     def report(self, reward: float, scores: dict[str, float]) -> None:
-        """Note the reward that the agent reports. The newest counts."""
+        """Note the reward that the agent reports. The newest counts. Raises RolloutFailed when the session has ended."""
+        self._require_open()
         self.reward, self.scores = reward, scores
         self.rewarded.set()
 
@@ -132,10 +136,15 @@ class AgentSession:
         return [recorded for recorded in self.turns if recorded.is_delivered]
 
     async def aclose(self) -> None:
-        """Cancel requests that are under way."""
+        """End the session, and cancel requests that are under way."""
+        self.has_ended = True
         for call in self._calls:
             call.answer.cancel()
         await asyncio.gather(*(call.answer for call in self._calls), return_exceptions=True)
+
+    def _require_open(self) -> None:
+        if self.has_ended:
+            raise RolloutFailed("the session has ended", kind="SessionEnded")
 
     def _require_within_limits(self) -> int:
         """Return the tokens that are left for an answer. Answers under way count with the limits that the agent named."""

@@ -276,7 +276,16 @@ def test_a_session_takes_its_reward_and_refuses_strangers_and_what_cannot_be_tra
             own = {"Authorization": f"Bearer {session.key}"}
             assert (await http.post(f"{address}/reward", json={"reward": 0.5, "scores": {"length": 3}}, headers=own)).is_success
             assert (session.reward, session.scores) == (0.5, {"length": 3.0})
-            assert (await http.post(f"{address}/reward", json={"reward": "much"}, headers=own)).status_code == 400
+            for wrong in (
+                b'{"reward": "much"}',
+                b"1" * 400,
+                b'{"reward": 1, "scores": [1]}',
+                b'{"scores": {"\\ud800": 1}}',
+                b"[" * 9999,
+            ):
+                assert (await http.post(f"{address}/reward", content=wrong, headers=own)).status_code == 400
+            await http.post(f"{address}/reward", json={"reward": 1, "scores": {"reward": 9}}, headers=own)
+            assert (session.reward, session.scores) == (1.0, {"reward": 9.0})
             for url in (f"{address}/reward", f"{address}/v1/chat/completions", f"{address}/v1/messages"):
                 assert (await http.post(url, json={}, headers={"x-api-key": "guess"})).status_code == 401
             async with server.serving(AgentSession(Script(), SessionLimits())) as other:
@@ -293,6 +302,7 @@ def test_a_session_takes_its_reward_and_refuses_strangers_and_what_cannot_be_tra
         ("chat/completions", {"messages": ASKED, "n": 2}, "n must be 1"),
         ("chat/completions", {"messages": ASKED, "response_format": {"type": "json_object"}}, "'json_object' constrains"),
         ("chat/completions", {"messages": ASKED, "tools": [CHAT_TOOL], "tool_choice": "required"}, "'required' forces a call"),
+        ("chat/completions", {"messages": ASKED, "max_tokens": "5"}, "the limit of tokens must be a number"),
         ("chat/completions", [], "AttributeError"),
         ("chat/completions", {}, "KeyError: 'messages'"),
         ("responses", {"input": "Go", "tools": [{"type": "web_search"}]}, "type 'web_search' cannot be offered"),
@@ -308,6 +318,18 @@ def test_what_cannot_be_trained_on_is_refused_with_the_reason(path: str, body: A
             answer = await http.post(f"{address}/v1/{path}", json=body, headers={"x-api-key": session.key})
             assert answer.status_code == 400
             assert reason in answer.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_a_session_that_has_ended_asks_nothing_and_takes_no_reward() -> None:
+    async def run() -> None:
+        async with served(Script("x")) as (session, _, _):
+            pass
+        with pytest.raises(RolloutFailed, match="the session has ended"):
+            await session.ask(ModelRequest(messages=ASKED), is_retry=False)
+        with pytest.raises(RolloutFailed, match="the session has ended"):
+            session.report(1.0, {})
 
     asyncio.run(run())
 
