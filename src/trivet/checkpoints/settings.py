@@ -51,7 +51,7 @@ MAY_CHANGE = (
     *("gpu_memory_utilization", "release_gpu_memory", "sleep_servers", "num_ranks", "weights", "micro_batch_tokens"),
     *("data.micro_batch_size", "data.pack_function", "data.record", "replay", "record_rollouts", "model.attn"),
     *("model.share_prefixes", "model.reshard_after_forward", "model.reduce_each_row", "model.ac", "model.ac_offloading"),
-    *("model.fsdp_cpu_offload", "model.optim_cpu_offload", "model.dp_replicate", "model.dither"),
+    *("model.fsdp_cpu_offload", "model.optim_cpu_offload", "model.dp_replicate", "model.cp", "model.dither"),
     *("model.fused_lm_head_chunk_size", "model.trust_remote_code", "eval", "val", "shown_samples", "strict_data"),
     *("tasks_per_minute", "workers_per_env", "env_start_timeout_s", "env_worker_timeout_s", "max_env_worker_restarts"),
     *("max_worker_memory", "env.*.venv", "env.*.env_vars", "rollout_timeout_s"),

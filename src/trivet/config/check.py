@@ -13,7 +13,7 @@ from trivet.config.check_roles import (
     offline_problems,
     orchestrator_notices,
     orchestrator_problems,
-    replicas_problem,
+    ranks_problem,
     sampling_notices,
     tensor_parallel_problem,
     training_problems,
@@ -163,15 +163,19 @@ def _gpu_problems(config: RLConfig) -> Iterator[str]:
     """Check how the GPUs of one machine are divided."""
     served, trained = ROOT.inference_gpu_ids, ROOT.trainer_gpu_ids
     tp = 1 if config.inference is None else config.inference.parallel.tp
-    num_ranks, replicas = len(config.trainer_gpu_ids), config.trainer.model.dp_replicate
     problems = (
         tensor_parallel_problem(tp, num_gpus=len(config.inference_gpu_ids), key=_SERVER.parallel.tp, gpu_ids=served),
-        replicas_problem(replicas, num_ranks=num_ranks, key=_TRAINER.model.dp_replicate, ranks=f"the GPUs of {trained}"),
+        ranks_problem(_parts_of_ranks(config), num_ranks=len(config.trainer_gpu_ids), ranks=f"the GPUs of {trained}"),
     )
     yield from filter(None, problems)
     for key, ids in ((served, config.inference_gpu_ids), (trained, config.trainer_gpu_ids)):
         if len(set(ids)) != len(ids) or not ids:
             yield f"{key} must name at least one GPU and each once, got {ids}"
+
+
+def _parts_of_ranks(config: RLConfig) -> dict[object, int]:
+    model = config.trainer.model
+    return {_TRAINER.model.dp_replicate: model.dp_replicate, _TRAINER.model.cp: model.cp}
 
 
 def _node_problems(config: RLConfig) -> Iterator[str]:
@@ -191,9 +195,8 @@ def _node_problems(config: RLConfig) -> Iterator[str]:
         )
     problems: list[str | None] = []
     if deployment.nodes_per_fsdp_group is None:
-        replicas, key = config.trainer.model.dp_replicate, _TRAINER.model.dp_replicate
         num_ranks = deployment.num_train_nodes * (deployment.gpus_per_node or config.trainer_cpu_ranks)
-        problems.append(replicas_problem(replicas, num_ranks=num_ranks, key=key, ranks="the ranks of all nodes"))
+        problems.append(ranks_problem(_parts_of_ranks(config), num_ranks=num_ranks, ranks="the ranks of all nodes"))
     if deployment.gpus_per_node and deployment.num_infer_nodes == 1 and inference is not None:
         tp, key = inference.parallel.tp, _SERVER.parallel.tp
         num_gpus, gpu_ids = deployment.gpus_per_node // deployment.servers_per_node, f"{at.gpus_per_node} / servers_per_node"

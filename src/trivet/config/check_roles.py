@@ -4,8 +4,9 @@ Each check yields texts for the user. Its argument `at` is the key of the role's
 if the role has a configuration of its own.
 """
 
-from collections.abc import Iterator, Sequence
-from math import isclose
+from collections.abc import Iterator, Mapping, Sequence
+from math import isclose, prod
+from typing import Any
 
 from trivet.config.dump import literal
 from trivet.config.findings import ROOT, Key
@@ -56,18 +57,21 @@ def tensor_parallel_problem(tp: int, *, num_gpus: int, key: object, gpu_ids: obj
     return f"{gpu_ids} names {num_gpus} GPU(s), which must be divisible by {key} ({tp}): {remainder}; change either"
 
 
-def replicas_problem(num_replicas: int, *, num_ranks: int, key: object, ranks: str) -> str | None:
-    """Return the problem of a trainer whose copies of the model would have different numbers of ranks, or None.
+def ranks_problem(parts: Mapping[Any, int], *, num_ranks: int, ranks: str) -> str | None:
+    """Return the problem of a trainer whose ranks cannot be divided into groups of equal size, or None.
 
     Args:
-        key: the key of `num_replicas`.
+        parts: into how many parts the ranks are divided, and each part again, by the key that says so.
         ranks: what the ranks are, as text for the message.
     """
-    if num_ranks % num_replicas == 0:
+    product = prod(parts.values())
+    if num_ranks % product == 0:
         return None
     divisors = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
-    remainder = f"{num_ranks} % {num_replicas} = {num_ranks % num_replicas}"
-    return f"{key} ({num_replicas}) must divide {ranks} ({num_ranks}): {remainder}; set it to one of {divisors}"
+    used = [f"{key} ({number})" for key, number in parts.items() if number > 1]
+    remainder = f"{num_ranks} % {product} = {num_ranks % product}"
+    changed = "it" if len(used) == 1 else "their product"
+    return f"{' x '.join(used)} must divide {ranks} ({num_ranks}): {remainder}; set {changed} to one of {divisors}"
 
 
 def training_problems(config: TrainingConfig, at: Key = ROOT) -> Iterator[str]:

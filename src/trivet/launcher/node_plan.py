@@ -134,8 +134,8 @@ def _count_copies(config: RLConfig, placement: Placement) -> int:
     """Return the copies of the trainer's model: as configured, or one when nodes were lost and the rest does not divide."""
     group = config.deployment.nodes_per_fsdp_group
     if group is None:
-        configured = config.trainer.model.dp_replicate
-        return configured if placement.num_ranks % configured == 0 else 1
+        model = config.trainer.model
+        return model.dp_replicate if placement.num_ranks % (model.dp_replicate * model.cp) == 0 else 1
     num_nodes = len(placement.trainer_nodes)
     return num_nodes // group if num_nodes % group == 0 else 1
 

@@ -40,6 +40,7 @@ def start(config: TrainerConfig) -> int:
         timeout_s=config.dist_timeout_seconds,
         wait_timeout_s=transport.timeout_s,
         num_replicas=config.model.dp_replicate,
+        context_size=config.model.cp,
         gpu_memory_share=config.gpu_memory_utilization,
     ) as world:
         if config.bench is not None:

@@ -91,8 +91,8 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
             f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at "
             f"{key_name('seq_len')}; look at rollouts/ and raise {list_keys('seq_len', 'orchestrator.sampling.max_tokens')}"
         )
-    plan = plan_step(model, rows, num_ranks=world.size, micro_batch_tokens=learner.micro_batch_tokens)
-    own_rows = plan.take(world.rank, device=world.device)
+    plan = plan_step(model, rows, num_ranks=world.num_row_groups, micro_batch_tokens=learner.micro_batch_tokens)
+    own_rows = plan.take(world.row_group, device=world.device)
     if learner.reference is not None:
         own_rows = learner.reference.score(model, own_rows)
     outcomes = _accumulate(learner, own_rows, max_tokens=plan.max_tokens, counts=counts)
@@ -166,17 +166,19 @@ def share_of_step(row_loss: RowLoss, counts: Mapping[LossUnit, int]) -> torch.Te
 def _accumulate(
     learner: Learner, rows: Sequence[RowTensors], *, max_tokens: int, counts: Mapping[LossUnit, int]
 ) -> list[RowOutcome]:
-    """Add the gradients of the step's loss to the parameters; return the outcome of each row that is no dummy.
+    """Add the gradients of the step's loss to the parameters; return the outcomes of rows that this rank reports.
+
+    A dummy has none. Of the ranks that compute a row together one reports it.
 
     Args:
         max_tokens: the limit of a row that a lane computes (`RowPlan.max_tokens`). Longer rows come first in `rows`.
         counts: divisors of the loss terms, over all rows of the batch.
     """
-    model = learner.model
+    model, world = learner.model, learner.world
 
     def compute(index: int) -> RowOutcome | None:
         row = rows[index]
-        set_last_row(model, is_last=index == len(rows) - 1, world=learner.world)
+        set_last_row(model, is_last=index == len(rows) - 1, world=world)
         with explaining_memory(row, chunk_size=model.chunk_size, key_prefix=learner.key_prefix):
             scores = model(row)
             if row.is_dummy:  # it takes part in the collectives with gradient 0
@@ -185,6 +187,8 @@ def _accumulate(
             row_loss = learner.loss(scores, row)
             share = share_of_step(row_loss, counts)
             share.backward()
+        if not world.reports_rows:  # another rank has the same outcome
+            return None
         return RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach(), values=row_loss.values)
 
     num_long = sum(row.num_tokens > max_tokens for row in rows)  # a long row is computed alone, with all cores

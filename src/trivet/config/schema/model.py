@@ -190,6 +190,10 @@ class TrainerModelConfig(Section):
     """Keep the optimizer's state alone in main memory; it comes to the GPU part by part for the update."""
     dp_replicate: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Copies of the model, each sharded over ranks / dp_replicate ranks: less traffic between nodes, more memory."""
+    cp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Consecutive ranks that compute a row together, each a slice of it: activations of long rows take 1 / cp of the memory."""
+    cp_style: Literal["ulysses"] = "ulysses"
+    """How they exchange keys and values: slices for heads, so cp must divide the attention heads."""
     compile: CompileConfig | None = None
     debug: DebugModelConfig = DebugModelConfig()
 

@@ -10,7 +10,7 @@ D head dimension.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -45,6 +45,10 @@ _HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
 """True where varlen_attn has an argument for keys with fewer heads than queries. Torch 2.11 has none."""
 
 
+PackedAttention = Callable[..., tuple[torch.Tensor, None]]
+"""Attention as transformers calls it, with the shapes of `sdpa_packed`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
     """Says where each segment lies in a row, and which key tokens it reads: those of its prefix, then its own.
@@ -70,6 +74,26 @@ class Segments:
     def effective_window(self, window: int | None) -> int | None:
         """Return the sliding window in tokens, or None where there is none or no sample is longer than it."""
         return window if window is not None and window < self.max_key_length else None
+
+    def with_segment(self, length: int) -> "Segments":
+        """Return these segments and one more of `length` tokens at the end of the row, without a prefix."""
+
+        def extend(offsets: torch.Tensor) -> torch.Tensor:
+            return torch.cat([offsets, offsets[-1:] + length])
+
+        key_tokens = self.key_tokens
+        if key_tokens is not None:
+            num_tokens = sum(self.lengths)
+            key_tokens = torch.cat([key_tokens, torch.arange(num_tokens, num_tokens + length, device=key_tokens.device)])
+        return Segments(
+            lengths=(*self.lengths, length),
+            max_length=max(self.max_length, length),
+            offsets=extend(self.offsets),
+            key_tokens=key_tokens,
+            key_lengths=(*self.key_lengths, length),
+            max_key_length=max(self.max_key_length, length),
+            key_offsets=extend(self.key_offsets),
+        )
 
     @classmethod
     def from_samples(cls, lengths: Sequence[int], *, device: torch.device) -> "Segments":
@@ -118,10 +142,15 @@ def register_attention(
     dtype: torch.dtype,
     has_special_scores: bool = False,
     heads: HeadDims,
+    around: Callable[[PackedAttention], PackedAttention] | None = None,
 ) -> str:
-    """Register the configured attention with transformers and return its name there. Arguments are those of `choose_attention`.
+    """Register the configured attention with transformers and return its name there.
 
     Transformers builds no mask for a name without a mask function, so none is registered.
+
+    Args:
+        around: makes the attention of a whole row one of this rank's slice (`attention.context`). Other arguments are those of
+            `choose_attention`.
     """
     refused: set[str] = set()
     while True:
@@ -161,7 +190,9 @@ def register_attention(
             return _sdpa_packed_uncompiled(*tensors, dropout=dropout, **options)
         return function(*tensors, **options)
 
-    AttentionInterface.register(_NAME_PREFIX + name, attend_packed)
+    if around is not None:
+        name = "sliced"
+    AttentionInterface.register(_NAME_PREFIX + name, around(attend_packed) if around else attend_packed)
     return _NAME_PREFIX + name
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from trivet.config.schema.model import ComputeDtype, TrainerModelConfig
 from trivet.errors import ConfigError
+from trivet.trainer.attention.context import ContextGroup
 from trivet.trainer.attention.packed import HeadDims, packs_rows, register_attention
 from trivet.trainer.cpu import Lanes, MasterCasts
 from trivet.trainer.measurement.fake import fake_rows
@@ -56,6 +57,7 @@ class PolicyModel(torch.nn.Module):
         shares_prefixes: bool = True,
         seq_len: int = 0,
         reduces_each_row: bool = True,
+        context: ContextGroup | None = None,
     ) -> None:
         """Wrap `causal_lm`, whose logits follow from the output of its head by `logit_rule`."""
         super().__init__()
@@ -69,6 +71,8 @@ class PolicyModel(torch.nn.Module):
         """Most tokens of a row whose samples share a prefix; 0: those of the batch's longest row."""
         self.reduces_each_row = reduces_each_row
         """True: gradients are reduced over ranks after each row; false: once a step."""
+        self._context = context
+        """The ranks that compute a row together."""
         self._logit_rule = logit_rule
         self._casts: MasterCasts | None = None
         self.compiles_head = False
@@ -85,8 +89,14 @@ class PolicyModel(torch.nn.Module):
         return self
 
     def forward(self, row: RowTensors) -> TokenScores:
-        """Score the loss tokens of `row`."""
+        """Score the loss tokens of `row`. Collective over the ranks that compute it together."""
         assert self.packs or len(row.segments.lengths) == 1, "the rows of this model hold one sample each"
+        if self._context is None or not self.packs:  # transformers' own attention needs the whole row
+            return self._score(row)
+        part, own = self._context.take_slice(row)
+        return TokenScores(*(self._context.share_scores(scores, own, row) for scores in self._score(part)))
+
+    def _score(self, row: RowTensors) -> TokenScores:
         packing = {"position_ids": row.position_ids_1U, "segments": row.segments} if self.packs else {}
         with self.casting():
             outputs = find_decoder(self.causal_lm)(input_ids=row.token_ids_1U, use_cache=False, **packing)
@@ -176,7 +186,14 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     has_softcap = getattr(causal_lm.config, "attn_logit_softcapping", None) is not None
     # For Gemma 2, transformers before 5.21 takes scaled_dot_product_attention, which leaves out the cap of scores.
     attention = own_attention = "eager" if has_softcap else causal_lm.config._attn_implementation or "eager"
+    num_heads = causal_lm.config.get_text_config().num_attention_heads
+    if num_heads % config.cp:
+        raise ConfigError(
+            f"model.cp ({config.cp}) must divide the attention heads of model.name ({num_heads}): {num_heads} % {config.cp} = "
+            f"{num_heads % config.cp}; set it to a divisor of {num_heads}"
+        )
     if reason := why_unpacked(causal_lm, seq_len=config.seq_len):
+        _require_whole_rows(config, reason)
         logger.warning(_UNPACKED_WARNING, reason)
     else:
         attention = register_attention(
@@ -185,6 +202,7 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
             dtype=compute_dtype,
             has_special_scores=has_softcap or any(name.endswith(".sinks") for name, _ in causal_lm.named_parameters()),
             heads=HeadDims.from_config(causal_lm.config),
+            around=world.context.around if world.context else None,
         )
     causal_lm.config._attn_implementation = attention
     logit_rule = find_logit_rule(causal_lm, name=config.name)
@@ -206,6 +224,7 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
         shares_prefixes=config.share_prefixes,
         seq_len=config.seq_len,
         reduces_each_row=config.reduce_each_row and world.size > 1,
+        context=world.context,
     )
     model.keeps_dropout = keeps_dropout
     model.train()
@@ -263,8 +282,17 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
             if error <= _MAX_PACKING_ERROR[torch_dtype(config.compute_dtype)]:
                 hf_config._attn_implementation = attention
     if not model.packs:
+        _require_whole_rows(config, reason)
         model.lanes = Lanes()
         logger.warning(_UNPACKED_WARNING, reason)
+
+
+def _require_whole_rows(config: TrainerModelConfig, reason: str) -> None:
+    """Refuse to divide the rows of a model over ranks whose attention this project does not compute, for `reason`."""
+    if config.cp > 1:
+        raise ConfigError(
+            f"model.cp = {config.cp} cannot divide the rows of model.name = {config.name!r}: {reason}; set model.cp = 1"
+        )
 
 
 def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:

@@ -25,11 +25,12 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPSto
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from trivet.config.check_roles import replicas_problem
+from trivet.config.check_roles import ranks_problem
 from trivet.config.layout import SECRET_FILE
 from trivet.errors import ConfigError, UnknownRank
 from trivet.process.sockets import listen, read_place
 from trivet.secret import RunSecret, read_secret
+from trivet.trainer.attention.context import ContextGroup
 from trivet.trainer.ranks.starter import RENDEZVOUS_FILE
 from trivet.wire.codec import decode, encode
 
@@ -58,11 +59,28 @@ class World:
     """All ranks, over gloo and host memory. Its timeout is longer than that of tensors, because rank 0 waits for batches."""
     secret: RunSecret | None
     """The secret that ranks of several nodes prove to each other; None for ranks of one machine."""
+    context: ContextGroup | None = None
+    """The ranks that compute a row together with this one; None where each rank computes rows of its own."""
 
     @property
     def num_replicas(self) -> int:
         """Copies of the sharded model."""
         return self.mesh.size(0) if self.mesh.ndim > 1 else 1
+
+    @property
+    def num_row_groups(self) -> int:
+        """Groups of ranks that compute rows of their own."""
+        return self.size // (self.context.size if self.context else 1)
+
+    @property
+    def row_group(self) -> int:
+        """The number of this rank's group among them."""
+        return self.rank // (self.context.size if self.context else 1)
+
+    @property
+    def reports_rows(self) -> bool:
+        """True on the rank of a group that reports what all its ranks have computed."""
+        return self.context is None or self.context.index == 0
 
     @property
     def is_main(self) -> bool:
@@ -72,7 +90,13 @@ class World:
 
 @contextmanager
 def open_world(
-    *, device: str, timeout_s: float, wait_timeout_s: float = 0.0, num_replicas: int = 1, gpu_memory_share: float = 1.0
+    *,
+    device: str,
+    timeout_s: float,
+    wait_timeout_s: float = 0.0,
+    num_replicas: int = 1,
+    context_size: int = 1,
+    gpu_memory_share: float = 1.0,
 ) -> Iterator[World]:
     """Join the other ranks. `ranks.starter` starts them on each node, or a user does with torchrun. A single rank joins nobody.
 
@@ -81,10 +105,12 @@ def open_world(
         timeout_s: seconds after which a collective operation fails.
         wait_timeout_s: further seconds that the other ranks wait, because rank 0 waits for a batch.
         num_replicas: copies of the model, each sharded over its part of the ranks.
+        context_size: consecutive ranks that compute a row together.
         gpu_memory_share: the share of the GPU's memory that torch's allocator may take.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if problem := replicas_problem(num_replicas, num_ranks=size, key="model.dp_replicate", ranks="the trainer's ranks"):
+    parts = {"model.dp_replicate": num_replicas, "model.cp": context_size}
+    if problem := ranks_problem(parts, num_ranks=size, ranks="the trainer's ranks"):
         raise ConfigError(problem)
     chosen_device = _choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     # A GPU's ranks exchange tensors in main memory too: off-loaded parameters and optimizer state.
@@ -127,7 +153,8 @@ def open_world(
             mesh = init_device_mesh(chosen_device.type, shape, mesh_dim_names=("replicate", "shard"))
         for group in mesh.get_all_groups():
             prove_ranks(group, secret)
-        yield World(rank=rank, size=size, device=chosen_device, mesh=mesh, control=control, secret=secret)
+        context = _open_context(context_size, rank, size, timeout, secret) if context_size > 1 else None
+        yield World(rank=rank, size=size, device=chosen_device, mesh=mesh, control=control, secret=secret, context=context)
         has_peers_waiting = False
     finally:
         # After a failure NCCL's shutdown would wait for the other ranks, which wait for this one in a collective, and the error
@@ -146,6 +173,17 @@ def _open_gloo_group(timeout: timedelta, secret: RunSecret | None) -> dist.Proce
     assert isinstance(group, dist.ProcessGroup)
     prove_ranks(group, secret)
     return group
+
+
+def _open_context(context_size: int, rank: int, size: int, timeout: timedelta, secret: RunSecret | None) -> ContextGroup:
+    """Make the groups of `context_size` consecutive ranks, and return this rank's. Collective."""
+    groups = [
+        dist.new_group(list(range(first, first + context_size)), timeout=timeout) for first in range(0, size, context_size)
+    ]
+    group = groups[rank // context_size]
+    assert isinstance(group, dist.ProcessGroup)
+    prove_ranks(group, secret)
+    return ContextGroup(group=group, size=context_size, index=rank % context_size)
 
 
 def prove_ranks(group: dist.ProcessGroup | None, secret: RunSecret | None) -> None:

@@ -64,14 +64,15 @@ class Validation:
     def measure(self, model: PolicyModel, world: World, *, step: Step) -> dict[str, float]:
         """Return the mean loss over all loss tokens (`val/loss`, nats) and its exponential as metrics. Collective."""
         totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-        size = ROWS_PER_RANK * world.size
+        size = ROWS_PER_RANK * world.num_row_groups
         with scoring(model):
             for start in range(0, len(self.rows), size):
                 rows = self.rows[start : start + size]
-                plan = plan_rows(rows, num_ranks=world.size, shares_prefixes=model.shares_prefixes, packs=model.packs)
-                for row in plan.take(world.rank, device=world.device):
+                num_groups = world.num_row_groups
+                plan = plan_rows(rows, num_ranks=num_groups, shares_prefixes=model.shares_prefixes, packs=model.packs)
+                for row in plan.take(world.row_group, device=world.device):
                     logprobs_N = model(row).logprobs_N
-                    if not row.is_dummy:
+                    if not row.is_dummy and world.reports_rows:
                         totals[0] -= logprobs_N.double().sum()
                         totals[1] += len(logprobs_N)
         total, count = sum_over_ranks(world, totals).tolist()
@@ -111,6 +112,7 @@ def start(config: SftConfig) -> int:
         device=config.device,
         timeout_s=config.dist_timeout_seconds,
         num_replicas=config.model.dp_replicate,
+        context_size=config.model.cp,
         gpu_memory_share=config.gpu_memory_utilization,
     ) as world:
         if config.bench is not None:
