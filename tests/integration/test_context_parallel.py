@@ -3,6 +3,8 @@
 Each task is one optimizer step at learning rate 0. Rank 0 writes the results of all tasks to a file.
 """
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +20,18 @@ from support.scripts import load_module
 from trivet.config.schema.model import ActivationCheckpointConfig, LoRAConfig, TrainerModelConfig
 from trivet.config.schema.trainer import ConstantSchedule, DefaultLossConfig, GspoLossConfig, LossConfig, SGDConfig
 from trivet.trainer.losses.formulas import make_policy_loss
+from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.model import policy_model
+from trivet.trainer.model.blocks import find_blocks
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.model.reference import Reference
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
 from trivet.trainer.ranks.world import World, gather_tensor, open_world
+from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import Learner, train_step
 
+FAILED, LOST = 5, 7
+"""Exit codes of a rank that fails, and of one that is lost."""
 ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
 TOLERANCE = 1e-10
 VOCAB_SIZE = 100
@@ -131,3 +138,25 @@ def test_ranks_that_share_rows_compute_what_one_rank_does(
         assert found["values"].keys() == expected["values"].keys()
         for name, values in expected["values"].items():
             assert found["values"][name] == pytest.approx(values, rel=1e-5, abs=1e-6), (place, name)
+
+
+def lose_a_rank(model: str) -> None:
+    """Compute a row, of which rank 1 does not take part in the exchange of the second layer."""
+    torch.set_num_threads(1)
+    with open_world(device="cpu", timeout_s=600, context_size=2) as world:
+        policy = load_policy(TrainerModelConfig(name=model, compute_dtype="float32", cp=2), world)
+        (row,) = fake_rows(0, seed=0, seq_len=64, vocab_size=VOCAB_SIZE, num_rows=1)
+        if world.rank == 1:
+            last_block = find_blocks(policy.causal_lm)[-1]
+            last_block.forward = lambda *_, **__: os._exit(LOST)
+        try:
+            policy(to_tensors(row, device=world.device))
+        except RuntimeError as exc:
+            print(exc)
+            sys.stdout.flush()
+            os._exit(FAILED)
+
+
+def test_a_rank_that_is_lost_ends_the_others_at_once(models: Path, tmp_path: Path) -> None:
+    """Without the end of the connection they would wait for ten minutes."""
+    run_ranks(2, lose_a_rank, [str(models / "two key heads")], logs=tmp_path, codes=[FAILED, LOST], timeout_s=120)

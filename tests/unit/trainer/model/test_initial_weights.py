@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, RecurrentGemmaConfig
 
 from support.tiny_models import make_mixture_config
 from trivet.config.schema.model import DebugModelConfig, LoRAConfig, TrainerModelConfig
@@ -321,6 +321,20 @@ def test_copies_of_the_model_divide_the_ranks() -> None:
     said = r"dp_replicate \(2\) must divide the trainer's ranks \(1\): 1 % 2 = 1; set it to one of 1"
     with pytest.raises(ConfigError, match=said), open_world(device="cpu", timeout_s=30, num_replicas=2):
         pass
+    said = (
+        r"dp_replicate \(2\) x model.cp \(2\) must divide the trainer's ranks \(1\): 1 % 4 = 1; set their product to one of 1"
+    )
+    with pytest.raises(ConfigError, match=said), open_world(device="cpu", timeout_s=30, num_replicas=2, context_size=2):
+        pass
+
+
+def test_rows_are_divided_only_where_heads_and_attention_allow_it(tiny_model: Path, tmp_path: Path, world: World) -> None:
+    with pytest.raises(ConfigError, match=r"model.cp \(3\) must divide the attention heads of model.name \(2\): 2 % 3 = 2"):
+        load(tiny_model, world, cp=3)
+    stateful = RecurrentGemmaConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=3, lru_width=32)
+    AutoModelForCausalLM.from_config(stateful).save_pretrained(tmp_path / "stateful")
+    with pytest.raises(ConfigError, match=r"cannot divide the rows of model.name .* its layers carry a state along the row"):
+        load(tmp_path / "stateful", world, cp=2)
 
 
 def weights_in_bfloat16(model: Path, directory: Path) -> Path:
