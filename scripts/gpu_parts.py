@@ -111,7 +111,14 @@ def _tests(machine: Machine, no_device: str | None) -> list[Part]:
     attention = "tests/unit/trainer/attention"
     paths = {"tests-attention": [attention], "tests-trainer": ["tests/unit/trainer", f"--ignore={attention}"]}
     missing = no_device or (None if find_spec("pytest") else "pytest is not installed")
-    return [_pytest(name, [*words, "-m", marks], limit_s=480, missing=missing) for name, words in paths.items()]
+    parts = [_pytest(name, [*words, "-m", marks], limit_s=480, missing=missing) for name, words in paths.items()]
+    words = ["tests/integration/test_context_parallel.py", "-m", "gpu"]
+    return [*parts, _pytest("context-parallel", words, limit_s=600, missing=missing or _why_one_gpu(machine))]
+
+
+def _why_one_gpu(machine: Machine) -> str | None:
+    """Return why parts for two GPUs cannot run; None where they can."""
+    return None if len(machine.gpus) > 1 else f"needs two GPUs, there are {len(machine.gpus)}"
 
 
 def _pytest(name: str, words: Sequence[str], *, limit_s: float, missing: str | None) -> Part:
@@ -167,7 +174,6 @@ def _with_server(machine: Machine, scratch: Path, no_device: str | None) -> list
     """Return the parts for which vLLM serves."""
     no_vllm = no_device or (None if machine.vllm else f"no vLLM for {machine.device} is installed")
     no_example = no_vllm or (None if find_spec("reverse_text") else "the environment reverse-text is not installed")
-    no_second_gpu = no_vllm or (None if len(machine.gpus) > 1 else f"needs two GPUs, there are {len(machine.gpus)}")
     marks = "gpu" if machine.device == "cuda" else "not gpu"
     quickstart, flat = scratch / "quickstart", scratch / "flat"
     # CUDA graphs, which the quickstart leaves out; on a CPU they do not exist, and compiling takes minutes.
@@ -226,7 +232,12 @@ def _with_server(machine: Machine, scratch: Path, no_device: str | None) -> list
             missing=no_vllm,
             read_result=last_json,
         ),
-        _pytest("tensor-parallel", [_RELOAD_TEST, "-m", marks, "-k", "two_gpus"], limit_s=600, missing=no_second_gpu),
+        _pytest(
+            "tensor-parallel",
+            [_RELOAD_TEST, "-m", marks, "-k", "two_gpus"],
+            limit_s=600,
+            missing=no_vllm or _why_one_gpu(machine),
+        ),
     ]
 
 

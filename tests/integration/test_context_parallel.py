@@ -99,9 +99,9 @@ def compute(models: Path, world: World, *, cp: int) -> dict[tuple[str, str], dic
     return results
 
 
-def compute_on_ranks(models: str, output: str, cp: str, num_replicas: str) -> None:
+def compute_on_ranks(models: str, output: str, device: str, cp: str, num_replicas: str) -> None:
     torch.set_num_threads(1)
-    with in_float64(), open_world(device="cpu", timeout_s=120, num_replicas=int(num_replicas), context_size=int(cp)) as world:
+    with in_float64(), open_world(device=device, timeout_s=120, num_replicas=int(num_replicas), context_size=int(cp)) as world:
         results = compute(Path(models), world, cp=int(cp))
         if world.is_main:
             torch.save(results, output)
@@ -122,13 +122,16 @@ def alone(models: Path) -> Mapping[tuple[str, str], dict]:
         return compute(models, world, cp=1)
 
 
-@pytest.mark.parametrize(("num_ranks", "cp", "num_replicas"), [(2, 2, 1), (4, 4, 1), (4, 2, 2)])
-def test_ranks_that_share_rows_compute_what_one_rank_does(
-    models: Path, alone: Mapping[tuple[str, str], dict], tmp_path: Path, num_ranks: int, cp: int, num_replicas: int
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "cp", "num_replicas"),
+    [("cpu", 2, 2, 1), ("cpu", 4, 4, 1), ("cpu", 4, 2, 2), pytest.param("cuda", 2, 2, 1, marks=pytest.mark.gpu)],
+)
+def test_ranks_compute_together_what_one_rank_does(
+    models: Path, alone: Mapping[tuple[str, str], dict], tmp_path: Path, device: str, num_ranks: int, cp: int, num_replicas: int
 ) -> None:
     output = tmp_path / "results.pt"
-    run_ranks(num_ranks, compute_on_ranks, [str(models), str(output), str(cp), str(num_replicas)], logs=tmp_path)
-    together = torch.load(output)
+    run_ranks(num_ranks, compute_on_ranks, [str(models), str(output), device, str(cp), str(num_replicas)], logs=tmp_path)
+    together = torch.load(output, map_location="cpu")
     assert together.keys() == alone.keys()
     for place, expected in alone.items():
         found = together[place]
