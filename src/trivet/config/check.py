@@ -163,9 +163,12 @@ def _gpu_problems(config: RLConfig) -> Iterator[str]:
     """Check how the GPUs of one machine are divided."""
     served, trained = ROOT.inference_gpu_ids, ROOT.trainer_gpu_ids
     tp = 1 if config.inference is None else config.inference.parallel.tp
+    num_ranks, ranks = len(config.trainer_gpu_ids), f"the GPUs of {trained}"
+    if config.trainer_cpu_ranks > 1:  # the run is for a machine without a GPU
+        num_ranks, ranks = config.trainer_cpu_ranks, str(ROOT.trainer_cpu_ranks)
     problems = (
         tensor_parallel_problem(tp, num_gpus=len(config.inference_gpu_ids), key=_SERVER.parallel.tp, gpu_ids=served),
-        ranks_problem(_parts_of_ranks(config), num_ranks=len(config.trainer_gpu_ids), ranks=f"the GPUs of {trained}"),
+        ranks_problem(_parts_of_ranks(config), num_ranks=num_ranks, ranks=ranks),
     )
     yield from filter(None, problems)
     for key, ids in ((served, config.inference_gpu_ids), (trained, config.trainer_gpu_ids)):

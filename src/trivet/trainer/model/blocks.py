@@ -74,7 +74,7 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
         # Outside a compiled block a checkpoint could not tell operators apart, and would compute all of the block again.
         _checkpoint(checkpointed, config.ac)
     if config.compile is not None:
-        _compile(blocks, attention=attention, device=device, seq_len=config.seq_len)
+        _compile(blocks, attention=attention, device=device, seq_len=-(-config.seq_len // config.cp))
     if not is_traced:
         # If attention cannot be traced, a checkpoint inside would keep the whole block from being compiled.
         _checkpoint(checkpointed, config.ac)
