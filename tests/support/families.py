@@ -249,6 +249,12 @@ FAMILIES = (
         changes={**_LOCAL_EXPERTS, **_SLIDING_THEN_FULL, "rope_parameters": {**_YARN, "truncate": False}},
     ),
     Family(
+        name="OLMoE",
+        config_class="OlmoeConfig",
+        special="experts, norm of all queries and keys at once",
+        changes={"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    ),
+    Family(
         name="OLMo 2",
         config_class="Olmo2Config",
         special="norms behind attention and MLP, norm of all queries and keys at once",

@@ -60,6 +60,7 @@ def truncate(sample: Sample, *, seq_len: int) -> Sample:
         versions=first_versions(sample.versions, count_tokens(sample.versions) - num_cut),
         temperature=sample.temperature,
         is_truncated=True,
+        experts=sample.experts,
     )
 
 
@@ -100,6 +101,7 @@ def _join(items: Sequence[PackItem]) -> MicroBatch:
         temperatures_T=np.repeat(np.array([sample.temperature for sample in samples], dtype=np.float32), lengths_S),
         sequence_lengths_S=lengths_S,
         teacher_logprobs_T=np.concatenate(teachers).astype(np.float32) if len(teachers) == len(samples) else None,
+        experts_S=[sample.experts for sample in samples] if any(sample.experts is not None for sample in samples) else [],
     )
 
 

@@ -97,6 +97,9 @@ def _served_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[s
             f"{_ORCHESTRATOR.sampling.max_tokens} ({max_tokens}) must be < {_SERVER.model.max_model_len} ({max_model_len}),"
             " which prompt and completion share; lower the first or raise the second"
         )
+    if config.trainer.router_replay and not inference.return_routed_experts:
+        key = _SERVER.return_routed_experts
+        yield f"{key} must be true with {_TRAINER.router_replay}, which replays the servers' experts; remove {key}"
     if lora is None:
         return
     if not inference.enable_lora:

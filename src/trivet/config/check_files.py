@@ -18,6 +18,7 @@ from trivet.config.model_files import (
     find_weight_files,
     read_chat_template,
     read_num_embeddings,
+    read_num_experts,
     read_tokens,
     require_embeddings,
 )
@@ -137,6 +138,8 @@ def _training_problems(trainer: TrainingConfig, at: Key, *, is_served: bool) -> 
             choose_targets(lora.target_modules, modules=modules, key=str(at.model.lora.target_modules))
         except ConfigError as exc:
             yield str(exc)
+    if isinstance(trainer, TrainerConfig) and trainer.router_replay and read_num_experts(Path(name)) == 0:
+        yield f"{at.router_replay} is for a mixture of experts, and {at.model.name} ({name}) has none; remove {at.router_replay}"
     num_embeddings = read_num_embeddings(Path(name)) or sys.maxsize
     published = trainer.tokenizer.name or name
     for tokenizer in sorted({name, published} if is_served else {published}):

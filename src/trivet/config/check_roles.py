@@ -254,6 +254,11 @@ def inference_problems(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]
     for name, value in config.vllm_args.items():
         if key := VLLM_KEYS.get(name.replace("-", "_")):
             yield f"{at.vllm_args[name]} ({value}) has a key of its own: set {at[key]} instead"
+    if config.return_routed_experts and config.deterministic:
+        yield (
+            f"{at.return_routed_experts} needs the prefix cache, which {at.deterministic} turns off: vLLM keeps experts with it;"
+            " remove one of both"
+        )
     if config.enable_lora and config.max_cpu_loras < config.max_loras:
         yield (
             f"{at.max_cpu_loras} ({config.max_cpu_loras}) must be >= {at.max_loras} ({config.max_loras}): adapters in"

@@ -186,6 +186,14 @@ def read_num_embeddings(directory: Path) -> int | None:
     return num_embeddings if isinstance(num_embeddings, int) else None
 
 
+def read_num_experts(directory: Path) -> int | None:
+    """Return the number of experts in a model's mixtures, from config.json, 0 for a dense model; None if there is no such file."""
+    config = _read_json(directory / "config.json")
+    config = config.get("text_config") or config
+    numbers = [config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    return next((number for number in numbers if isinstance(number, int)), 0) if config else None
+
+
 def read_tokens(directory: Path) -> dict[str, int]:
     """Return the id of each token of the tokenizer in `directory`; an empty table if only the tokenizer's code can read it."""
     tokenizer = _read_json(directory / "tokenizer.json")

@@ -65,6 +65,7 @@ RENAMED = {
     "rollout_transport": "trainer.rollout_transport",
     **{f"{role}{section}.wandb": f"{role}wandb" for role in _TRAINING_PREFIXES for section in ("monitors", "tracking")},
     **{f"{role}resume.step": f"{role}ckpt.resume_step" for role in _TRAINING_PREFIXES},
+    "trainer.enable_router_replay": "trainer.router_replay",
     "trainer.model.experimental.lora": "trainer.model.lora",
     "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",
     "trainer.data.seq_len": "trainer.model.seq_len",

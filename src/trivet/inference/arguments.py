@@ -106,6 +106,8 @@ def vllm_arguments(
             "max_cpu_loras": config.max_cpu_loras,
             "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= config.max_lora_rank),
         }
+    if config.return_routed_experts:
+        arguments["enable_return_routed_experts"] = True
     arguments |= _memory_arguments(config, is_cpu=is_cpu)
     if config.deterministic:
         # The rounding of a sum depends on the size of the batch and on how much of the prefix was cached.

@@ -265,8 +265,12 @@ def make_engine_config(args: Namespace) -> Any:
     Raises:
         ConfigError: vLLM cannot serve the model as configured.
     """
-    from trivet.inference.vllm_names import AsyncEngineArgs, UsageContext
+    from trivet.inference.vllm_names import AsyncEngineArgs, UsageContext, current_platform
 
+    if args.enable_return_routed_experts and current_platform.is_cpu():
+        from trivet.inference.cpu_experts import accept_on_cpu
+
+        accept_on_cpu()
     try:
         return AsyncEngineArgs.from_cli_args(args).create_engine_config(
             UsageContext.OPENAI_API_SERVER, headless=getattr(args, "headless", False)

@@ -114,6 +114,7 @@ class PolicyLoader:
     async def prepare(self) -> None:
         """Read all of the start model for the digest of version 0. Call it before anything is served."""
         self._start = self._policy = await asyncio.to_thread(make_start_manifest, self._start_directory)
+        await self._engine.capture_experts()
         if self._engine.serves_adapters:
             await self._engine.load_adapter(None)
 

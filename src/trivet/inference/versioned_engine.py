@@ -38,6 +38,7 @@ from trivet.inference.vllm_names import (
     SamplingParams,
     TokensPrompt,
     UniProcExecutor,
+    current_platform,
 )
 from trivet.inference.worker_extension import POLICY_ADAPTER_ID, policy_adapter
 
@@ -202,6 +203,11 @@ class VersionedEngine(AsyncLLM):
         lora_request.load_inplace = False
         self._num_adapter_loads += 1
         return is_added
+
+    async def capture_experts(self) -> None:
+        """Let the workers return routed experts, if the engine was started to do so on a CPU. Call it before the first request."""
+        if self.vllm_config.aux_output_config.enabled and current_platform.is_cpu():
+            await self.collective_rpc("capture_experts")
 
     async def drop_caches(self) -> None:
         """Drop the prefix cache and restart requests that have no token yet. Outputs are held back from now until `resume`."""

@@ -54,6 +54,12 @@ class PolicyWorkerExtension:
         score_prompts_by_plain_head(self.model_runner.get_model())
         _heap.trim_if_grown()
 
+    def capture_experts(self) -> None:
+        """Return the experts of all tokens from now on, on a CPU (`cpu_experts`)."""
+        from trivet.inference.cpu_experts import ExpertCapture
+
+        ExpertCapture(self.model_runner)
+
     def ping(self) -> int:
         """Return the worker's process id. Any answer proves that the worker is not stuck."""
         return os.getpid()

@@ -122,13 +122,21 @@ def extend_wait_of_ranks(world: World) -> None:
     broadcast_bytes(world, b"")
 
 
-def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: bool = False) -> None:
+def check_batch(
+    batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: bool = False, needs_experts: bool = False
+) -> None:
     """Refuse a batch that the model cannot be trained on."""
     for row in batch.micro_batches:
         if needs_teacher and row.teacher_logprobs_T is None:
             raise BatchError(
                 f"batch {batch.step} has no teacher log-probabilities, and trainer.loss.teacher_tau is above 0; set "
                 "orchestrator.teacher_model, or teacher_tau = 0"
+            )
+        if needs_experts and (not row.experts_S or None in row.experts_S):
+            raise BatchError(
+                f"batch {batch.step} has samples without the experts that computed them, and trainer.router_replay is set; start "
+                "the servers with inference.return_routed_experts = true (a streamed answer has no experts), or set "
+                "trainer.router_replay = false"
             )
         if row.num_tokens > seq_len:
             raise BatchError(
@@ -194,6 +202,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
                 seq_len=config.model.seq_len,
                 vocab_size=session.learner.model.embedding.num_embeddings,
                 needs_teacher=config.loss.needs_teacher,
+                needs_experts=config.router_replay,
             )
             reach("optimizer_step.before", step=step)
             result = train_step(session.learner, batch.micro_batches, step=step)

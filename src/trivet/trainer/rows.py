@@ -14,6 +14,7 @@ from trivet.trainer.attention.packed import Segments
 from trivet.trainer.device_copies import to_device
 from trivet.trainer.prefixes import build_tree, flat_tree, group_by_prefix
 from trivet.wire.batches import MicroBatch
+from trivet.wire.experts import UNKNOWN
 
 SampleIndex = tuple[int, int]
 """The index of a row in the batch, and the index of a sample in that row."""
@@ -51,6 +52,9 @@ class RowTensors:
     """Number of loss tokens of each of these samples. In main memory, because the host would wait for a count on the device."""
     uses_temperatures: bool = True
     """False when every temperature is 1."""
+    experts_ULK: torch.Tensor | None = None
+    """int64: the experts that the server chose for each token and layer, `wire.experts.UNKNOWN` where they are not known; None when
+    the model's own routers choose."""
     sample_indices: tuple[SampleIndex, ...] = ()
     """The indices of these samples in the batch, for messages."""
     is_dummy: bool = False
@@ -189,7 +193,11 @@ def join_samples(rows: Sequence[MicroBatch], samples: Sequence[SampleIndex]) -> 
         parts = {index: rows[index].split(values_T) for index, values_T in columns.items()}
         joined[name] = np.concatenate([parts[index][number] for index, number in samples])
     lengths_S = np.array([rows[index].sequence_lengths_S[number] for index, number in samples], dtype=np.int32)
-    return MicroBatch(sequence_lengths_S=lengths_S, **joined)  # type: ignore[arg-type]  # only optional fields are None
+    experts_S = [rows[index].experts_S[number] for index, number in samples if rows[index].experts_S]
+    if len(experts_S) < len(samples):
+        experts_S = []
+    # The ignored error: only optional fields are None.
+    return MicroBatch(sequence_lengths_S=lengths_S, experts_S=experts_S, **joined)  # type: ignore[arg-type]
 
 
 def to_tensors(
@@ -229,8 +237,21 @@ def to_tensors(
         num_samples=len(present),
         num_loss_tokens_S=tuple(np.bincount(samples_N, minlength=len(present)).tolist()),
         uses_temperatures=bool((row.temperatures_T[loss_N] != 1).any()),
+        experts_ULK=None if (experts_TLK := decompress_experts(row)) is None else ints(experts_TLK[tree.sources_U]),
         sample_indices=tuple(sample_indices[number - 1] for number in present) if sample_indices else (),
     )
+
+
+def decompress_experts(row: MicroBatch) -> np.ndarray | None:
+    """Return int16 [T, layers, experts of a token], `UNKNOWN` for samples without; None when all are without."""
+    known = next((experts for experts in row.experts_S if experts is not None), None)
+    if known is None:
+        return None
+    parts = [
+        np.full((length, *known.shape[1:]), UNKNOWN, dtype=np.int16) if experts is None else experts.decompress(length)
+        for length, experts in zip(row.sequence_lengths_S.tolist(), row.experts_S, strict=True)
+    ]
+    return np.concatenate(parts)
 
 
 def _dummy(device: torch.device) -> RowTensors:

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
 from trivet.key_names import key_name, list_keys
+from trivet.trainer.cpu import Lanes
 from trivet.trainer.device_copies import read_numbers, read_values
 from trivet.trainer.failures import (
     RowOutcome,
@@ -120,7 +121,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     # `MasterCasts` casts a weight anew when the weight's version counter has changed. Fused and foreach optimizers do not raise
     # that counter.
     increment_version(model.trained_parameters)
-    values = read_values(values_by_row)  # the host waits for the device once more
+    values = read_values(values_by_row) | model.routing.take_shares(world)  # the host waits for the device once more
     return StepResult(
         loss=loss,
         grad_norm=norm,
@@ -192,7 +193,9 @@ def _accumulate(
         return RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach(), values=row_loss.values)
 
     num_long = sum(row.num_tokens > max_tokens for row in rows)  # a long row is computed alone, with all cores
-    outcomes = [compute(index) for index in range(num_long)] + model.lanes.map(compute, range(num_long, len(rows)))
+    # The model replays the experts of one row at a time.
+    lanes = Lanes() if any(row.experts_ULK is not None for row in rows) else model.lanes
+    outcomes = [compute(index) for index in range(num_long)] + lanes.map(compute, range(num_long, len(rows)))
     return [outcome for outcome in outcomes if outcome is not None]
 
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
+from trivet.wire.experts import RoutedExperts
 from trivet.wire.versions import GroupId, Step
 
 MAGIC = "trivet"
@@ -39,6 +40,8 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     """int32 [S]: tokens of each sample; the sum is T."""
     teacher_logprobs_T: np.ndarray | None = None
     """float32 [T]: the teacher's log-probability of each token; None when one of the samples has none."""
+    experts_S: list[RoutedExperts | None] = []
+    """The experts that computed each sample on the server; empty when no sample has any."""
 
     @property
     def num_tokens(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from trivet.wire.experts import RoutedExperts
 from trivet.wire.versions import GroupId, PolicyVersion, VersionRun
 
 MAX_REWARD = 1e12
@@ -44,6 +45,8 @@ class Sample(msgspec.Struct, kw_only=True, gc=False):
     """The values before a filter cleared `loss_mask_T`; None when none did."""
     is_truncated: bool = False
     """True when a completion in it ended at a length limit, not at a stop token."""
+    experts: RoutedExperts | None = None
+    """The experts that computed the tokens on the server; None if it did not return them."""
 
     @property
     def num_tokens(self) -> int:

@@ -26,6 +26,7 @@ VLLM_KEYS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "max_num_seqs": "max_num_seqs",
     "enable_lora": "enable_lora",
+    "enable_return_routed_experts": "return_routed_experts",
     "max_loras": "max_loras",
     "max_cpu_loras": "max_cpu_loras",
     "max_lora_rank": "max_lora_rank",
@@ -203,6 +204,8 @@ class InferenceConfig(RoleConfig):
     """Adapters that stay loaded; the one unused for longest is evicted."""
     max_lora_rank: int = Field(default=16, ge=1, le=MAX_RANK)
     """Largest rank of an adapter, rounded up to one that vLLM has. A run takes it from trainer.model.lora.rank."""
+    return_routed_experts: bool = False
+    """Return the experts that a mixture chose for each token, with every answer. A run with trainer.router_replay sets it."""
     seed: int = Field(default=0, ge=0)
     """Seeds sampling of requests that carry no seed."""
     deterministic: bool = False

@@ -336,6 +336,9 @@ class TrainerConfig(TrainingConfig):
     loss: LossConfig = DefaultLossConfig()
     num_iterations: int = Field(default=1, ge=1)
     """Optimizer updates on each batch. Above 1 the later ones are off-policy, which the loss must bound (grpo, gspo)."""
+    router_replay: bool = False
+    """For a mixture of experts: compute each token with the experts that the server chose for it. The routers still learn. Costs a
+    byte an expert, layer and token, compressed; samples without experts are refused."""
     rollout_transport: TransportConfig = TransportConfig()
     max_async_level: int = Field(default=1, ge=0)
     """How many policies the servers may lag behind; that many published weights are kept, besides what readers hold."""

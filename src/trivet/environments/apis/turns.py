@@ -17,6 +17,7 @@ import numpy as np
 
 from trivet.algorithms.arithmetic import derive_seed
 from trivet.errors import RolloutFailed
+from trivet.wire.experts import RoutedExperts, join_experts, read_experts
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import PolicyVersion, VersionRun, count_tokens, join_versions
@@ -82,6 +83,8 @@ class Turn:
     """The policy versions of the completion tokens, in runs whose lengths add up to their number."""
     is_truncated: bool = False
     """The completion was cut at a length limit."""
+    experts: RoutedExperts | None = None
+    """The experts that computed the tokens; None if the server does not return them."""
 
 
 def read_turn(answer: Mapping[str, Any]) -> Turn:
@@ -94,6 +97,7 @@ def read_turn(answer: Mapping[str, Any]) -> Turn:
         logprobs=[token["logprob"] for token in logprobs],
         policy_versions=choice.get("policy_versions"),
         is_truncated=choice.get("finish_reason") == "length",
+        routed_experts=choice.get("routed_experts"),
     )
 
 
@@ -104,11 +108,13 @@ def make_turn(
     logprobs: list[float],
     policy_versions: Iterable[tuple[int, int]] | None,
     is_truncated: bool,
+    routed_experts: str | None = None,
 ) -> Turn:
     """Check the fields of an answer and make a turn of them. A field that is None is missing in the answer.
 
     Raises:
         RolloutFailed: a field is missing, or the lengths differ.
+        MessageRefused: `routed_experts` cannot be read.
     """
     versions = [VersionRun(PolicyVersion(version), length) for version, length in policy_versions or []]
     is_whole = prompt_ids is not None and completion_ids is not None and policy_versions is not None
@@ -123,6 +129,7 @@ def make_turn(
         logprobs=logprobs,
         versions=versions,
         is_truncated=is_truncated,
+        experts=None if routed_experts is None else RoutedExperts.compress(read_experts(routed_experts)),
     )
 
 
@@ -159,6 +166,7 @@ def to_samples(
             loss_mask_T[start:end] = True
             logprobs_T[start:end] = turn.logprobs
         loss_mask_T[0] = False  # nothing predicts the first token
+        experts = [turn.experts for turn in chain if turn.experts is not None]
         sample = Sample(
             token_ids_T=np.array(token_ids, dtype=np.int32),
             loss_mask_T=loss_mask_T,
@@ -166,6 +174,7 @@ def to_samples(
             versions=join_versions(turn.versions for turn in chain),
             temperature=1.0 if temperature is None else temperature,
             is_truncated=any(turn.is_truncated for turn in chain),
+            experts=join_experts(experts) if len(experts) == len(chain) else None,
         )
         samples.append(sample)
     return samples, max(len(chains) - 1, 0) if strategy == "interleaved" else 0

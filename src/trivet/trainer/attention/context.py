@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from trivet.trainer.attention.packed import PackedAttention
 from trivet.trainer.rows import RowTensors
+from trivet.wire.experts import UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +39,15 @@ class ContextGroup:
         waits for the device here.
         """
         token_ids, position_ids, segments = row.token_ids_1U, row.position_ids_1U, row.segments
+        experts_ULK = row.experts_ULK
         if num_added := -row.num_tokens % self.size:
             added = torch.arange(num_added, device=token_ids.device)[None]
             token_ids = torch.cat([token_ids, torch.zeros_like(added)], dim=1)
             position_ids = torch.cat([position_ids, added], dim=1)
             segments = segments.with_segment(num_added)
+            if experts_ULK is not None:
+                unknown = torch.full_like(experts_ULK[:1], UNKNOWN).expand(num_added, -1, -1)
+                experts_ULK = torch.cat([experts_ULK, unknown])
         num_tokens = token_ids.shape[1] // self.size
         own = torch.nonzero(row.predictors_N // num_tokens == self.index)[:, 0]
         part = replace(
@@ -50,6 +55,7 @@ class ContextGroup:
             token_ids_1U=token_ids.chunk(self.size, dim=1)[self.index],
             position_ids_1U=position_ids.chunk(self.size, dim=1)[self.index],
             segments=segments,
+            experts_ULK=None if experts_ULK is None else experts_ULK.chunk(self.size)[self.index],
             predictors_N=row.predictors_N[own] - self.index * num_tokens,
             targets_N=row.targets_N[own],
             temperatures_N=row.temperatures_N[own],

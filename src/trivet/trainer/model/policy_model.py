@@ -20,6 +20,7 @@ from trivet.trainer.attention.packed import HeadDims, packs_rows, register_atten
 from trivet.trainer.cpu import Lanes, MasterCasts
 from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.model.blocks import find_blocks, prepare_blocks
+from trivet.trainer.model.experts import ExpertRouting
 from trivet.trainer.model.initial_weights import build, fill, read_config
 from trivet.trainer.model.logprobs import TokenScores, score_tokens
 from trivet.trainer.model.supported import (
@@ -73,6 +74,8 @@ class PolicyModel(torch.nn.Module):
         """True: gradients are reduced over ranks after each row; false: once a step."""
         self._context = context
         """The ranks that compute a row together."""
+        self.routing = ExpertRouting(causal_lm)
+        """Counts tokens of experts, and replays the experts that servers chose."""
         self._logit_rule = logit_rule
         self._casts: MasterCasts | None = None
         self.compiles_head = False
@@ -97,6 +100,7 @@ class PolicyModel(torch.nn.Module):
         return TokenScores(*(self._context.share_scores(scores, own, row) for scores in self._score(part)))
 
     def _score(self, row: RowTensors) -> TokenScores:
+        self.routing.replay(row.experts_ULK)
         packing = {"position_ids": row.position_ids_1U, "segments": row.segments} if self.packs else {}
         with self.casting():
             outputs = find_decoder(self.causal_lm)(input_ids=row.token_ids_1U, use_cache=False, **packing)
@@ -232,6 +236,7 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     if not is_whole:
         shard(model, config, world)
     fill(model, causal_lm, config, world)
+    model.routing.to(world.device)
     if is_whole:
         model.cast_masters(compute_dtype)
     if model.packs:

@@ -114,6 +114,7 @@ class V0Host:
                 completion_ids=tokens and tokens.completion_ids,
                 logprobs=tokens.completion_logprobs if tokens else [],
                 policy_versions=response.get("policy_versions"),
+                routed_experts=response.get("routed_experts"),
                 is_truncated=bool(step.get("is_truncated") or response.message.is_truncated),
             )
             turns.append(turn)
@@ -217,7 +218,7 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
             "finish_reason": choice.finish_reason,
             "message": {"role": "assistant", "content": choice.text},
             "logprobs": {"content": [{"token": "", "logprob": value, "top_logprobs": []} for value in logprobs]},
-            **{name: extra.get(name) for name in ("token_ids", "policy_versions")},
+            **{name: extra.get(name) for name in ("token_ids", "policy_versions", "routed_experts")},
         }
         return ChatCompletion.model_validate(
             {
@@ -234,8 +235,10 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
             await super().raise_from_native_response(response)
 
     async def from_native_response(self, response: Any) -> vf.Response:
-        """Add the policy versions of the sampled tokens to verifiers' response."""
-        converted = await super().from_native_response(response)
+        """Add the policy versions of the sampled tokens, and the experts of all tokens, to verifiers' response."""
         extra = response.choices[0].model_extra or {}
+        experts = extra.pop("routed_experts", None)  # verifiers expects another form of it
+        converted = await super().from_native_response(response)
         converted.policy_versions = extra.get("policy_versions")  # type: ignore[attr-defined]  extra fields are allowed
+        converted.routed_experts = experts  # type: ignore[attr-defined]  extra fields are allowed
         return converted

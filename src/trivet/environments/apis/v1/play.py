@@ -40,7 +40,7 @@ _CONNECT_TIMEOUT_S = 30.0
 may take."""
 _STREAM_FIELDS = ("stream", "stream_options")
 """Fields of a request that are left out: only a complete answer has policy versions."""
-_TOKEN_FIELDS = ("token_ids", "logprobs", "policy_versions")
+_TOKEN_FIELDS = ("token_ids", "logprobs", "policy_versions", "routed_experts")
 """Fields of an answer's choice that the harness program does not get."""
 
 
