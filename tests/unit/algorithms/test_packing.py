@@ -76,7 +76,7 @@ def test_rows_carry_every_sample_unchanged(drawn):
 
 def test_rows_have_the_dtypes_of_the_wire():
     (row,) = pack([PackItem(sample=make_sample(3), advantage=1.0)], seq_len=8)
-    kinds = {name: getattr(row, name).dtype.str for name in type(row).__struct_fields__}
+    kinds = {name: getattr(row, name).dtype.str for name in type(row).__struct_fields__ if name != "experts_S"}
     assert kinds == {
         "token_ids_T": "<i4",
         "position_ids_T": "<i4",
@@ -87,6 +87,7 @@ def test_rows_have_the_dtypes_of_the_wire():
         "sequence_lengths_S": "<i4",
         "teacher_logprobs_T": "<f4",
     }
+    assert row.experts_S == []
 
 
 def test_a_sample_without_loss_tokens_is_left_out_also_when_the_cut_took_them():

@@ -108,7 +108,10 @@ def test_arrays_are_read_as_views_of_the_message():
     batch = decode(data, Batch)
     whole = np.frombuffer(data, dtype=np.uint8)
     assert all(
-        np.shares_memory(getattr(row, name), whole) for row in batch.micro_batches for name in MicroBatch.__struct_fields__
+        np.shares_memory(getattr(row, name), whole)
+        for row in batch.micro_batches
+        for name in MicroBatch.__struct_fields__
+        if name != "experts_S"
     )
     assert not batch.micro_batches[0].token_ids_T.flags.writeable
 

@@ -15,6 +15,7 @@ DIGESTS = {
     5: "1a07a5d73f4f7faf09de252885e5ba69343d03f68dd9ba1fb3d1d31f0344d182",
     6: "0633ae1527f5018cce39335e46ada689b9dc2c0162a9f78d12254dc22a650b68",
     7: "93e05193777f6f6679c19868debafa9eb639d4c39233639b09946ea1ed8503eb",
+    8: "fe15be18b9120c2777b177bd068d011621934cc318a1c5f5bf199f6130d95fec",
 }
 """Digest of the schema by version of the protocol. A released line never changes: a changed schema needs the next version."""
 

@@ -9,9 +9,11 @@ Source: W. Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Traini
 Legend: U tokens to compute, L blocks of the model, E experts of a block, K experts of a token.
 """
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -83,8 +85,8 @@ class ExpertRouting:
     def take_shares(self, world: World) -> dict[str, np.ndarray]:
         """Return how evenly the training passes since the last call used the experts: by metric, a value per mixture. Collective.
 
-        Tokens of dummy rows count too: two on a rank that has fewer rows than others. Rank 0 has the result, any other rank has an
-        empty one.
+        Tokens without a sample count too: two of a dummy row, and those that make the tokens of a row divisible by `model.cp`.
+        Rank 0 has the result, any other rank has an empty one.
         """
         if not self._mixtures:
             return {}
@@ -119,6 +121,7 @@ class ExpertRouting:
         return run
 
     def _wrap_experts(self, mixture: _Mixture, forward: Forward) -> Forward:
+        @wraps(forward)
         def run(hidden_UH: torch.Tensor, chosen_UK: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 self._count(mixture, chosen_UK.detach().flatten())
@@ -164,12 +167,11 @@ class _ForcedChoice(TorchFunctionMode):
 
 
 def find_experts(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the child `experts` of `module` if it holds stacked matrices and takes tokens, chosen experts and weights."""
+    """Return the child `experts` of `module` if its `forward` takes tokens, the experts chosen for each, and their weights."""
     experts = getattr(module, "experts", None)
-    is_stack = isinstance(experts, torch.nn.Module) and any(
-        parameter.ndim == 3 for parameter in experts.parameters(recurse=False)
-    )
-    return experts if is_stack and hasattr(experts, "num_experts") else None
+    if not isinstance(experts, torch.nn.Module) or not hasattr(experts, "num_experts"):
+        return None
+    return experts if len(inspect.signature(experts.forward).parameters) == 3 else None
 
 
 def describe_shares(counts: Sequence[np.ndarray]) -> dict[str, np.ndarray]:

@@ -23,6 +23,7 @@ from trivet.trainer.model.weight_files import (
     BroadcastWeights,
     RandomWeights,
     SafetensorsWeights,
+    StackedWeights,
     WeightSource,
     derive_weight_seed,
     draw_adapter,
@@ -155,6 +156,11 @@ def _open_source(
             return RandomWeights(type(causal_lm)._from_config(causal_lm.config))
     try:
         files = SafetensorsWeights.find(config.name)
+        if files is not None and not parameter_names <= set(files.names):
+            files = StackedWeights.convert(files, causal_lm)
+            saved_buffers = causal_lm.state_dict().keys() & {name for name, _ in causal_lm.named_buffers()}
+            if files is not None and not {original_name(name) for name in saved_buffers} <= set(files.names):
+                files = None  # rank 0 reports what is missing
         if files is not None and parameter_names <= set(files.names):
             # The state has tied names too, and buffers that are saved; other buffers are computed from config.json.
             expected = {original_name(name) for name in causal_lm.state_dict()}

@@ -1,13 +1,13 @@
 """Reads weights of a model by name, some rows of a tensor at a time, so that no rank holds more than its shards.
 
-Called by `trainer.model.initial_weights`. Weights have three origins: safetensors, from which only the requested rows are read; a
-model that only transformers can load, which rank 0 loads and broadcasts; and random numbers. Rows are here those of a tensor, along
-its first dimension.
+Called by `trainer.model.initial_weights`. Weights have three origins: safetensors, from which only the requested rows are read (or
+the experts that are the rows of a stack); a model that only transformers can load, which rank 0 loads and broadcasts; and random
+numbers. Rows are here those of a tensor, along its first dimension.
 """
 
 import math
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,15 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from trivet.config.model_files import find_weight_files, read_header
 from trivet.config.schema.model import TrainerModelConfig
@@ -65,10 +74,87 @@ class SafetensorsWeights:
 
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
         """Read the rows from their file; see `WeightSource`."""
-        with safe_open(self._files[name], framework="pt") as file:
-            saved = file.get_slice(name)
+        return self._read(name, name, shape=shape, first_row=first_row, num_rows=num_rows)
+
+    def _read(self, tensor: str, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+        with safe_open(self._files[tensor], framework="pt") as file:
+            saved = file.get_slice(tensor)
             _require_shape(name, torch.Size(saved.get_shape()), shape)
-            return saved[first_row : first_row + num_rows] if shape else file.get_tensor(name)
+            return saved[first_row : first_row + num_rows] if shape else file.get_tensor(tensor)
+
+
+class StackedWeights(SafetensorsWeights):
+    """Weights in safetensors whose experts are matrices of their own, and one stacked parameter of the model.
+
+    The rows of a stack are experts, so a rank reads only the matrices of the experts in its shard. Names are those of parameters.
+    """
+
+    def __init__(
+        self, files: dict[str, Path], stacks: Mapping[str, Sequence[Sequence[str]]], renamed: Mapping[str, str]
+    ) -> None:
+        """Take the file of each tensor, by its name in the files.
+
+        Args:
+            stacks: for each stacked parameter the names of its tensors: a list for each part of an expert's matrix, such as gate
+                and up, in order; in each list a name for each expert, in order.
+            renamed: names in the files of all other tensors, by their names in the model.
+        """
+        super().__init__(files)
+        self._stacks = stacks
+        self._renamed = renamed
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all parameters."""
+        return self._stacks.keys() | self._renamed.keys()
+
+    @classmethod
+    def convert(cls, files: SafetensorsWeights, model: PreTrainedModel) -> "StackedWeights | None":
+        """Read `files` as transformers does for `model`; return None if it changes tensors in another way than to stack them."""
+        transforms = get_model_conversion_mapping(model)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        parts: dict[str, dict[str, list[str]]] = {}
+        renamed: dict[str, str] = {}
+        for name in files.names:
+            target, pattern = rename_source_key(name, renamings, converters)
+            if pattern is None:
+                renamed[target] = name
+                continue
+            found = [each for each in converters if pattern in each.source_patterns and each.target_patterns[0] in target]
+            if len(found) != 1:
+                return None
+            converter = found[0]
+            kinds = [type(operation) for operation in converter.operations]
+            is_stack = kinds[:1] == [MergeModulelist] and kinds[1:] in ([], [Concatenate])
+            if not is_stack or [getattr(operation, "dim", None) for operation in converter.operations] != [0, 1][: len(kinds)]:
+                return None
+            by_pattern = parts.setdefault(target, {each: [] for each in converter.source_patterns})
+            by_pattern[pattern].append(name)
+        stacks = {
+            target: [sorted(names, key=dot_natural_key) for names in by_pattern.values()]
+            for target, by_pattern in parts.items()
+        }
+        return cls(files._files, stacks, renamed)
+
+    def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+        """Read the rows, of a stack the matrices of the experts; see `WeightSource`."""
+        if name not in self._stacks:
+            return self._read(self._renamed[name], name, shape=shape, first_row=first_row, num_rows=num_rows)
+        parts = self._stacks[name]
+        for tensors in parts:
+            _require_shape(name, torch.Size([len(tensors), *shape[1:]]), shape)
+        experts = [
+            torch.cat([self._read_all(tensors[index]) for tensors in parts]) for index in range(first_row, first_row + num_rows)
+        ]
+        if not experts:
+            return torch.empty(0, *shape[1:])
+        _require_shape(name, torch.Size([shape[0], *experts[0].shape]), shape)
+        return torch.stack(experts)
+
+    def _read_all(self, tensor: str) -> torch.Tensor:
+        with safe_open(self._files[tensor], framework="pt") as file:
+            return file.get_tensor(tensor)
 
 
 class BroadcastWeights:

@@ -13,17 +13,20 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, RecurrentGemmaConfig
 
+from support.families import FAMILIES, Family
 from support.tiny_models import make_mixture_config
 from trivet.config.schema.model import DebugModelConfig, LoRAConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.model.export import gather_weights
 from trivet.trainer.model.initial_weights import original_name
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
+from trivet.trainer.model.weight_files import SafetensorsWeights, StackedWeights
 from trivet.trainer.ranks.world import World, open_world
 
 Tensors = dict[str, torch.Tensor]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
+MIXTURES = ("Qwen3-MoE", "DeepSeek-V3", "GLM-4-MoE", "OLMoE", "Mixtral")
 
 
 def load(directory: Path, world: World, **options: Any) -> PolicyModel:
@@ -239,7 +242,7 @@ def test_a_model_in_several_files_is_the_same(any_model: Path, world: World, tmp
 def test_the_balance_of_experts_is_loaded_although_it_is_no_parameter(
     lora: LoRAConfig | None, world: World, tmp_path: Path
 ) -> None:
-    """Files have one matrix for each expert, and the model one tensor for all: rank 0 loads it."""
+    """Files have one matrix for each expert, and the model one tensor for all."""
     config = make_mixture_config()
     causal_lm = AutoModelForCausalLM.from_config(config)
     balances = {name: buffer for name, buffer in causal_lm.named_buffers() if name.endswith("e_score_correction_bias")}
@@ -370,3 +373,34 @@ def test_the_frozen_weights_below_an_adapter_are_not_dithered(tiny_model: Path, 
     weight = load_file(directory / "model.safetensors")[name]
     kept = frozen[name].detach()
     assert torch.equal((kept.full_tensor() if isinstance(kept, DTensor) else kept).float(), weight.float())
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.name in MIXTURES], ids=lambda family: family.key)
+def test_each_rank_reads_the_experts_of_its_shard_alone(
+    family: Family, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files of these families have one matrix for each expert and part of it, the model two tensors for all."""
+    family.save(tmp_path)
+    whole = load(tmp_path, world)
+    assert "rank 0 loads" not in caplog.text
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
+    found = {original_name(name): tensor for name, tensor in whole.causal_lm.state_dict().items()}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    files = SafetensorsWeights.find(str(tmp_path))
+    assert files is not None
+    source = StackedWeights.convert(files, whole.causal_lm)
+    assert source is not None
+    read: list[str] = []
+    read_all = StackedWeights._read_all
+    monkeypatch.setattr(StackedWeights, "_read_all", lambda self, tensor: read.append(tensor) or read_all(self, tensor))
+    stacks = [name for name in expected if ".experts." in name and expected[name].ndim == 3]
+    assert stacks
+    for name in stacks:
+        shape = expected[name].shape
+        assert torch.equal(source.read(name, shape=shape, first_row=1, num_rows=2), expected[name][1:3])
+        assert source.read(name, shape=shape, first_row=4, num_rows=0).shape == (0, *shape[1:])
+        with pytest.raises(ConfigError, match="by config"):
+            source.read(name, shape=torch.Size([5, *shape[1:]]), first_row=0, num_rows=1)
+    assert {tensor.split(".experts.")[1].split(".")[0] for tensor in read} == {"1", "2"}
