@@ -37,9 +37,10 @@ from transformers import AutoModelForCausalLM
 
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.compute_dtype import choose_dtype
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.model import ComputeDtype, TrainerModelConfig
 from trivet.config.schema.shared import WeightsConfig
-from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, DefaultLossConfig
+from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule
 from trivet.launcher.plan import rank_environment
 from trivet.machine import inspect_machine
 from trivet.trainer.losses.formulas import make_policy_loss

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from support.ranks import TIMEOUT_S, run_ranks
 from support.scripts import load_module
 from support.shards import write_state
-from trivet.config.schema import trainer as kinds
+from trivet.config.schema import losses as kinds
 from trivet.config.schema.model import (
     ActivationCheckpointConfig,
     ActivationOffloadConfig,

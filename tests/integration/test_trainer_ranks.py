@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from support.ranks import run_ranks
 from support.scripts import load_module
 from support.shards import write_state
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.model import LoRAConfig
 from trivet.config.schema.trainer import (
     AdamWConfig,
     ConstantSchedule,
-    DefaultLossConfig,
     MuonConfig,
     OptimizerConfig,
     SGDConfig,

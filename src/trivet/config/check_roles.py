@@ -20,10 +20,11 @@ from trivet.config.schema.environment import (
 )
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import VLLM_KEYS, InferenceConfig
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.sft import ConversationsConfig, FakeDataConfig, SftConfig
 from trivet.config.schema.shared import RunIdentity
-from trivet.config.schema.trainer import DefaultLossConfig, TrainerConfig, TrainingConfig
+from trivet.config.schema.trainer import TrainerConfig, TrainingConfig
 from trivet.wire.groups import biasing_fields
 
 _MAX_SHOWN_CHARS = 60

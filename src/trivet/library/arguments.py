@@ -21,11 +21,12 @@ from trivet.config.schema.base import Section
 from trivet.config.schema.deployment import RecoveryConfig
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.losses import LossConfig
 from trivet.config.schema.orchestrator import AdvantageConfig, OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.shared import CkptConfig, DetectorsConfig, LogConfig, TrackingConfig, WeightsConfig
-from trivet.config.schema.trainer import LossConfig, TrainerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.config.spellings import use_current_names
 from trivet.config.values import Entry, flatten

@@ -206,8 +206,9 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
             )
             reach("optimizer_step.before", step=step)
             result = train_step(session.learner, batch.micro_batches, step=step)
+            proximal = result.logprobs
             for _ in range(1, config.num_iterations):
-                result = train_step(session.learner, batch.micro_batches, step=step)
+                result = train_step(session.learner, batch.micro_batches, step=step, proximal=proximal)
         reach("optimizer_step.after", step=step)
         session.progress.step = step
         session.progress.total_tokens += batch.num_tokens

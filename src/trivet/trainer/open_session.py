@@ -16,10 +16,11 @@ from trivet.checkpoints.settings import DataRecord, compare_data
 from trivet.config.layout import RunLayout
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.shared import RunIdentity
-from trivet.config.schema.trainer import ConstantSchedule, TrainingConfig
+from trivet.config.schema.trainer import ConstantSchedule, TrainerConfig, TrainingConfig
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume
 from trivet.trainer.disk_budget import measure_sizes, require_budget
+from trivet.trainer.losses.choice import CovLossConfig
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.profiling import Profiler
 from trivet.trainer.model.export import Exporter, load_tokenizer, require_known_tokens
@@ -49,6 +50,7 @@ def make_learner(config: TrainingConfig, world: World, *, loss: Loss, max_steps:
         # In a run of `rl`, which has an identity, the user writes the trainer's keys below `trainer.`.
         key_prefix="" if config.run == RunIdentity() else "trainer.",
         world=world,
+        choice=config.loss if isinstance(config, TrainerConfig) and isinstance(config.loss, CovLossConfig) else None,
     )
 
 

@@ -44,6 +44,10 @@ class RowTensors:
     """Log-probabilities of the reference policy, when the loss needs them."""
     teacher_logprobs_N: torch.Tensor | None = None
     """Log-probabilities of the teacher, when the batch has them."""
+    proximal_logprobs_N: torch.Tensor | None = None
+    """Log-probabilities of the policy that the batch's first update started from; None at that update."""
+    chosen_N: torch.Tensor | None = None
+    """bool: the tokens that the loss treats differently (`trainer.losses.choice`), when it needs such a choice."""
     samples_N: torch.Tensor
     """int64 [N]: the sample of each loss token, numbered from 0 among the samples with loss tokens."""
     num_samples: int

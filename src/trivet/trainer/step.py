@@ -6,7 +6,7 @@ all rows of the batch.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from trivet.trainer.failures import (
     explaining_memory,
     explaining_update_memory,
 )
+from trivet.trainer.losses.choice import CovLossConfig, mark_chosen
 from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.policy_model import PolicyModel, set_last_row
@@ -53,6 +54,8 @@ class Learner:
     """Start of the trainer's configuration keys in messages: `trainer.` in a run of `rl`, else empty."""
     reference: Reference | None = None
     """The frozen policy whose log-probabilities the loss compares with the model's. None when the loss needs no such policy."""
+    choice: CovLossConfig | None = None
+    """The loss that treats some tokens of the step differently (`trainer.losses.choice`). None for any other loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +76,17 @@ class StepResult:
     """Seconds until the loss and the norm of the gradients are known."""
     optimizer_s: float
     """Seconds of the update, and of the copy of the values to main memory."""
+    logprobs: list[torch.Tensor]
+    """Log-probabilities of the loss tokens of this rank's rows, before the update. On the device."""
 
 
-def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> StepResult:
+def train_step(
+    learner: Learner, rows: Sequence[MicroBatch], *, step: Step, proximal: Sequence[torch.Tensor] = ()
+) -> StepResult:
     """Run forward and backward of the whole batch `rows`, the same on every rank, then update the parameters once. Collective.
+
+    Args:
+        proximal: `StepResult.logprobs` of the first update on these rows; empty at that update.
 
     Raises:
         BatchError: no row has a loss token.
@@ -96,6 +106,10 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     own_rows = plan.take(world.row_group, device=world.device)
     if learner.reference is not None:
         own_rows = learner.reference.score(model, own_rows)
+    if learner.choice is not None:
+        own_rows = mark_chosen(learner.choice, rows, own_rows)
+    for index, logprobs_N in enumerate(proximal):  # dummies are the last rows
+        own_rows[index] = replace(own_rows[index], proximal_logprobs_N=logprobs_N)
     outcomes = _accumulate(learner, own_rows, max_tokens=plan.max_tokens, counts=counts)
     own_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for outcome in outcomes:
@@ -109,7 +123,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     if not np.isfinite(norm):
         where = describe_gradients(model.named_parameters(), world)
         raise _diverged("gradient norm", norm, learner, rows, step=step, where=where)
-    values_by_row = [outcome.values for outcome in outcomes]
+    values_by_row, logprobs = [outcome.values for outcome in outcomes], [outcome.logprobs_N for outcome in outcomes]
     del outcomes, own_rows  # the update needs the memory of the rows
     clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
     lr = learner.learning_rate.at(step)
@@ -131,6 +145,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
         flops=plan.cost,
         forward_backward_s=computed_at - started,
         optimizer_s=time.monotonic() - computed_at,
+        logprobs=logprobs,
     )
 
 

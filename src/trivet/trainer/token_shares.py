@@ -17,6 +17,7 @@ from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError, WeightsError
 from trivet.trainer.device_copies import Selected
 from trivet.trainer.loop import check_batch
+from trivet.trainer.losses.choice import CovLossConfig, mark_chosen
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.losses.terms import Loss, LossUnit
 from trivet.trainer.model.logprobs import TokenScores
@@ -66,6 +67,8 @@ def share_tokens(config: TrainerConfig, items: Sequence[PackItem], *, step: Step
         planned = plan_step(model, rows, micro_batch_tokens=limit).take(0, device=world.device)
         if reference is not None:
             planned = reference.score(model, planned)
+        if isinstance(config.loss, CovLossConfig):
+            planned = mark_chosen(config.loss, rows, planned)
         counts = count_units(rows)
         with scoring(model):
             for row in planned:

@@ -5,8 +5,9 @@ import pytest
 
 from trivet.config.dump import to_toml
 from trivet.config.load import load_config
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.trainer import ConstantSchedule, CosineSchedule, DefaultLossConfig, LinearSchedule
+from trivet.config.schema.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
 from trivet.config.schema.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.dialects.vf_translation import RUN_NAMES, load_run
 from trivet.errors import ConfigError

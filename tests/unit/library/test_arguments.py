@@ -8,8 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from trivet.config.schema.losses import CustomLossConfig, GrpoLossConfig
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.trainer import CustomLossConfig, GrpoLossConfig, TrainerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.config.schema.vf_rl import VfTrainerArgs
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.key_names import key_name, use_names

@@ -11,8 +11,9 @@ from support.prepared_batches import make_batch
 from support.scripts import load_module
 from trivet.checkpoints.commit import ORCHESTRATOR, begin_part, finish_part
 from trivet.config.layout import RunLayout
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.model import LoRAConfig
-from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, DefaultLossConfig, TrainerModelConfig
+from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
 from trivet.examples.tiny_model import make_model, make_tokenizer
 from trivet.trainer.losses.formulas import cross_entropy, make_policy_loss
 from trivet.trainer.model.policy_model import load_policy

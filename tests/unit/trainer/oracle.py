@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from trivet.config.schema.trainer import DefaultLossConfig
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.wire.batches import MicroBatch
 
 

@@ -8,8 +8,8 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.model import TrainerModelConfig
-from trivet.config.schema.trainer import DefaultLossConfig
 from trivet.trainer.cpu import Lanes, MasterCasts
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.ranks.world import World, gather_tensor

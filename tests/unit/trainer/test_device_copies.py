@@ -13,8 +13,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from trivet.config.schema.losses import DefaultLossConfig, LossConfig
 from trivet.config.schema.model import TrainerModelConfig
-from trivet.config.schema.trainer import ConstantSchedule, DefaultLossConfig, LossConfig, SGDConfig, TrainerConfig
+from trivet.config.schema.trainer import ConstantSchedule, SGDConfig, TrainerConfig
 from trivet.trainer import device_copies
 from trivet.trainer import step as step_module
 from trivet.trainer.attention.packed import HeadDims, register_attention

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from support.shards import write_state
-from trivet.config.schema.trainer import DefaultLossConfig, TrainerConfig
+from trivet.config.schema.losses import DefaultLossConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import OutOfMemory
 from trivet.trainer.checkpoint.shard_file import ShardFile
 from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part

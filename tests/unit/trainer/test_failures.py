@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trivet.config.layout import RunLayout
-from trivet.config.schema.trainer import DefaultLossConfig
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.errors import DiskFull, Diverged, OutOfMemory
 from trivet.trainer.failures import explaining_memory, explaining_update_memory, naming_last_weights
 from trivet.trainer.losses.terms import LossUnit, RowLoss

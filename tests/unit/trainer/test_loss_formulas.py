@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from trivet.config.schema.trainer import LossConfig
+from trivet.config.schema.losses import PRESETS, LossConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention.packed import Segments
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
@@ -20,7 +20,11 @@ CPU = torch.device("cpu")
 parse = TypeAdapter(LossConfig).validate_python
 
 
-def make_row(sampler, advantages, reference=None, teacher=None) -> RowTensors:
+CHOSEN_BELOW = -1.2
+"""The tokens of `clip_cov` and `kl_cov` that count as chosen: those with a smaller log-probability of the sampler."""
+
+
+def make_row(sampler, advantages, reference=None, teacher=None, proximal=None) -> RowTensors:
     """Make a row of samples, each given by the sampler's log-probabilities of its loss tokens."""
     lengths = [len(sample) for sample in sampler]
     index = torch.zeros(sum(lengths), dtype=torch.int64)
@@ -39,6 +43,8 @@ def make_row(sampler, advantages, reference=None, teacher=None) -> RowTensors:
         advantages_N=flat([[advantage] * length for advantage, length in zip(advantages, lengths, strict=True)]),
         reference_logprobs_N=None if reference is None else flat(reference),
         teacher_logprobs_N=None if teacher is None else flat(teacher),
+        proximal_logprobs_N=None if proximal is None else flat(proximal),
+        chosen_N=flat(sampler) < CHOSEN_BELOW,
         samples_N=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         num_samples=len(lengths),
         num_loss_tokens_S=tuple(lengths),
@@ -110,6 +116,77 @@ def gspo(trainer, sampler, advantage, num_tokens, num_samples):
     return -worst / num_samples
 
 
+def luspo(trainer, sampler, advantage, num_tokens, num_samples):
+    return len(trainer) * gspo(trainer, sampler, advantage, num_tokens, num_samples)
+
+
+def gmpo(trainer, sampler, advantage, num_tokens, num_samples):
+    """Multiply the factors of the geometric mean one by one."""
+    product = torch.ones((), dtype=torch.float64)
+    for lp, q in zip(trainer, sampler, strict=True):
+        ratio, low, high = torch.exp(lp - q), math.exp(-0.3), math.exp(0.4)
+        bounded = min(max(ratio.item(), low), high)
+        takes_ratio = ratio.item() * advantage <= bounded * advantage
+        product = product * (ratio if takes_ratio else bounded)
+    return -(product ** (1 / len(trainer))) * advantage / num_samples
+
+
+def sapo(divide):
+    def formula(trainer, sampler, advantage, num_tokens, num_samples):
+        tau = 1.0 if advantage > 0 else 1.3
+        gates = [4 / tau / (1 + torch.exp(-tau * (torch.exp(lp - q) - 1))) for lp, q in zip(trainer, sampler, strict=True)]
+        return -advantage * sum(gates) / divide(len(trainer), num_tokens, num_samples)
+
+    return formula
+
+
+def vespo(trainer, sampler, advantage, num_tokens, num_samples):
+    product = math.prod(math.exp(stop(lp) - q) for lp, q in zip(trainer, sampler, strict=True))
+    k, decay = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
+    return -(product**k) * math.exp(decay - decay * product) * advantage * sum(trainer) / num_tokens
+
+
+def clip_cov(lp, q, advantage):
+    ratio = torch.exp(lp - q)
+    bounded = min(max(ratio.item(), 0.8), 1.28)
+    worst = ratio * advantage if ratio.item() * advantage <= bounded * advantage else bounded * advantage
+    return 0.0 if q < CHOSEN_BELOW else -worst
+
+
+def kl_cov(lp, q, advantage):
+    return -torch.exp(lp - q) * advantage + (0.7 * abs(lp - q) if q < CHOSEN_BELOW else 0.0)
+
+
+def corrected(weigh, *, proximal=False, divide=lambda length, tokens, samples: tokens):
+    """`weigh` takes the ratios of a sample and returns the weight of each token."""
+
+    def formula(trainer, sampler, advantage, num_tokens, num_samples):
+        behind = [q + PROXIMAL if proximal else stop(lp) for lp, q in zip(trainer, sampler, strict=True)]
+        weights = weigh([math.exp(own - q) for own, q in zip(behind, sampler, strict=True)])
+        result = 0.0
+        for weight, lp, own in zip(weights, trainer, behind, strict=True):
+            ratio = torch.exp(lp - own)
+            bounded = min(max(ratio.item(), 0.7), 1.2)
+            worst = ratio * advantage if ratio.item() * advantage <= bounded * advantage else bounded * advantage
+            result = result - weight * (worst if proximal else advantage * lp)
+        return result / divide(len(trainer), num_tokens, num_samples)
+
+    return formula
+
+
+def whole(ratios, weight):
+    return [weight(math.prod(ratios))] * len(ratios)
+
+
+def geometric(ratios, low, high, weights):
+    mean = math.prod(ratios) ** (1 / len(ratios))
+    return weights if low <= mean <= high else [0.0] * len(ratios)
+
+
+PROXIMAL = 0.25
+"""The proximal policy's log-probabilities minus the sampler's."""
+
+
 def dppo(lp, q, advantage):
     moved = math.exp(stop(lp)) - math.exp(q)
     is_masked = moved > 0.2 if advantage > 0 else moved < -0.1
@@ -152,6 +229,63 @@ FORMULAS = {
         ppo(0.2, 0.2, lambda length, tokens, samples: 7 * samples),
     ),
     "gspo": ({"type": "gspo", "clip_low": 0.3, "clip_high": 0.4}, gspo),
+    "luspo": ({"type": "luspo", "clip_low": 0.3, "clip_high": 0.4}, luspo),
+    "gmpo": ({"type": "gmpo", "clip_low": 0.3}, gmpo),
+    "sapo": ({"type": "sapo", "tau_neg": 1.3}, sapo(lambda length, tokens, samples: length * samples)),
+    "sapo, token": (
+        {"type": "sapo", "tau_neg": 1.3, "normalization": "token"},
+        sapo(lambda length, tokens, samples: tokens),
+    ),
+    "vespo": ({"type": "vespo"}, vespo),
+    "clip_cov": ({"type": "clip_cov", "clip_low": 0.2, "clip_high": 0.28}, by_token(clip_cov)),
+    "kl_cov": ({"type": "kl_cov", "kl_coef": 0.7}, by_token(kl_cov)),
+    "token_tis": ({"type": "importance"}, corrected(lambda ratios: [min(r, 2.0) for r in ratios])),
+    "sequence_tis": (
+        {"type": "importance", "preset": "sequence_tis"},
+        corrected(lambda ratios: whole(ratios, lambda product: min(product, 2.0))),
+    ),
+    "token_mis": (
+        {"type": "importance", "preset": "token_mis", "high": 1.5, "normalization": "sample"},
+        corrected(lambda ratios: [r * (r <= 1.5) for r in ratios], divide=lambda length, tokens, samples: length * samples),
+    ),
+    "sequence_mis": (
+        {"type": "importance", "preset": "sequence_mis"},
+        corrected(lambda ratios: whole(ratios, lambda product: product * (0.5 <= product <= 2.0))),
+    ),
+    "icepop": (
+        {"type": "importance", "preset": "icepop", "high": 1.8},
+        corrected(lambda ratios: [r * (0.5 <= r <= 1.8) for r in ratios]),
+    ),
+    "geometric": (
+        {"type": "importance", "preset": "geometric", "geo_low": 0.8, "geo_high": 1.3},
+        corrected(lambda ratios: geometric(ratios, 0.8, 1.3, [1.0] * len(ratios))),
+    ),
+    "geometric_token_tis": (
+        {"type": "importance", "preset": "geometric_token_tis", "high": 1.1, "geo_low": 0.8, "geo_high": 1.3},
+        corrected(lambda ratios: geometric(ratios, 0.8, 1.3, [min(r, 1.1) for r in ratios])),
+    ),
+    "geometric_sequence_tis": (
+        {"type": "importance", "preset": "geometric_sequence_tis", "low": 0.7, "high": 1.1, "geo_low": 0.6, "geo_high": 1.6},
+        corrected(lambda ratios: geometric(ratios, 0.6, 1.6, whole(ratios, lambda product: min(max(product, 0.7), 1.1)))),
+    ),
+    "decoupled": (
+        {"type": "decoupled", "clip_low": 0.3, "high": 5.0},
+        corrected(lambda ratios: [r * (r <= 5.0) for r in ratios], proximal=True),
+    ),
+    "decoupled, sequence_tis": (
+        {
+            "type": "decoupled",
+            "preset": "sequence_tis",
+            "clip_low": 0.3,
+            "normalization": "constant",
+            "normalization_length": 7,
+        },
+        corrected(
+            lambda ratios: whole(ratios, lambda product: min(product, 2.0)),
+            proximal=True,
+            divide=lambda length, tokens, samples: 7 * samples,
+        ),
+    ),
     "dppo": ({"type": "dppo", "dppo_mask_low": 0.1, "adv_tau": 0.5, "kl_tau": 0.01}, by_token(dppo)),
     "ipo": ({"type": "ipo", "ipo_threshold": 0.15, "adv_tau": 2.0, "kl_tau": 0.03}, by_token(ipo)),
     "custom": (
@@ -190,7 +324,8 @@ def test_value_and_gradient_equal_the_formula(name):
     moved = [[q + 0.8 * torch.randn((), generator=generator).item() for q in sample] for sample in sampler]
     trainer = torch.tensor([min(lp, -1e-3) for sample in moved for lp in sample], dtype=torch.float64, requires_grad=True)
     others = [[q - 0.3 for q in sample] for sample in sampler]
-    row = make_row(sampler, advantages, reference=others, teacher=others)
+    proximal = [[q + PROXIMAL for q in sample] for sample in sampler]
+    row = make_row(sampler, advantages, reference=others, teacher=others, proximal=proximal)
     scores = TokenScores(trainer, torch.zeros_like(trainer))
     found = total(make_policy_loss(parse(values))(scores, row), num_tokens=40, num_samples=11)
     expected = sum(
@@ -251,27 +386,44 @@ ON_POLICY = {
     "gspo": {"type": "gspo"},
     "dppo": {"type": "dppo"},
     "ipo": {"type": "ipo"},
+    "luspo": {"type": "luspo"},
+    "gmpo": {"type": "gmpo"},
+    "sapo": {"type": "sapo"},
+    "vespo": {"type": "vespo"},
+    "kl_cov": {"type": "kl_cov"},
+    **{preset: {"type": "importance", "preset": preset} for preset in PRESETS},
+    **{f"decoupled, {preset}": {"type": "decoupled", "preset": preset} for preset in PRESETS},
 }
+LENGTHS = {"luspo": HORIZON}
+"""What the gradient of a loss is multiplied by, where it is not per token."""
 
 
 @pytest.mark.parametrize("name", ON_POLICY)
 def test_on_policy_every_loss_has_the_gradient_of_the_expected_reward(name):
     theta = random_policy(0).requires_grad_()
     found = mean_gradient(ON_POLICY[name], theta, theta.detach())
-    torch.testing.assert_close(found, exact_gradient(theta), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, LENGTHS.get(name, 1) * exact_gradient(theta), rtol=1e-10, atol=1e-12)
 
 
 WIDE = {"token_mask_low": 0.0, "token_mask_high": 1e9, "geo_mask_low": 0.0, "geo_mask_high": 1e9}
 OPEN = {"sequence_clip_high": 1e9, "sequence_mask_high": 1e9} | WIDE
 
 
-def test_off_policy_the_sequence_ratio_is_exact_as_long_as_nothing_is_clipped():
+UNCLIPPED = {
+    "default, sequence": {"type": "default", "ratio_type": "sequence"} | OPEN,
+    "sequence_tis": {"type": "importance", "preset": "sequence_tis", "high": 1e9},
+    "decoupled, sequence_tis": {"type": "decoupled", "preset": "sequence_tis", "high": 1e9},
+}
+
+
+@pytest.mark.parametrize("name", UNCLIPPED)
+def test_off_policy_the_sequence_ratio_is_exact_as_long_as_nothing_is_clipped(name):
     theta, sampler = random_policy(0).requires_grad_(), random_policy(0) + 0.5 * random_policy(7)
-    found = mean_gradient({"type": "default", "ratio_type": "sequence"} | OPEN, theta, sampler)
+    found = mean_gradient(UNCLIPPED[name], theta, sampler)
     torch.testing.assert_close(found, exact_gradient(theta), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in ON_POLICY if name != "default, sequence"])
+@pytest.mark.parametrize("name", [name for name in ON_POLICY if name not in UNCLIPPED])
 def test_off_policy_the_others_are_biased_as_their_docstrings_say(name):
     theta, sampler = random_policy(0).requires_grad_(), random_policy(0) + 0.5 * random_policy(7)
     distance = (mean_gradient(ON_POLICY[name], theta, sampler) - exact_gradient(theta)).norm()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trivet.config.schema.trainer import DefaultLossConfig
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.trainer.attention.packed import Segments
 from trivet.trainer.device_copies import read_values
 from trivet.trainer.losses.formulas import default_loss

@@ -9,7 +9,8 @@ import transformers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from trivet.config.schema.trainer import DefaultLossConfig, TrainerModelConfig
+from trivet.config.schema.losses import DefaultLossConfig
+from trivet.config.schema.trainer import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention import packed
 from trivet.trainer.model.export import Exporter

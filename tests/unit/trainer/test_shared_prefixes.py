@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from trivet.config.schema import trainer as losses
+from trivet.config.schema import losses
 from trivet.trainer.attention.choice import HeadDims
 from trivet.trainer.attention.packed import register_attention
 from trivet.trainer.losses.formulas import cross_entropy, make_policy_loss

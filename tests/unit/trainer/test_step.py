@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trivet.config.schema.trainer import DefaultLossConfig
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.errors import BatchError, Diverged
 from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.rows import to_tensors

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from trivet.config.schema.trainer import CustomLossConfig
+from trivet.config.schema.losses import CustomLossConfig
 from trivet.errors import ConfigError
 from trivet.process.imports import import_by_path
 from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss, common_values, make_ratios

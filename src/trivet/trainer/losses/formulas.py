@@ -1,8 +1,10 @@
 """Defines the losses, and makes the one that `[trainer.loss]` configures: masked importance sampling (the default), PPO's clipped
 objective, clipped importance weights, masks by the change in probability, and the cross-entropy of supervised fine-tuning.
 
-PPO's objective is clipped per token (GRPO, DAPO, Dr. GRPO) or per sample (GSPO). CISPO and AIPO clip detached importance weights
-instead, and never mask a token. DPPO and IPO mask tokens whose probability, p = exp(logprob), has moved too far.
+PPO's objective is clipped per token (GRPO, DAPO, Dr. GRPO), and SAPO has a smooth gate instead of the clip. CISPO and AIPO clip
+detached importance weights instead, and never mask a token. DPPO and IPO mask tokens whose probability, p = exp(logprob), has moved
+too far. Clip-Cov and KL-Cov treat a few tokens of the step differently (`trainer.losses.choice`). Losses with one ratio per sample
+are in `trainer.losses.samples`, corrections by a named preset in `trainer.losses.corrections`.
 """
 
 from collections.abc import Callable
@@ -11,69 +13,41 @@ from typing import Any
 
 import torch
 
-from trivet.config.schema.trainer import (
+from trivet.config.schema.losses import (
     AipoLossConfig,
     CispoLossConfig,
+    ClipCovLossConfig,
     CustomLossConfig,
     DefaultLossConfig,
     DppoLossConfig,
     GrpoLossConfig,
-    GspoLossConfig,
     IpoLossConfig,
+    KlCovLossConfig,
     LossConfig,
     PolicyLossConfig,
+    SapoLossConfig,
 )
 from trivet.trainer.device_copies import Selected
+from trivet.trainer.losses.corrections import corrected_loss
 from trivet.trainer.losses.custom import load_custom_loss
+from trivet.trainer.losses.samples import gmpo_loss, gspo_loss, vespo_loss
 from trivet.trainer.losses.terms import (
+    MAX_LOG_RATIO,
     Loss,
     LossUnit,
-    Ratios,
     RowLoss,
-    common_values,
+    clip_objective,
+    make_loss,
     make_ratios,
     max_by_sample,
     min_by_sample,
-    sum_by_sample,
+    normalise,
 )
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
-_MAX_LOG_RATIO = 20.0
-"""Upper limit of d before the exponential. Larger ratios are clipped or masked anyway, or their gradient would overflow."""
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 """Upper limit of a sample's summed d before the exponential in the default loss, as in the source."""
-
-
-def _make_loss(
-    scores: TokenScores,
-    row: RowTensors,
-    ratios: Ratios,
-    loss_N: torch.Tensor,
-    *,
-    unit: LossUnit = LossUnit.TOKEN,
-    low_N: torch.Tensor,
-    high_N: torch.Tensor,
-    masked_N: torch.Tensor | None = None,
-    **values: torch.Tensor,
-) -> RowLoss:
-    """Sum the loss over its tokens and add the common metrics.
-
-    Args:
-        masked_N: None: exactly the tokens of `low_N` and `high_N` are masked.
-        values: further metrics by name.
-    """
-    masked_N = low_N | high_N if masked_N is None else masked_N
-    detached_N = loss_N.detach()
-    return RowLoss(
-        {unit: loss_N.sum()},
-        {
-            "loss": detached_N if unit is LossUnit.TOKEN else sum_by_sample(detached_N, row),
-            **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=masked_N),
-            **values,
-        },
-        {unit: detached_N},
-    )
 
 
 def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossConfig) -> RowLoss:
@@ -115,7 +89,7 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
         pull_N = pull_N - config.teacher_tau * teacher_values["teacher_kl"]
     # A ratio that has overflowed is masked by `where`, because infinity multiplied by zero would be NaN.
     loss_N = -torch.where(masked_N, 0.0, rho_N * pull_N) * weight_N * logprobs_N
-    return _make_loss(
+    return make_loss(
         scores,
         row,
         ratios,
@@ -146,53 +120,55 @@ def grpo_loss(scores: TokenScores, row: RowTensors, *, config: GrpoLossConfig) -
     constant normalization: Dr. GRPO, arXiv 2503.20783, section 3.2.
     """
     ratios = make_ratios(scores, row)
-    ratio_N = (scores.logprobs_N - row.sampler_logprobs_N).clamp(max=_MAX_LOG_RATIO).exp()
+    ratio_N = (scores.logprobs_N - row.sampler_logprobs_N).clamp(max=MAX_LOG_RATIO).exp()
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
-    objective_N, low_N, high_N = _clip_objective(ratio_N, row.advantages_N, low=low, high=high)
-    match config.normalization:
-        case "token":
-            loss_N, unit = -objective_N, LossUnit.TOKEN
-        case "sample":
-            loss_N, unit = -objective_N / ratios.lengths_S[row.samples_N], LossUnit.SAMPLE
-        case "constant":
-            loss_N, unit = -objective_N / config.normalization_length, LossUnit.SAMPLE
-    return _make_loss(scores, row, ratios, loss_N, unit=unit, low_N=low_N, high_N=high_N)
+    objective_N, low_N, high_N = clip_objective(ratio_N, row.advantages_N, low=low, high=high)
+    loss_N, unit = normalise(-objective_N, row, ratios, config)
+    return make_loss(scores, row, ratios, loss_N, unit=unit, low_N=low_N, high_N=high_N)
 
 
-def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig) -> RowLoss:
-    """Compute - sum over samples of min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean of d over the sample).
+def sapo_loss(scores: TokenScores, row: RowTensors, *, config: SapoLossConfig) -> RowLoss:
+    """Compute - sum of 4 / tau * sigmoid(tau * (r - 1)) * A, tau = tau_pos where A > 0, else tau_neg.
 
-    Each sample weighs the same; the step divides by its samples.
+    The gradient of a token is weighted by 4 * sigmoid * (1 - sigmoid), which is 1 at r = 1 and falls smoothly on both sides.
 
-    Bias: on policy the gradient is that of the expected advantage over each sample's length, so long samples weigh less. Off
-    policy, s is the length's root of the exact ratio: less variance, and biased.
+    Bias: on policy as `grpo_loss` with the same normalization. Off policy, ratios of earlier tokens are left out, and the gate
+    biases towards the sampling policy. No token is masked.
 
-    Source: GSPO, arXiv 2507.18071, equations 5 and 7.
+    Source: SAPO, arXiv 2511.20347, equations 5 and 6.
     """
     ratios = make_ratios(scores, row)
+    ratio_N = (scores.logprobs_N - row.sampler_logprobs_N).clamp(max=MAX_LOG_RATIO).exp()
+    is_up_N = (row.advantages_N > 0).to(ratio_N.dtype)
+    tau_N = is_up_N * config.tau_pos + (1.0 - is_up_N) * config.tau_neg
+    gated_N = 4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0)) * row.advantages_N
+    loss_N, unit = normalise(-gated_N, row, ratios, config)
+    none_N = torch.zeros_like(ratio_N, dtype=torch.bool)
+    return make_loss(scores, row, ratios, loss_N, unit=unit, low_N=none_N, high_N=none_N)
+
+
+def cov_loss(scores: TokenScores, row: RowTensors, *, config: ClipCovLossConfig | KlCovLossConfig) -> RowLoss:
+    """Compute a sum over the step's loss tokens, some of which are chosen over the whole step.
+
+    `clip_cov`: - sum of min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) over the tokens that are not chosen; chosen ones count
+    in the divisor. `kl_cov`: - sum of r * A, plus kl_coef * |d| on the chosen tokens.
+
+    Bias: `clip_cov` as `grpo_loss`, and without the chosen tokens. `kl_cov` is unbiased on policy, where the penalty has no
+    gradient; off policy, ratios of earlier tokens are left out, and the penalty pulls towards the sampling policy.
+
+    Source: arXiv 2505.22617, section 4.2.
+    """
+    assert row.chosen_N is not None, "the step chooses tokens for this loss"
     d_N = scores.logprobs_N - row.sampler_logprobs_N
-    ratio_S = (sum_by_sample(d_N, row) / ratios.lengths_S).clamp(max=_MAX_LOG_RATIO).exp()
-    advantage_S = sum_by_sample(row.advantages_N, row) / ratios.lengths_S
-    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
-    objective_S, low_S, high_S = _clip_objective(ratio_S, advantage_S, low=low, high=high)
-    low_N, high_N = low_S[row.samples_N], high_S[row.samples_N]
-    values = {
-        "loss": -objective_S.detach(),
-        **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=low_N | high_N),
-        "geo_seq_ratio": ratio_S.detach(),
-    }
-    tokens_N = (values["loss"] / ratios.lengths_S)[row.samples_N]
-    return RowLoss({LossUnit.SAMPLE: -objective_S.sum()}, values, {LossUnit.SAMPLE: tokens_N})
-
-
-def _clip_objective(
-    ratio: torch.Tensor, advantage: torch.Tensor, *, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return PPO's objective, and masks of where it is clipped below and above, so that it has no gradient."""
-    objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    is_low = (ratio.detach() < low) & (advantage < 0)
-    is_high = (ratio.detach() > high) & (advantage > 0)
-    return objective, is_low, is_high
+    ratio_N = d_N.clamp(max=MAX_LOG_RATIO).exp()
+    low_N = high_N = masked_N = torch.zeros_like(row.chosen_N)
+    if isinstance(config, ClipCovLossConfig):
+        low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+        objective_N, low_N, high_N = clip_objective(ratio_N, row.advantages_N, low=low, high=high)
+        loss_N, masked_N = -torch.where(row.chosen_N, 0.0, objective_N), low_N | high_N | row.chosen_N
+    else:
+        loss_N = -ratio_N * row.advantages_N + torch.where(row.chosen_N, config.kl_coef * d_N.abs(), 0.0)
+    return make_loss(scores, row, make_ratios(scores, row), loss_N, low_N=low_N, high_N=high_N, masked_N=masked_N)
 
 
 def cispo_loss(scores: TokenScores, row: RowTensors, *, config: CispoLossConfig) -> RowLoss:
@@ -223,7 +199,7 @@ def _weighted_loss(scores: TokenScores, row: RowTensors, *, low: float, high: fl
     loss_N = -weight_N * row.advantages_N * scores.logprobs_N
     none_N = torch.zeros_like(ratios.ratio_N, dtype=torch.bool)
     at_low_N, at_high_N = ratios.ratio_N < low, ratios.ratio_N > high
-    return _make_loss(scores, row, ratios, loss_N, low_N=at_low_N, high_N=at_high_N, masked_N=none_N)
+    return make_loss(scores, row, ratios, loss_N, low_N=at_low_N, high_N=at_high_N, masked_N=none_N)
 
 
 def dppo_loss(scores: TokenScores, row: RowTensors, *, config: DppoLossConfig) -> RowLoss:
@@ -264,9 +240,9 @@ def _masked_loss(
 ) -> RowLoss:
     """Compute the sum of -keep * adv_tau * A * r + kl_tau * d^2, where keep is false for tokens of `low_N` and `high_N`."""
     d_N = scores.logprobs_N - row.sampler_logprobs_N
-    gain_N = torch.where(low_N | high_N, 0.0, adv_tau * row.advantages_N) * d_N.clamp(max=_MAX_LOG_RATIO).exp()
+    gain_N = torch.where(low_N | high_N, 0.0, adv_tau * row.advantages_N) * d_N.clamp(max=MAX_LOG_RATIO).exp()
     loss_N = -gain_N + kl_tau * d_N.square()
-    return _make_loss(scores, row, make_ratios(scores, row), loss_N, low_N=low_N, high_N=high_N)
+    return make_loss(scores, row, make_ratios(scores, row), loss_N, low_N=low_N, high_N=high_N)
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
@@ -277,6 +253,14 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "gspo": gspo_loss,
     "dppo": dppo_loss,
     "ipo": ipo_loss,
+    "luspo": gspo_loss,
+    "gmpo": gmpo_loss,
+    "sapo": sapo_loss,
+    "vespo": vespo_loss,
+    "clip_cov": cov_loss,
+    "kl_cov": cov_loss,
+    "importance": corrected_loss,
+    "decoupled": corrected_loss,
 }
 """The function of each `trainer.loss.type`."""
 

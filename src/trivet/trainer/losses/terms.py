@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from trivet.config.schema.losses import NormalizedLossConfig
 from trivet.trainer.device_copies import Selected
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
+
+MAX_LOG_RATIO = 20.0
+"""Upper limit of d before the exponential. Larger ratios are clipped or masked anyway, or their gradient would overflow."""
 
 
 class LossUnit(StrEnum):
@@ -121,3 +125,57 @@ def min_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
 
 def _reduce_by_sample(values_N: torch.Tensor, row: RowTensors, how: str) -> torch.Tensor:
     return values_N.new_zeros(row.num_samples).scatter_reduce_(0, row.samples_N, values_N, how, include_self=False)
+
+
+def make_loss(
+    scores: TokenScores,
+    row: RowTensors,
+    ratios: Ratios,
+    loss_N: torch.Tensor,
+    *,
+    unit: LossUnit = LossUnit.TOKEN,
+    low_N: torch.Tensor,
+    high_N: torch.Tensor,
+    masked_N: torch.Tensor | None = None,
+    **values: torch.Tensor,
+) -> RowLoss:
+    """Sum the loss over its tokens and add the common metrics.
+
+    Args:
+        masked_N: None: exactly the tokens of `low_N` and `high_N` are masked.
+        values: further metrics by name.
+    """
+    masked_N = low_N | high_N if masked_N is None else masked_N
+    detached_N = loss_N.detach()
+    return RowLoss(
+        {unit: loss_N.sum()},
+        {
+            "loss": detached_N if unit is LossUnit.TOKEN else sum_by_sample(detached_N, row),
+            **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=masked_N),
+            **values,
+        },
+        {unit: detached_N},
+    )
+
+
+def clip_objective(
+    ratio: torch.Tensor, advantage: torch.Tensor, *, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return PPO's objective, and masks of where it is clipped below and above, so that it has no gradient."""
+    objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    is_low = (ratio.detach() < low) & (advantage < 0)
+    is_high = (ratio.detach() > high) & (advantage > 0)
+    return objective, is_low, is_high
+
+
+def normalise(
+    loss_N: torch.Tensor, row: RowTensors, ratios: Ratios, config: NormalizedLossConfig
+) -> tuple[torch.Tensor, LossUnit]:
+    """Divide each token's loss as `config.normalization` says, and return the result with the unit of its sum."""
+    match config.normalization:
+        case "token":
+            return loss_N, LossUnit.TOKEN
+        case "sample":
+            return loss_N / ratios.lengths_S[row.samples_N], LossUnit.SAMPLE
+        case "constant":
+            return loss_N / config.normalization_length, LossUnit.SAMPLE

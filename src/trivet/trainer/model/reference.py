@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from trivet.config.layout import RunLayout
+from trivet.config.schema.losses import PolicyLossConfig
 from trivet.config.schema.model import TrainerModelConfig
-from trivet.config.schema.trainer import PolicyLossConfig
 from trivet.errors import CheckpointError, WeightsError
 from trivet.trainer.device_copies import copy_to_host, local_part
 from trivet.trainer.model.policy_model import PolicyModel, load_policy, scoring

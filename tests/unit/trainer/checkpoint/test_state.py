@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from support.shards import write_state
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.shared import CkptConfig
-from trivet.config.schema.trainer import DefaultLossConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part, progress_to_resume
 from trivet.trainer.ranks.world import gather_tensor

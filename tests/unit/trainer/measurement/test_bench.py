@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.model import LoRAConfig
 from trivet.config.schema.sft import SftConfig
-from trivet.config.schema.trainer import BenchConfig, DefaultLossConfig, TrainerConfig, TrainerModelConfig
+from trivet.config.schema.trainer import BenchConfig, TrainerConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.losses.formulas import cross_entropy, make_policy_loss
 from trivet.trainer.measurement.bench import Spread, require_folder, run_bench

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from support.shards import write_state
 from trivet.config.layout import RunLayout
+from trivet.config.schema.losses import DefaultLossConfig, GrpoLossConfig
 from trivet.config.schema.model import LoRAConfig
-from trivet.config.schema.trainer import DefaultLossConfig, GrpoLossConfig, TrainerConfig, TrainerModelConfig, TrainingConfig
+from trivet.config.schema.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part
 from trivet.trainer.disk_budget import measure_sizes

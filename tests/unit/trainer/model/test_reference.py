@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trivet.config.layout import RunLayout
+from trivet.config.schema.losses import GrpoLossConfig
 from trivet.config.schema.model import TrainerModelConfig
-from trivet.config.schema.trainer import GrpoLossConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.model import reference as reference_module
 from trivet.trainer.model.policy_model import load_policy
