@@ -111,6 +111,9 @@ def train_step(
     for index, logprobs_N in enumerate(proximal):  # dummies are the last rows
         own_rows[index] = replace(own_rows[index], proximal_logprobs_N=logprobs_N)
     outcomes = _accumulate(learner, own_rows, max_tokens=plan.max_tokens, counts=counts)
+    logprobs = [outcome.logprobs_N for outcome in outcomes]
+    if not world.reports_rows:
+        outcomes = []  # another rank, which computed the same rows, reports them
     own_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for outcome in outcomes:
         own_loss += outcome.share
@@ -123,7 +126,7 @@ def train_step(
     if not np.isfinite(norm):
         where = describe_gradients(model.named_parameters(), world)
         raise _diverged("gradient norm", norm, learner, rows, step=step, where=where)
-    values_by_row, logprobs = [outcome.values for outcome in outcomes], [outcome.logprobs_N for outcome in outcomes]
+    values_by_row = [outcome.values for outcome in outcomes]
     del outcomes, own_rows  # the update needs the memory of the rows
     clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
     lr = learner.learning_rate.at(step)
@@ -182,19 +185,17 @@ def share_of_step(row_loss: RowLoss, counts: Mapping[LossUnit, int]) -> torch.Te
 def _accumulate(
     learner: Learner, rows: Sequence[RowTensors], *, max_tokens: int, counts: Mapping[LossUnit, int]
 ) -> list[RowOutcome]:
-    """Add the gradients of the step's loss to the parameters; return the outcomes of rows that this rank reports.
-
-    A dummy has none. Of the ranks that compute a row together one reports it.
+    """Add the gradients of the step's loss to the parameters; return the outcome of each row that is no dummy.
 
     Args:
         max_tokens: the limit of a row that a lane computes (`RowPlan.max_tokens`). Longer rows come first in `rows`.
         counts: divisors of the loss terms, over all rows of the batch.
     """
-    model, world = learner.model, learner.world
+    model = learner.model
 
     def compute(index: int) -> RowOutcome | None:
         row = rows[index]
-        set_last_row(model, is_last=index == len(rows) - 1, world=world)
+        set_last_row(model, is_last=index == len(rows) - 1, world=learner.world)
         with explaining_memory(row, chunk_size=model.chunk_size, key_prefix=learner.key_prefix):
             scores = model(row)
             if row.is_dummy:  # it takes part in the collectives with gradient 0
@@ -203,8 +204,6 @@ def _accumulate(
             row_loss = learner.loss(scores, row)
             share = share_of_step(row_loss, counts)
             share.backward()
-        if not world.reports_rows:  # another rank has the same outcome
-            return None
         return RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach(), values=row_loss.values)
 
     num_long = sum(row.num_tokens > max_tokens for row in rows)  # a long row is computed alone, with all cores
