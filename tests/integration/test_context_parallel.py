@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, P
 
 from support.ranks import run_ranks
 from support.scripts import load_module
+from trivet.config.schema.losses import DefaultLossConfig, GspoLossConfig, LossConfig
 from trivet.config.schema.model import ActivationCheckpointConfig, LoRAConfig, TrainerModelConfig
-from trivet.config.schema.trainer import ConstantSchedule, DefaultLossConfig, GspoLossConfig, LossConfig, SGDConfig
+from trivet.config.schema.trainer import ConstantSchedule, SGDConfig
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.model import policy_model

@@ -50,6 +50,7 @@ RESULT = StepResult(
     flops=1e6,
     forward_backward_s=0.2,
     optimizer_s=0.1,
+    logprobs=[],
 )
 
 

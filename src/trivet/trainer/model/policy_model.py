@@ -190,16 +190,11 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     has_softcap = getattr(causal_lm.config, "attn_logit_softcapping", None) is not None
     # For Gemma 2, transformers before 5.21 takes scaled_dot_product_attention, which leaves out the cap of scores.
     attention = own_attention = "eager" if has_softcap else causal_lm.config._attn_implementation or "eager"
-    num_heads = causal_lm.config.get_text_config().num_attention_heads
-    if num_heads % config.cp:
-        raise ConfigError(
-            f"model.cp ({config.cp}) must divide the attention heads of model.name ({num_heads}): {num_heads} % {config.cp} = "
-            f"{num_heads % config.cp}; set it to a divisor of {num_heads}"
-        )
     if reason := why_unpacked(causal_lm, seq_len=config.seq_len):
         _require_whole_rows(config, reason)
         logger.warning(_UNPACKED_WARNING, reason)
     else:
+        _require_divisible_heads(causal_lm, config)
         attention = register_attention(
             config.attn,
             device=world.device,
@@ -290,6 +285,15 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
         _require_whole_rows(config, reason)
         model.lanes = Lanes()
         logger.warning(_UNPACKED_WARNING, reason)
+
+
+def _require_divisible_heads(causal_lm: PreTrainedModel, config: TrainerModelConfig) -> None:
+    num_heads = causal_lm.config.get_text_config().num_attention_heads
+    if num_heads % config.cp:
+        raise ConfigError(
+            f"model.cp ({config.cp}) must divide the attention heads of model.name ({num_heads}): {num_heads} % {config.cp} = "
+            f"{num_heads % config.cp}; set it to a divisor of {num_heads}"
+        )
 
 
 def _require_whole_rows(config: TrainerModelConfig, reason: str) -> None:
