@@ -5,16 +5,14 @@ Each task is one optimizer step at learning rate 0. Rank 0 writes the results of
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, Qwen3Config
 
+from support.float64 import in_float64
 from support.ranks import run_ranks
 from support.scripts import load_module
 from trivet.config.schema.losses import DefaultLossConfig, GspoLossConfig, LossConfig
@@ -22,7 +20,6 @@ from trivet.config.schema.model import ActivationCheckpointConfig, LoRAConfig, T
 from trivet.config.schema.trainer import ConstantSchedule, SGDConfig
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.measurement.fake import fake_rows
-from trivet.trainer.model import policy_model
 from trivet.trainer.model.blocks import find_blocks
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.model.reference import Reference
@@ -53,24 +50,6 @@ TASKS: dict[str, tuple[str, LossConfig, dict]] = {
     "sinks": ("sinks and windows", SEQUENCES, {}),
     "no shared prefixes": ("one key head", TOKENS, {"share_prefixes": False}),
 }
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """Compute in float64, which no configuration offers. Torch's grouped products of experts do not take it."""
-    build = policy_model.build
-
-    def build_with_loops(*args: Any, **options: Any) -> PreTrainedModel:
-        causal_lm = build(*args, **options)
-        causal_lm.set_experts_implementation("eager")
-        return causal_lm
-
-    with (
-        patch.object(policy_model, "torch_dtype", lambda name: torch.float64),
-        patch.object(policy_model, "_MAX_PACKING_ERROR", {torch.float64: 1e-8}),
-        patch.object(policy_model, "build", build_with_loops),
-    ):
-        yield
 
 
 def compute(models: Path, world: World, *, cp: int) -> dict[tuple[str, str], dict]:

@@ -192,6 +192,8 @@ class TrainerModelConfig(Section):
     """Copies of the model, each sharded over ranks / dp_replicate ranks: less traffic between nodes, more memory."""
     cp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Consecutive ranks that compute a row together, each a slice of it: activations of long rows take 1 / cp of the memory."""
+    ep: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Consecutive ranks that hold the experts of a mixture in parts: tokens travel to them, experts are not gathered whole."""
     cp_style: Literal["ulysses"] = "ulysses"
     """How they exchange keys and values: slices for heads, so cp must divide the attention heads."""
     compile: CompileConfig | None = None

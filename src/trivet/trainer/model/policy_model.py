@@ -4,12 +4,13 @@ Legend: T tokens of a row, N of them scored.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from trivet.trainer.attention.packed import HeadDims, packs_rows, register_atten
 from trivet.trainer.cpu import Lanes, MasterCasts
 from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.model.blocks import find_blocks, prepare_blocks
+from trivet.trainer.model.expert_parallel import GROUPS, make_expert_mesh, spread_experts
 from trivet.trainer.model.experts import ExpertRouting
 from trivet.trainer.model.initial_weights import build, fill, read_config
 from trivet.trainer.model.logprobs import TokenScores, score_tokens
@@ -209,6 +211,8 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
         from trivet.trainer.model.lora import add_adapter
 
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=torch_dtype(config.optimization_dtype))
+    expert_mesh = make_expert_mesh(world, ep=config.ep) if config.ep > 1 else None
+    spread = spread_experts(causal_lm, expert_mesh, name=config.name) if expert_mesh is not None else []
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
     is_whole = world.size == 1 and world.device.type == "cpu" and config.lora is None and config.compile is None
     # Autograd computes checkpointed blocks again without `casting`, while FSDP casts there too.
@@ -229,7 +233,7 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     model.train()
     model.compiles_head = config.compile is not None
     if not is_whole:
-        shard(model, config, world)
+        shard(model, config, world, spread=spread, expert_mesh=expert_mesh)
     fill(model, causal_lm, config, world)
     model.routing.to(world.device)
     if is_whole:
@@ -339,8 +343,19 @@ def require_model(name: str) -> None:
         raise ConfigError(f"model.name = {name!r} is not a directory; give a model directory or a Hugging Face name")
 
 
-def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
-    """Shard each block, then the rest (embedding, final norm, head) with the root, so that a tied head is in one group."""
+def shard(
+    model: PolicyModel,
+    config: TrainerModelConfig,
+    world: World,
+    *,
+    spread: Sequence[torch.nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
+) -> None:
+    """Shard each block, then the rest (embedding, final norm, head) with the root, so that a tied head is in one group.
+
+    Args:
+        spread: experts that ranks hold in parts, which are sharded over the groups of `expert_mesh` alone.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(config.compute_dtype),
         reduce_dtype=torch_dtype(config.reduce_dtype),
@@ -353,6 +368,10 @@ def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
     if config.fsdp_cpu_offload and world.device.type != "cuda":
         logger.info("model.fsdp_cpu_offload does nothing here: parameters are in main memory already")
+    for experts in spread:
+        assert expert_mesh is not None
+        groups = expert_mesh[GROUPS]
+        fully_shard(experts, mesh=groups, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
     for module in find_blocks(model.causal_lm):
         fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)

@@ -1,0 +1,104 @@
+"""Run real gloo ranks that hold experts in parts (`model.ep`), in float64. A step is that of one rank."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.families import FAMILIES
+from support.float64 import in_float64
+from support.ranks import run_ranks
+from support.scripts import load_module
+from trivet.config.schema.model import ActivationCheckpointConfig, TrainerModelConfig
+from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, DefaultLossConfig, MuonConfig, SGDConfig
+from trivet.trainer.losses.formulas import make_policy_loss
+from trivet.trainer.model.export import gather_weights
+from trivet.trainer.model.policy_model import load_policy
+from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
+from trivet.trainer.ranks.world import World, gather_tensor, open_world
+from trivet.trainer.step import Learner, train_step
+from trivet.wire.versions import Step
+
+ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
+TOLERANCE = 1e-10
+TASKS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "adamw": ("Qwen3-MoE", AdamWConfig(lr=1e-2), {}),
+    "checkpoints": ("DeepSeek-V3", SGDConfig(lr=1e-2), {"ac": ActivationCheckpointConfig()}),
+    "muon": ("GPT-OSS", MuonConfig(lr=1e-2), {}),
+}
+
+
+def compute(models: Path, world: World, *, ep: int, cp: int) -> dict[str, dict[str, Any]]:
+    oracle = load_module(ORACLE)
+    rows = [oracle.make_row([example]) for example in oracle.make_examples(count=5, vocab_size=96, prompt_length=20)]
+    results = {}
+    for task, (family, optimizer, options) in TASKS.items():
+        torch.manual_seed(0)
+        config = TrainerModelConfig(
+            name=str(models / family), compute_dtype="float32", fused_lm_head_chunk_size=7, ep=ep, cp=cp, seq_len=128, **options
+        )
+        model = load_policy(config, world)
+        learner = Learner(
+            model=model,
+            optimizer=make_optimizer(model.trained_parameters, optimizer, matrices=model.hidden_matrices),
+            learning_rate=LearningRate(peak=1e-2, schedule=ConstantSchedule(), max_steps=None),
+            loss=make_policy_loss(DefaultLossConfig()),
+            max_norm=1e-3,
+            world=world,
+        )
+        steps = [train_step(learner, rows, step=Step(1))]
+        gradients = {name: gather_tensor(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
+        steps.append(train_step(learner, rows, step=Step(2)))
+        results[task] = {
+            "loss": [step.loss for step in steps],
+            "norm": [step.grad_norm for step in steps],
+            "gradients": gradients,
+            "weights": gather_weights(model, dtype=torch.float64, keep=True),
+        }
+    return results
+
+
+def compute_on_ranks(models: str, output: str, ep: str, cp: str) -> None:
+    torch.set_num_threads(1)
+    with in_float64(), open_world(device="cpu", timeout_s=120, context_size=int(cp)) as world:
+        results = compute(Path(models), world, ep=int(ep), cp=int(cp))
+        if world.is_main:
+            torch.save(results, output)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        if family.name in {name for name, _, _ in TASKS.values()}:
+            family.make_model().double().save_pretrained(directory / family.name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(models: Path) -> Mapping[str, dict[str, Any]]:
+    with in_float64(), open_world(device="cpu", timeout_s=60) as world:
+        return compute(models, world, ep=1, cp=1)
+
+
+@pytest.mark.parametrize(("num_ranks", "ep", "cp"), [(2, 2, 1), (4, 2, 1), (4, 4, 2)])
+def test_ranks_with_parts_of_the_experts_do_what_one_rank_does(
+    models: Path, alone: Mapping[str, dict[str, Any]], tmp_path: Path, num_ranks: int, ep: int, cp: int
+) -> None:
+    output = tmp_path / "results.pt"
+    run_ranks(num_ranks, compute_on_ranks, [str(models), str(output), str(ep), str(cp)], logs=tmp_path)
+    found = torch.load(output)
+    for task, expected in alone.items():
+        is_muon = task == "muon"  # torch's Muon computes in bfloat16, so the second step is another one
+        for kind in ("loss", "norm"):
+            assert found[task][kind][: 1 if is_muon else 2] == pytest.approx(
+                expected[kind][: 1 if is_muon else 2], rel=TOLERANCE
+            )
+        for kind, limit in (("gradients", TOLERANCE), ("weights", 2e-3 if is_muon else TOLERANCE)):
+            assert found[task][kind].keys() == expected[kind].keys()
+            for name, tensor in expected[kind].items():
+                error = (found[task][kind][name] - tensor).abs().max()
+                largest = max(float(each.abs().max()) for each in expected[kind].values())
+                assert error <= limit * largest, f"{task} {kind} {name}"
