@@ -11,14 +11,17 @@ from support.families import FAMILIES
 from support.float64 import in_float64
 from support.ranks import run_ranks
 from support.scripts import load_module
+from support.shards import write_state
 from trivet.config.schema.model import ActivationCheckpointConfig, TrainerModelConfig
 from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, DefaultLossConfig, MuonConfig, SGDConfig
+from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.model.export import gather_weights
-from trivet.trainer.model.policy_model import load_policy
+from trivet.trainer.model.policy_model import PolicyModel, load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
-from trivet.trainer.ranks.world import World, gather_tensor, open_world
+from trivet.trainer.ranks.world import World, barrier, gather_tensor, open_world
 from trivet.trainer.step import Learner, train_step
+from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
 
 ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
@@ -30,40 +33,70 @@ TASKS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-def compute(models: Path, world: World, *, ep: int, cp: int) -> dict[str, dict[str, Any]]:
+def make_learner(models: Path, world: World, task: str, *, ep: int, cp: int = 1) -> Learner:
+    family, optimizer, options = TASKS[task]
+    torch.manual_seed(0)
+    config = TrainerModelConfig(
+        name=str(models / family), compute_dtype="float32", fused_lm_head_chunk_size=7, ep=ep, cp=cp, seq_len=128, **options
+    )
+    model = load_policy(config, world)
+    return Learner(
+        model=model,
+        optimizer=make_optimizer(model.trained_parameters, optimizer, matrices=model.hidden_matrices),
+        learning_rate=LearningRate(peak=1e-2, schedule=ConstantSchedule(), max_steps=None),
+        loss=make_policy_loss(DefaultLossConfig()),
+        max_norm=1e-3,
+        world=world,
+    )
+
+
+def make_rows() -> list[MicroBatch]:
     oracle = load_module(ORACLE)
-    rows = [oracle.make_row([example]) for example in oracle.make_examples(count=5, vocab_size=96, prompt_length=20)]
+    return [oracle.make_row([example]) for example in oracle.make_examples(count=5, vocab_size=96, prompt_length=20)]
+
+
+def gather(model: PolicyModel) -> dict[str, torch.Tensor]:
+    return gather_weights(model, dtype=torch.float64, keep=True)
+
+
+def compute(models: Path, world: World, *, ep: int, cp: int) -> dict[str, dict[str, Any]]:
     results = {}
-    for task, (family, optimizer, options) in TASKS.items():
-        torch.manual_seed(0)
-        config = TrainerModelConfig(
-            name=str(models / family), compute_dtype="float32", fused_lm_head_chunk_size=7, ep=ep, cp=cp, seq_len=128, **options
-        )
-        model = load_policy(config, world)
-        learner = Learner(
-            model=model,
-            optimizer=make_optimizer(model.trained_parameters, optimizer, matrices=model.hidden_matrices),
-            learning_rate=LearningRate(peak=1e-2, schedule=ConstantSchedule(), max_steps=None),
-            loss=make_policy_loss(DefaultLossConfig()),
-            max_norm=1e-3,
-            world=world,
-        )
-        steps = [train_step(learner, rows, step=Step(1))]
-        gradients = {name: gather_tensor(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
-        steps.append(train_step(learner, rows, step=Step(2)))
+    for task in TASKS:
+        learner = make_learner(models, world, task, ep=ep, cp=cp)
+        steps = [train_step(learner, make_rows(), step=Step(1))]
+        named = learner.model.named_parameters()
+        gradients = {name: gather_tensor(each.grad).clone() for name, each in named if each.grad is not None}
+        steps.append(train_step(learner, make_rows(), step=Step(2)))
         results[task] = {
             "loss": [step.loss for step in steps],
             "norm": [step.grad_norm for step in steps],
             "gradients": gradients,
-            "weights": gather_weights(model, dtype=torch.float64, keep=True),
+            "weights": gather(learner.model),
         }
     return results
+
+
+def resume(models: Path, world: World, part: Path, *, written_at: int, read_at: int) -> dict[str, torch.Tensor]:
+    """Take the first step with one number of parts, and the second, from its checkpoint, with another."""
+    learner = make_learner(models, world, "adamw", ep=written_at)
+    train_step(learner, make_rows(), step=Step(1))
+    part.mkdir(exist_ok=True)
+    barrier(world)
+    write_state(part, collect_state(learner, TrainerProgress(step=1)), world)
+    learner = make_learner(models, world, "adamw", ep=read_at)
+    assert load_part(part, learner).step == 1
+    train_step(learner, make_rows(), step=Step(2))
+    return gather(learner.model)
 
 
 def compute_on_ranks(models: str, output: str, ep: str, cp: str) -> None:
     torch.set_num_threads(1)
     with in_float64(), open_world(device="cpu", timeout_s=120, context_size=int(cp)) as world:
-        results = compute(Path(models), world, ep=int(ep), cp=int(cp))
+        results: dict[str, Any] = compute(Path(models), world, ep=int(ep), cp=int(cp))
+        if cp == "1":
+            for written_at, read_at in ((int(ep), 1), (1, int(ep))):
+                part = Path(output).with_name(f"part_{written_at}")
+                results[f"from {written_at}"] = resume(Path(models), world, part, written_at=written_at, read_at=read_at)
         if world.is_main:
             torch.save(results, output)
 
@@ -102,3 +135,6 @@ def test_ranks_with_parts_of_the_experts_do_what_one_rank_does(
                 error = (found[task][kind][name] - tensor).abs().max()
                 largest = max(float(each.abs().max()) for each in expected[kind].values())
                 assert error <= limit * largest, f"{task} {kind} {name}"
+    for weights in (found[name] for name in found if name.startswith("from")):
+        for name, tensor in alone["adamw"]["weights"].items():
+            assert (weights[name] - tensor).abs().max() <= TOLERANCE, name

@@ -171,7 +171,7 @@ def _gpu_problems(config: RLConfig) -> Iterator[str]:
         num_ranks, ranks = config.trainer_cpu_ranks, str(ROOT.trainer_cpu_ranks)
     problems = (
         tensor_parallel_problem(tp, num_gpus=len(config.inference_gpu_ids), key=_SERVER.parallel.tp, gpu_ids=served),
-        ranks_problem(_parts_of_ranks(config), num_ranks=num_ranks, ranks=ranks),
+        *(ranks_problem(parts, num_ranks=num_ranks, ranks=ranks) for parts in _parts_of_ranks(config)),
     )
     yield from filter(None, problems)
     for key, ids in ((served, config.inference_gpu_ids), (trained, config.trainer_gpu_ids)):
@@ -179,9 +179,10 @@ def _gpu_problems(config: RLConfig) -> Iterator[str]:
             yield f"{key} must name at least one GPU and each once, got {ids}"
 
 
-def _parts_of_ranks(config: RLConfig) -> dict[object, int]:
-    model = config.trainer.model
-    return {_TRAINER.model.dp_replicate: model.dp_replicate, _TRAINER.model.cp: model.cp}
+def _parts_of_ranks(config: RLConfig) -> tuple[dict[object, int], dict[object, int]]:
+    """Return the keys that divide the trainer's ranks together, and the one that divides them in another way."""
+    key, model = _TRAINER.model, config.trainer.model
+    return {key.dp_replicate: model.dp_replicate, key.cp: model.cp}, {key.ep: model.ep}
 
 
 def _node_problems(config: RLConfig) -> Iterator[str]:
@@ -202,7 +203,7 @@ def _node_problems(config: RLConfig) -> Iterator[str]:
     problems: list[str | None] = []
     if deployment.nodes_per_fsdp_group is None:
         num_ranks = deployment.num_train_nodes * (deployment.gpus_per_node or config.trainer_cpu_ranks)
-        problems.append(ranks_problem(_parts_of_ranks(config), num_ranks=num_ranks, ranks="the ranks of all nodes"))
+        problems += [ranks_problem(p, num_ranks=num_ranks, ranks="the ranks of all nodes") for p in _parts_of_ranks(config)]
     if deployment.gpus_per_node and deployment.num_infer_nodes == 1 and inference is not None:
         tp, key = inference.parallel.tp, _SERVER.parallel.tp
         num_gpus, gpu_ids = deployment.gpus_per_node // deployment.servers_per_node, f"{at.gpus_per_node} / servers_per_node"

@@ -134,7 +134,6 @@ REFUSED = {
     **_with_prefixes(
         _EVAL_PREFIXES, ["per_rollout"], "the rollouts of an example are scored together, for rewards of groups; remove the key"
     ),
-    "trainer.model.ep": f"experts are not spread over ranks: FSDP shards them like every other parameter; {_MEMORY_ADVICE}",
     "trainer.model.tp": f"FSDP shards parameters, and no matrix product is split over ranks; {_MEMORY_ADVICE}",
 }
 """The text that says what replaced a key, by the beginning of the old key."""
@@ -185,7 +184,7 @@ IGNORED = {
 
 SINGLE_VALUES = {
     **_with_prefixes(["", "trainer."], ["weight_broadcast.save_format"], "safetensors"),
-    **_with_prefixes(["trainer."], ["max_concurrent_runs", "model.ep", "model.tp"], "1"),
+    **_with_prefixes(["trainer."], ["max_concurrent_runs", "model.tp"], "1"),
     "trainer.val.data.type": "sft",
     **_with_prefixes(_TRAINING_PREFIXES, ["events.sign"], "false"),
     **_with_prefixes(_TRAINING_PREFIXES, ["rollout_transport.type"], "zmq"),

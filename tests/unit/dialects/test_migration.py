@@ -59,7 +59,8 @@ max_model_len = 4096
 tensor_parallel_size = 2
 enable_prefix_caching = true
 [trainer.model]
-ep = 4
+ep = 2
+tp = 2
 [resume]
 step = 40
 """
@@ -119,7 +120,8 @@ def test_a_file_of_todays_prime_rl_keeps_its_environments_and_its_loss(tmp_path:
     )
     assert (run.inference.model.max_model_len, run.inference.parallel.tp, run.ckpt.resume_step) == (4096, 2, 40)
     assert run.inference.vllm_args == {"enable_prefix_caching": True}
-    assert "# dropped: trainer.model.ep = 4: does not exist here: " in text
+    assert run.trainer.model.ep == 2
+    assert "# dropped: trainer.model.tp = 2: does not exist here: " in text
     assert "# dropped: orchestrator.train.source.0.ratio = 2.0: does not exist here: " in text
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from trivet.config.check_roles import ranks_problem
 from trivet.errors import ConfigError
 from trivet.trainer.model.experts import find_experts
 from trivet.trainer.ranks.world import World, prove_ranks
@@ -28,7 +29,13 @@ GROUPS, EXPERTS = "expert_groups", "experts"
 
 
 def make_expert_mesh(world: World, *, ep: int) -> DeviceMesh:
-    """Return a mesh in which `ep` consecutive ranks form a group. Collective."""
+    """Return a mesh in which `ep` consecutive ranks form a group. Collective.
+
+    Raises:
+        ConfigError: the ranks cannot be divided into such groups.
+    """
+    if problem := ranks_problem({"model.ep": ep}, num_ranks=world.size, ranks="the trainer's ranks"):
+        raise ConfigError(problem)
     mesh = init_device_mesh(world.device.type, (world.size // ep, ep), mesh_dim_names=(GROUPS, EXPERTS))
     for group in mesh.get_all_groups():
         prove_ranks(group, world.secret)

@@ -7,6 +7,7 @@ The code for GPUs has not run on one yet.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -161,7 +162,8 @@ def _divide_into_parts(
         # Not the bytes of this rank's shard: parts must be the same on every rank, because an update may be collective.
         size = parameter.numel() * parameter.element_size()
         if isinstance(parameter, DTensor):
-            size //= parameter.device_mesh.size(-1)
+            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            size //= prod(num_shards for num_shards, placement in sizes if not placement.is_replicate())
         if part and num_bytes + size > max_bytes:
             yield part
             part, num_bytes = [], 0
