@@ -12,8 +12,9 @@ from support.float64 import in_float64
 from support.ranks import run_ranks
 from support.scripts import load_module
 from support.shards import write_state
+from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.model import ActivationCheckpointConfig, TrainerModelConfig
-from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, DefaultLossConfig, MuonConfig, SGDConfig
+from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule, MuonConfig, SGDConfig
 from trivet.trainer.checkpoint.state import TrainerProgress, collect_state, load_part
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.model.export import gather_weights
