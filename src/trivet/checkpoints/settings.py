@@ -52,6 +52,7 @@ MAY_CHANGE = (
     *("data.micro_batch_size", "data.pack_function", "data.record", "replay", "record_rollouts", "model.attn"),
     *("model.share_prefixes", "model.reshard_after_forward", "model.reduce_each_row", "model.ac", "model.ac_offloading"),
     *("model.fsdp_cpu_offload", "model.optim_cpu_offload", "model.dp_replicate", "model.cp", "model.ep"),
+    "model.experts_implementation",
     *(
         "model.dither",
         "model.fused_lm_head_chunk_size",

@@ -150,7 +150,7 @@ IGNORED = {
     ),
     **_with_prefixes(_TRAINING_PREFIXES, ["rollout_transport.hwm"], "two batches wait in the trainer at most"),
     "trainer.model.impl": "models are those of transformers",
-    "trainer.model.moe_use_grouped_mm": "transformers chooses how experts are multiplied",
+    "trainer.model.moe_use_grouped_mm": "trainer.model.experts_implementation chooses how experts are multiplied",
     "trainer.tokenizer.trust_remote_code": "model.trust_remote_code counts for the tokenizer too",
     "orchestrator.prime_monitor": "runs are watched by `trivet view`, wandb and metrics_server",
     "orchestrator.client.skip_model_check": "servers are asked which policy they hold, not for a list of models",

@@ -80,6 +80,8 @@ def build(hf_config: PreTrainedConfig, config: TrainerModelConfig, *, dtype: tor
         raise _not_loadable(config, exc) from exc
     # Tied parameters went to the meta device one by one and became two.
     causal_lm.tie_weights()
+    if config.experts_implementation != "auto":
+        causal_lm.set_experts_implementation(config.experts_implementation)
     try:
         causal_lm.generation_config = GenerationConfig.from_pretrained(config.name)
     except OSError:

@@ -243,6 +243,13 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     logger.info(
         "model loaded name=%s parameters=%s ranks=%s lanes=%s", config.name, model.num_parameters, world.size, model.lanes.count
     )
+    if model.routing.has_experts:
+        # Transformers adds the auxiliary loss of routers in its own loss, which is not used.
+        logger.info(
+            "experts are multiplied by %s; the routers' auxiliary loss is off (router_aux_loss_coef=%s in config.json)",
+            causal_lm.config._experts_implementation,
+            getattr(causal_lm.config, "router_aux_loss_coef", None),
+        )
     if config.lora is not None:
         num_trained = sum(parameter.numel() for parameter in model.trained_parameters)
         logger.info("adapter added rank=%s trained_parameters=%s", config.lora.rank, num_trained)

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from support.families import FAMILIES, Family
+from trivet.config.schema.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.model.blocks import find_blocks
 from trivet.trainer.model.experts import describe_shares, find_experts
-from trivet.trainer.model.policy_model import PolicyModel
+from trivet.trainer.model.policy_model import PolicyModel, load_policy
+from trivet.trainer.ranks.world import World
 from trivet.trainer.rows import plan_rows
 from trivet.trainer.step import train_step
 from trivet.wire.batches import MicroBatch
@@ -145,3 +147,20 @@ def test_equal_shares_have_entropy_and_load_1() -> None:
     values = describe_shares([np.array([5.0, 5.0, 5.0, 5.0]), np.array([7.0, 0.0, 0.0, 0.0])])
     np.testing.assert_allclose(values["experts/entropy"], [1.0, 0.0], atol=1e-9)
     np.testing.assert_allclose(values["experts/load"], [1.0, 4.0])
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_each_implementation_of_experts_computes_the_same(
+    implementation: str, world: World, oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    directory = next(family for family in FAMILIES if family.name == "Qwen3-MoE").save(tmp_path)
+    row = oracle.make_row(oracle.make_examples(count=2, vocab_size=96))
+    scores = []
+    for name in ("auto", implementation):
+        options = {"name": str(directory), "compute_dtype": "float32", "experts_implementation": name}
+        model = load_policy(TrainerModelConfig.model_validate(options), world)
+        [tensors] = plan_rows([row], num_ranks=1).take(0, device=torch.device("cpu"))
+        scores.append(model(tensors).logprobs_N)
+    assert f"experts are multiplied by {implementation}" in caplog.text
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-5)
