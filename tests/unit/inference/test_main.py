@@ -52,12 +52,16 @@ class EngineArgs:
 def test_the_engine_is_configured_for_an_api_server_or_its_refusal_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_names, "AsyncEngineArgs", EngineArgs, raising=False)
     monkeypatch.setattr(vllm_names, "UsageContext", UsageContext, raising=False)
-    assert make_engine_config(Namespace(model="m")) == "m for OPENAI_API_SERVER"
-    shard = make_engine_config(Namespace(model="m", headless=True))
+
+    def arguments(**values: object) -> Namespace:
+        return Namespace(enable_return_routed_experts=False, **values)
+
+    assert make_engine_config(arguments(model="m")) == "m for OPENAI_API_SERVER"
+    shard = make_engine_config(arguments(model="m", headless=True))
     assert shard == "m for OPENAI_API_SERVER without a server"
     with pytest.raises(ConfigError, match=r"cannot serve inference\.model\.name 'unknown' as configured: no such architecture"):
-        make_engine_config(Namespace(model="unknown"))
-    args = Namespace(model="hybrid", enable_prefix_caching=None)  # its prefixes cannot be cached
+        make_engine_config(arguments(model="unknown"))
+    args = arguments(model="hybrid", enable_prefix_caching=None)  # its prefixes cannot be cached
     assert make_engine_config(args) == "hybrid for OPENAI_API_SERVER"
     assert args.enable_prefix_caching is False
 

@@ -44,6 +44,9 @@ class FakeEngine:
         self.scores = scores or [[[-1.0, -2.0]]]
         self.num_wakes_refused = num_wakes_refused
 
+    async def capture_experts(self) -> None:
+        """Do nothing: no model of a test has experts."""
+
     async def pause(self) -> None:
         self.calls.append("pause")
 
