@@ -112,8 +112,9 @@ def _tests(machine: Machine, no_device: str | None) -> list[Part]:
     paths = {"tests-attention": [attention], "tests-trainer": ["tests/unit/trainer", f"--ignore={attention}"]}
     missing = no_device or (None if find_spec("pytest") else "pytest is not installed")
     parts = [_pytest(name, [*words, "-m", marks], limit_s=480, missing=missing) for name, words in paths.items()]
-    words = ["tests/integration/test_context_parallel.py", "-m", "gpu"]
-    return [*parts, _pytest("context-parallel", words, limit_s=600, missing=missing or _why_one_gpu(machine))]
+    kinds, no_second_gpu = ("context-parallel", "expert-parallel"), missing or _why_one_gpu(machine)
+    files = {kind: f"tests/integration/test_{kind.replace('-', '_')}.py" for kind in kinds}
+    return parts + [_pytest(kind, [file, "-m", "gpu"], limit_s=600, missing=no_second_gpu) for kind, file in files.items()]
 
 
 def _why_one_gpu(machine: Machine) -> str | None:

@@ -90,9 +90,9 @@ def resume(models: Path, world: World, part: Path, *, written_at: int, read_at: 
     return gather(learner.model)
 
 
-def compute_on_ranks(models: str, output: str, ep: str, cp: str) -> None:
+def compute_on_ranks(models: str, output: str, device: str, ep: str, cp: str) -> None:
     torch.set_num_threads(1)
-    with in_float64(), open_world(device="cpu", timeout_s=120, context_size=int(cp)) as world:
+    with in_float64(), open_world(device=device, timeout_s=120, context_size=int(cp)) as world:
         results: dict[str, Any] = compute(Path(models), world, ep=int(ep), cp=int(cp))
         if cp == "1":
             for written_at, read_at in ((int(ep), 1), (1, int(ep))):
@@ -117,13 +117,16 @@ def alone(models: Path) -> Mapping[str, dict[str, Any]]:
         return compute(models, world, ep=1, cp=1)
 
 
-@pytest.mark.parametrize(("num_ranks", "ep", "cp"), [(2, 2, 1), (4, 2, 1), (4, 4, 2)])
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "ep", "cp"),
+    [("cpu", 2, 2, 1), ("cpu", 4, 2, 1), ("cpu", 4, 4, 2), pytest.param("cuda", 2, 2, 1, marks=pytest.mark.gpu)],
+)
 def test_ranks_with_parts_of_the_experts_do_what_one_rank_does(
-    models: Path, alone: Mapping[str, dict[str, Any]], tmp_path: Path, num_ranks: int, ep: int, cp: int
+    models: Path, alone: Mapping[str, dict[str, Any]], tmp_path: Path, device: str, num_ranks: int, ep: int, cp: int
 ) -> None:
     output = tmp_path / "results.pt"
-    run_ranks(num_ranks, compute_on_ranks, [str(models), str(output), str(ep), str(cp)], logs=tmp_path)
-    found = torch.load(output)
+    run_ranks(num_ranks, compute_on_ranks, [str(models), str(output), device, str(ep), str(cp)], logs=tmp_path)
+    found = torch.load(output, map_location="cpu")
     for task, expected in alone.items():
         is_muon = task == "muon"  # torch's Muon computes in bfloat16, so the second step is another one
         for kind in ("loss", "norm"):
