@@ -5,8 +5,8 @@ Each function takes the group's `AdvantageInputs` and returns one float64 for ea
 only by rounding has an advantage of exactly 0. Legend: G rollouts of the group.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,12 +23,19 @@ class AdvantageInputs:
     """float64 [G], finite."""
     completion_lengths: np.ndarray
     """int64 [G]: tokens that the policy sampled."""
+    scores: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    """By the name of a reward function or metric, float64 [G]: its value for each rollout; NaN where it has none."""
 
     @classmethod
-    def from_group(cls, group: Group) -> "AdvantageInputs":
-        """Return the inputs of a finished group."""
+    def from_group(cls, group: Group, *, zeroes_truncated: bool = False) -> "AdvantageInputs":
+        """Return the inputs of a finished group. With `zeroes_truncated` the scores of truncated rollouts count as 0."""
+        is_zero = np.array([zeroes_truncated and rollout.is_truncated for rollout in group.rollouts])
+        scores = {
+            name: np.where(is_zero, 0.0, [rollout.scores.get(name, np.nan) for rollout in group.rollouts])
+            for name in sorted({name for rollout in group.rollouts for name in rollout.scores})
+        }
         lengths = [sum(count_tokens(sample.versions) for sample in rollout.samples) for rollout in group.rollouts]
-        return cls(rewards=group.rewards, completion_lengths=np.array(lengths, dtype=np.int64))
+        return cls(rewards=group.rewards, completion_lengths=np.array(lengths, dtype=np.int64), scores=scores)
 
 
 AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]
@@ -74,8 +81,31 @@ def standardised(inputs: AdvantageInputs, *, eps: float) -> np.ndarray:
 
     Source: GRPO (arXiv 2402.03300), section 4.1.2. G is at least 2.
     """
-    rewards = inputs.rewards
+    return _standardise(inputs.rewards, eps=eps)
+
+
+def _standardise(rewards: np.ndarray, *, eps: float) -> np.ndarray:
     return _subtract(rewards.mean(), rewards) / (rewards.std(ddof=1) + eps)
+
+
+def standardised_components(inputs: AdvantageInputs, *, components: Mapping[str, float], eps: float) -> np.ndarray:
+    """Compute A_i = sum_k(w_k (S_ki - mean(S_k)) / (std(S_k) + eps)) over the named scores S_k, with their weights w_k.
+
+    A component with small differences counts as much as one with large ones. GDPO divides the sums by their deviation over the
+    batch too; a group is finished before its batch is known, so that step is left out.
+    Source: GDPO (arXiv 2601.05242), its normalization within the group. G is at least 2.
+
+    Raises:
+        ValueError: a rollout has no score of that name.
+    """
+    advantages = np.zeros_like(inputs.rewards)
+    for name, weight in components.items():
+        scores = inputs.scores.get(name)
+        if scores is None or np.isnan(scores).any():
+            known = ", ".join(name for name, values in inputs.scores.items() if not np.isnan(values).any())
+            raise ValueError(f"component {name!r} is not a score of every rollout; these are: {known or 'none'}")
+        advantages += weight * _standardise(scores, eps=eps)
+    return advantages
 
 
 def mean_normalised(inputs: AdvantageInputs) -> np.ndarray:

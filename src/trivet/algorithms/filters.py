@@ -21,7 +21,7 @@ class FilterReason(StrEnum):
     """The reasons for which a group is not trained on."""
 
     ZERO_SIGNAL = "zero_signal"
-    """Every rollout has the same reward, so every advantage is zero."""
+    """The group is flat: every rollout has the same reward and the same advantage."""
     NO_LOSS_TOKENS = "no_loss_tokens"
     """The policy sampled no token of the group."""
     OVERLONG_PROMPT = "overlong_prompt"
@@ -82,7 +82,7 @@ def filter_reason(
     Args:
         group: the group after `mask_rollouts`.
         num_sampled: the loss tokens of all its rollouts before `mask_rollouts`.
-        online_difficulty_filtering: leave out groups in which all rewards are equal.
+        online_difficulty_filtering: leave out flat groups.
         seq_len: number of tokens to which the trainer cuts a sample; None: samples are not cut.
     """
     samples = [sample for rollout in group.rollouts for sample in rollout.samples]
@@ -92,12 +92,19 @@ def filter_reason(
     masks = [sample.loss_mask_T if sample.masked is None else sample.masked.loss_mask_T for sample in samples]
     if not any(mask_T[:seq_len].any() for mask_T in masks):
         return FilterReason.OVERLONG_PROMPT
-    rewards = group.rewards
-    if online_difficulty_filtering and len(rewards) > 1 and are_equal(rewards):
+    if online_difficulty_filtering and len(group.rollouts) > 1 and is_flat(group):
         return FilterReason.ZERO_SIGNAL
     if not any(sample.num_loss_tokens for sample in samples):
         return FilterReason.ALL_MASKED
     return None
+
+
+def is_flat(group: Group) -> bool:
+    """Return whether nothing tells the rollouts apart: their rewards are equal, and so are their advantages.
+
+    With equal rewards the advantages differ if they depend on more than the rewards.
+    """
+    return are_equal(group.rewards) and are_equal(np.array([rollout.advantage for rollout in group.rollouts]))
 
 
 def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:

@@ -20,6 +20,7 @@ from trivet.algorithms.advantages import (
     mean_normalised,
     raw_rewards,
     standardised,
+    standardised_components,
 )
 from trivet.config.schema.orchestrator import AdvantageConfig
 from trivet.errors import BatchError, ConfigError
@@ -77,6 +78,7 @@ def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
             "rloo": leave_one_out,
             "std_norm": partial(standardised, eps=config.eps),
             "max_rl": mean_normalised,
+            "gdpo": partial(standardised_components, components=config.components, eps=config.eps),
             "none": raw_rewards,
         }[config.type]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from trivet.algorithms.arithmetic import are_equal, rounding_error
+from trivet.algorithms.arithmetic import rounding_error
 from trivet.algorithms.dispatching import is_stale
 from trivet.algorithms.filters import (
     FilterReason,
@@ -31,6 +31,7 @@ from trivet.algorithms.filters import (
     RolloutFilter,
     RolloutFilters,
     filter_reason,
+    is_flat,
     mask_rollouts,
 )
 from trivet.config.schema.orchestrator import OrchestratorConfig
@@ -65,6 +66,8 @@ class FinishedGroup:
     example_id: int
     rewards: np.ndarray
     """float64 [G]."""
+    is_flat: bool
+    """True if all rewards are equal, and the advantages too."""
     matches: Sequence[RolloutFilter]
     """The filter that matched, for each rollout in which one did."""
     filtered: FilterReason | None
@@ -75,12 +78,14 @@ class FinishedGroup:
         cls, group: Group, *, matches: Sequence[RolloutFilter] = (), filtered: FilterReason | None = None
     ) -> "FinishedGroup":
         """Return the properties of `group`; `matches` is what `mask_rollouts` returned for it."""
-        return cls(env=group.env, example_id=group.example_id, rewards=group.rewards, matches=tuple(matches), filtered=filtered)
-
-    @property
-    def is_flat(self) -> bool:
-        """True if all rewards are equal."""
-        return are_equal(self.rewards)
+        return cls(
+            env=group.env,
+            example_id=group.example_id,
+            rewards=group.rewards,
+            is_flat=is_flat(group),
+            matches=tuple(matches),
+            filtered=filtered,
+        )
 
     @property
     def is_solved(self) -> bool:

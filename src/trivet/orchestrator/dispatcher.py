@@ -97,14 +97,16 @@ def group_runner(pool: EnvironmentPool, config: OrchestratorConfig, teacher: Tea
 def make_group(draw: Draw, rollouts: list[Rollout], *, config: OrchestratorConfig, advantage: AdvantageFunction) -> Group:
     """Return the group of `draw` with its advantages set.
 
-    Samples are cut to `seq_len`. With `zero_truncated_completions` the reward of a truncated rollout becomes 0 first.
+    Samples are cut to `seq_len`. With `zero_truncated_completions` the reward of a truncated rollout becomes 0 first, and
+    its scores count as 0.
     """
     group = Group(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, rollouts=rollouts)
     for rollout in rollouts:
         rollout.samples = [truncate(sample, seq_len=config.seq_len) for sample in rollout.samples]
         if config.zero_truncated_completions and rollout.is_truncated:
             rollout.reward = 0.0
-    for rollout, value in zip(rollouts, advantage(AdvantageInputs.from_group(group)), strict=True):
+    inputs = AdvantageInputs.from_group(group, zeroes_truncated=config.zero_truncated_completions)
+    for rollout, value in zip(rollouts, advantage(inputs), strict=True):
         rollout.advantage = float(value)
     return group
 

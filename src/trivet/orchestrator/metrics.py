@@ -140,7 +140,7 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
     """Return the metrics of `judged`: the groups in the batch, and those that a filter kept out of it.
 
-    A group is flat when all its rewards are equal: its advantages are 0, so it gives no gradient.
+    A group is flat when its rewards are equal, and its advantages too: with a baseline they are 0, and it gives no gradient.
     """
     if not judged:
         return {}
@@ -149,7 +149,7 @@ def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
     values = {
         "batch/solve_none": sum(not group.is_solved for group in flat) / len(judged),
         "batch/solve_all": sum(group.is_solved for group in flat) / len(judged),
-        # A share, not a number of rollouts: the groups whose rewards differ.
+        # A share, not a number of rollouts: the groups whose rewards or advantages differ.
         "batch/effective_batch_size": (len(judged) - len(flat)) / len(judged),
         "pass@1": _mean(sum(rollouts) / len(rollouts) for rollouts in passed),
     }

@@ -1,6 +1,7 @@
 """Compare every advantage with an oracle that follows its formula in exact fractions."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from math import sqrt
@@ -19,6 +20,7 @@ from trivet.algorithms.advantages import (
     mean_normalised,
     raw_rewards,
     standardised,
+    standardised_components,
 )
 
 REWARDS = st.just(0.0) | st.floats(1e-9, 4)
@@ -88,6 +90,52 @@ def test_standardised_rewards_are_centred_and_divided_by_the_sample_deviation(gr
     deviation = sqrt(sum((value * value for value in centred), Fraction()) / (len(rewards) - 1))
     expected = [float(value) / (deviation + 1e-3) for value in centred]
     np.testing.assert_allclose(standardised(inputs_of(group), eps=1e-3), expected, rtol=1e-9, atol=1e-8)
+
+
+SCORES = st.lists(st.tuples(st.floats(-4, 4), st.floats(-1e-2, 1e-2)), min_size=2, max_size=9)
+
+
+def with_scores(scores: list[tuple[float, float]]) -> AdvantageInputs:
+    correct, form = np.array(scores).T
+    return replace(inputs_of([(0.0, 1)] * len(scores)), scores={"correct": correct, "format": form, "unused": correct * np.nan})
+
+
+@given(scores=SCORES)
+def test_components_are_standardised_before_they_are_added(scores: list[tuple[float, float]]) -> None:
+    expected = [0.0] * len(scores)
+    for position, weight in enumerate((2.0, -0.5)):
+        column = [Fraction(row[position]) for row in scores]
+        centred = oracle_mean(column, [])
+        deviation = sqrt(sum((value * value for value in centred), Fraction()) / (len(column) - 1))
+        for index, value in enumerate(centred):
+            expected[index] += weight * float(value) / (deviation + 1e-3)
+    found = standardised_components(with_scores(scores), components={"correct": 2.0, "format": -0.5}, eps=1e-3)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-8)
+
+
+def test_components_tell_rollouts_of_equal_sums_apart() -> None:
+    inputs = with_scores([(1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 0.0)])
+    found = standardised_components(inputs, components={"correct": 1.0, "format": 0.5}, eps=1e-9)
+    np.testing.assert_allclose(
+        found, [0.25, -0.75, 0.25, 0.25], atol=1e-8
+    )  # 1/4 and 3/4 over a deviation of 1/2, times 1 - 1/2
+
+
+@pytest.mark.parametrize("name", ["missing", "unused"])
+def test_a_component_that_is_not_a_score_of_every_rollout_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"component '{name}' is not a score of every rollout; these are: correct, format"):
+        standardised_components(with_scores([(1, 0), (0, 0)]), components={"correct": 1.0, name: 1.0}, eps=1e-3)
+
+
+def test_scores_of_a_group_are_columns_and_those_of_truncated_rollouts_can_count_as_0() -> None:
+    group = make_group(0)
+    group.rollouts[0].scores = {"a": 2.0}
+    group.rollouts[1].scores = {"a": 3.0, "b": 1.0}
+    group.rollouts[1].samples[0].is_truncated = True
+    scores = AdvantageInputs.from_group(group).scores
+    np.testing.assert_array_equal(scores["a"], [2.0, 3.0])
+    np.testing.assert_array_equal(scores["b"], [np.nan, 1.0])
+    np.testing.assert_array_equal(AdvantageInputs.from_group(group, zeroes_truncated=True).scores["a"], [2.0, 0.0])
 
 
 @pytest.mark.parametrize("function", WITH_BASELINE)

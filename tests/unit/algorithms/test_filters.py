@@ -143,3 +143,10 @@ def test_what_rounding_leaves_of_a_custom_advantage_of_0_is_filtered() -> None:
         rollout.advantage = float(rollout.reward - group.rewards.mean())
     assert group.rollouts[0].advantage != 0.0
     assert len(mask_rollouts(group, RolloutFilters(is_measuring_zero_advantage=True))) == 6
+
+
+def test_a_group_of_equal_rewards_whose_advantages_differ_is_not_flat() -> None:
+    group = make_group(0, rewards=(1.0, 1.0))
+    assert filter_reason(group, num_sampled=8, online_difficulty_filtering=True) is FilterReason.ZERO_SIGNAL
+    group.rollouts[0].advantage, group.rollouts[1].advantage = 0.5, -0.5
+    assert filter_reason(group, num_sampled=8, online_difficulty_filtering=True) is None

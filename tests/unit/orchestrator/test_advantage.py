@@ -9,7 +9,11 @@ from trivet.config.schema.orchestrator import AdvantageConfig
 from trivet.errors import BatchError, ConfigError
 from trivet.orchestrator.advantage import make_advantage
 
-INPUTS = AdvantageInputs(rewards=np.array([1.0, 0.0, 0.0, 0.0]), completion_lengths=np.array([3, 1, 1, 1]))
+INPUTS = AdvantageInputs(
+    rewards=np.array([1.0, 0.0, 0.0, 0.0]),
+    completion_lengths=np.array([3, 1, 1, 1]),
+    scores={"correct": np.array([1.0, 0.0, 0.0, 0.0])},
+)
 
 MODULE = """
 import numpy as np
@@ -54,6 +58,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (AdvantageConfig(type="rloo"), [1.0, -1 / 3, -1 / 3, -1 / 3]),
         (AdvantageConfig(type="std_norm", eps=0.5), [0.75, -0.25, -0.25, -0.25]),
         (AdvantageConfig(type="max_rl"), [3.0, -1.0, -1.0, -1.0]),
+        (AdvantageConfig(type="gdpo", components={"correct": 2.0}, eps=0.5), [1.5, -0.5, -0.5, -0.5]),
         (AdvantageConfig(type="none"), [1.0, 0.0, 0.0, 0.0]),
     ],
 )

@@ -27,7 +27,7 @@ class BufferConfig(Section):
     env_ratios: list[float] | None = None
     """Share of groups of each [[orchestrator.env]], in their order, as positive numbers; unset: by numbers of examples."""
     online_difficulty_filtering: bool = False
-    """Leave out groups whose rollouts all have the same reward: they carry no gradient."""
+    """Leave out groups whose rollouts all have the same reward and advantage: they carry no gradient."""
     easy_threshold: float | None = None
     """An example whose group has at least this mean reward moves to the easy pool; unset: none does."""
     hard_threshold: float | None = None
@@ -52,27 +52,45 @@ class BufferConfig(Section):
                 yield f"env_ratios must be positive numbers, got {ratio} at place {index}; remove the environment"
 
 
+_MAX_WEIGHT = 1e6
+"""The largest weight of a score. A larger one is a mistake, and advantages have to fit into float32."""
+
+
 class AdvantageConfig(Section):
     """The rule that compares the reward of a rollout with those of its group."""
 
-    type: Literal["default", "length_weighted_mean", "rloo", "std_norm", "max_rl", "none", "custom"] = "default"
+    type: Literal["default", "length_weighted_mean", "rloo", "std_norm", "max_rl", "gdpo", "none", "custom"] = "default"
     """`default` subtracts the group's mean reward, `length_weighted_mean` the mean weighted by completion lengths, `rloo` the
-    mean of the others; `std_norm` divides by the standard deviation too (GRPO), `max_rl` by the mean; `none` is the reward
-    itself; `custom` calls import_path."""
+    mean of the others; `std_norm` divides by the standard deviation too (GRPO), `max_rl` by the mean; `gdpo` standardises
+    each of `components` and adds them; `none` is the reward itself; `custom` calls import_path."""
     length_weighted_mean: bool = False
     """For `default`: the same as type `length_weighted_mean`."""
     eps: float = Field(default=1e-6, gt=0)
-    """For `std_norm`: added to the standard deviation."""
+    """For `std_norm` and `gdpo`: added to the standard deviation."""
+    components: dict[str, float] = {}
+    """For `gdpo`: weight of each score, by the name of its reward function or metric, in a rollout's `scores`."""
     import_path: str | None = None
     """For `custom`: `module.function` or `path/to/file.py:function` of (inputs, **kwargs); returns an advantage per rollout."""
     kwargs: dict[str, Any] = {}
     """For `custom`: further arguments of the function."""
 
     def _problems(self) -> Iterator[str]:
-        owners = {"length_weighted_mean": "default", "eps": "std_norm", "import_path": "custom", "kwargs": "custom"}
-        for name, owner in owners.items():
-            if self.type != owner and getattr(self, name) != type(self).model_fields[name].default:
-                yield f'{name} applies to type "{owner}", got type "{self.type}"; remove it or change the type'
+        owners = {
+            "length_weighted_mean": ("default",),
+            "eps": ("std_norm", "gdpo"),
+            "components": ("gdpo",),
+            "import_path": ("custom",),
+            "kwargs": ("custom",),
+        }
+        for name, types in owners.items():
+            if self.type not in types and getattr(self, name) != type(self).model_fields[name].default:
+                allowed = " or ".join(f'"{owner}"' for owner in types)
+                yield f'{name} applies to type {allowed}, got type "{self.type}"; remove it or change the type'
+        if self.type == "gdpo" and not self.components:
+            yield 'type "gdpo" needs components, e.g. components = { correct = 1.0, format = 0.5 }'
+        for name, weight in self.components.items():
+            if not 0 < abs(weight) <= _MAX_WEIGHT:
+                yield f"components.{name} must be finite and not 0, at most {_MAX_WEIGHT:g} in size, got {weight}; remove it"
         if self.type == "custom" and self.import_path is None:
             yield 'type "custom" needs import_path, e.g. import_path = "my_package.my_module.my_function"'
 
