@@ -17,7 +17,7 @@ unblocked by: the orchestrator, which sends batch n once it has enough groups, a
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from trivet.algorithms.probe import convert_dtype
 from trivet.checkpoints.commit import PARTS, TRAINER
@@ -36,7 +36,7 @@ from trivet.trainer.session import Session
 from trivet.trainer.step import train_step
 from trivet.transport.messages import BatchReceiver
 from trivet.weights.manifest import read_manifest, verify
-from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.codec import decode, encode
 from trivet.wire.events import ProbeCompared, Train
 from trivet.wire.versions import PolicyVersion, Step
@@ -122,6 +122,13 @@ def extend_wait_of_ranks(world: World) -> None:
     broadcast_bytes(world, b"")
 
 
+def use_experts(rows: Sequence[MicroBatch], config: TrainerConfig) -> None:
+    """Drop the experts that the servers returned with `rows`, unless `trainer.router_replay` is set."""
+    if not config.router_replay:
+        for row in rows:
+            row.experts_S = []
+
+
 def check_batch(
     batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: bool = False, needs_experts: bool = False
 ) -> None:
@@ -204,6 +211,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
                 needs_teacher=config.loss.needs_teacher,
                 needs_experts=config.router_replay,
             )
+            use_experts(batch.micro_batches, config)
             reach("optimizer_step.before", step=step)
             result = train_step(session.learner, batch.micro_batches, step=step)
             proximal = result.logprobs

@@ -16,7 +16,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError, WeightsError
 from trivet.trainer.device_copies import Selected
-from trivet.trainer.loop import check_batch
+from trivet.trainer.loop import check_batch, use_experts
 from trivet.trainer.losses.choice import CovLossConfig, mark_chosen
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.losses.terms import Loss, LossUnit
@@ -46,8 +46,10 @@ def share_tokens(config: TrainerConfig, items: Sequence[PackItem], *, step: Step
         ConfigError: the policy that the step started from is gone.
         BatchError: the loss needs a teacher's log-probabilities, and the samples have none.
     """
+    config = config.model_copy(update={"model": config.model.model_copy(update={"cp": 1, "ep": 1})})  # of this rank alone
     packed = [(index, row) for index, item in enumerate(items) for row in pack([item], seq_len=seq_len)]
     rows = [row for _, row in packed]
+    use_experts(rows, config)
     found: list[SampleShares | None] = [None] * len(items)
     if not rows:
         return found

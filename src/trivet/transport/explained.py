@@ -16,7 +16,7 @@ from trivet.storage.durable import write_atomically
 from trivet.transport.recording import GROUPS_FILE
 from trivet.wire.codec import decode, encode
 
-CLIPPING_LOSSES = ("grpo", "gspo", "luspo", "gmpo", "clip_cov", "cispo", "aipo")
+CLIPPING_LOSSES = ("grpo", "gspo", "luspo", "gmpo", "clip_cov", "cispo", "aipo", "importance")
 """Losses that bound a token by a clip of its ratio. The others mask it."""
 
 

@@ -10,15 +10,18 @@ import pytest
 from support.prepared_batches import make_batch, make_config, run_loop
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
 from trivet.config.layout import RunLayout
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import BatchError, ConfigError, DiskFull, Diverged, ResumeError, TrivetError
 from trivet.telemetry.events import read_events
-from trivet.trainer.loop import check_batch, run
+from trivet.trainer.loop import check_batch, run, use_experts
 from trivet.trainer.main import open_receiver
+from trivet.trainer.measurement.fake import fake_rows
 from trivet.transport.recording import record_batch
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Stop
+from trivet.wire.experts import RoutedExperts
 from trivet.wire.versions import Step
 
 
@@ -146,6 +149,15 @@ def test_a_step_that_diverges_publishes_nothing(tiny_model: Path, world, make_ba
         run_loop(make_config(tiny_model, tmp_path), world, prepare)
     assert published_versions(layout) == [1]
     assert [event.reason for event in read_events(layout.events) if type(event).__name__ == "Stop"] == ["failed"]
+
+
+def test_experts_of_servers_are_used_only_where_they_are_replayed() -> None:
+    (row,) = fake_rows(0, seed=0, seq_len=8, vocab_size=50, num_rows=1)
+    row.experts_S = [RoutedExperts.compress(np.zeros((7, 1, 1), dtype=np.int64))]
+    use_experts([row], TrainerConfig(router_replay=True))
+    assert row.experts_S
+    use_experts([row], TrainerConfig())
+    assert row.experts_S == []
 
 
 def test_a_batch_that_does_not_fit_the_model_is_refused(oracle) -> None:

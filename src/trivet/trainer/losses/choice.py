@@ -34,7 +34,7 @@ def choose_tokens(config: CovLossConfig, batch: Sequence[MicroBatch]) -> dict[Sa
 
     cov = (A - mean A) * (logprob - mean logprob), with means over the step. `kl_cov` takes the share `cov_ratio` with the highest,
     and all that are equal to the lowest of these. `clip_cov` takes as many of those between `cov_low` and `cov_high`, at equal
-    distances in the order of cov. (The source draws them at random.)
+    distances in the order of cov. (The source draws them at random.) Of tokens with the same cov, the batch's order decides.
 
     Source: arXiv 2505.22617, section 4.2.
     """

@@ -153,8 +153,9 @@ def cov_loss(scores: TokenScores, row: RowTensors, *, config: ClipCovLossConfig 
     `clip_cov`: - sum of min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) over the tokens that are not chosen; chosen ones count
     in the divisor. `kl_cov`: - sum of r * A, plus kl_coef * |d| on the chosen tokens.
 
-    Bias: `clip_cov` as `grpo_loss`, and without the chosen tokens. `kl_cov` is unbiased on policy, where the penalty has no
-    gradient; off policy, ratios of earlier tokens are left out, and the penalty pulls towards the sampling policy.
+    Bias: `clip_cov` as `grpo_loss`, and without the chosen tokens. `kl_cov` is unbiased where d is exactly 0; a d of rounding gives
+    a chosen token a penalty of either sign. Off policy, ratios of earlier tokens are left out, and the penalty pulls towards the
+    sampling policy.
 
     Source: arXiv 2505.22617, section 4.2.
     """
