@@ -1,16 +1,18 @@
 """Computes the advantages of a group's rollouts from their rewards.
 
 The orchestrator's buffer calls it with the complete group, before any filter, so that filtered rollouts count for the baseline.
-Each function takes the group's `AdvantageInputs` and returns one float64 for each rollout. A reward that differs from its baseline
-only by rounding has an advantage of exactly 0. Legend: G rollouts of the group.
+Each function takes the group's `AdvantageInputs` and returns one float64 for each rollout, or for each rollout an array with one
+for each sampled token. A reward that differs from its baseline only by rounding has an advantage of exactly 0.
+Legend: G rollouts of the group.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from trivet.algorithms.arithmetic import rounding_error
+from trivet.algorithms.credit import collect_token_ids, count_turn_tokens, find_turn_agents
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import count_tokens
 
@@ -25,20 +27,58 @@ class AdvantageInputs:
     """int64 [G]: tokens that the policy sampled."""
     scores: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     """By the name of a reward function or metric, float64 [G]: its value for each rollout; NaN where it has none."""
+    turn_lengths: Sequence[np.ndarray] = ()
+    """For each rollout, int64 [turns]: sampled tokens of each turn; 0 for a turn that was empty or is cut away."""
+    turn_rewards: Sequence[np.ndarray] = ()
+    """For each rollout, float64 [turns]: the reward of each turn; of length 0 if the environment gives none."""
+    turn_agents: Sequence[Sequence[str]] = ()
+    """For each rollout, the agent of each turn; empty in an episode of one agent, and for a turn without sampled tokens. The
+    reward of an agent is the score `AGENT/reward`."""
+    token_ids: Sequence[np.ndarray] = ()
+    """For each rollout, int32: the sampled tokens, turn by turn."""
 
     @classmethod
     def from_group(cls, group: Group, *, zeroes_truncated: bool = False) -> "AdvantageInputs":
-        """Return the inputs of a finished group. With `zeroes_truncated` the scores of truncated rollouts count as 0."""
+        """Return the inputs of a finished group. With `zeroes_truncated` other rewards of truncated rollouts count as 0 too."""
         is_zero = np.array([zeroes_truncated and rollout.is_truncated for rollout in group.rollouts])
         scores = {
-            name: np.where(is_zero, 0.0, [rollout.scores.get(name, np.nan) for rollout in group.rollouts])
+            name: np.array([rollout.scores.get(name, np.nan) for rollout in group.rollouts]) * ~is_zero
             for name in sorted({name for rollout in group.rollouts for name in rollout.scores})
         }
         lengths = [sum(count_tokens(sample.versions) for sample in rollout.samples) for rollout in group.rollouts]
-        return cls(rewards=group.rewards, completion_lengths=np.array(lengths, dtype=np.int64), scores=scores)
+        return cls(
+            rewards=group.rewards,
+            completion_lengths=np.array(lengths, dtype=np.int64),
+            scores=scores,
+            turn_lengths=[count_turn_tokens(rollout) for rollout in group.rollouts],
+            turn_rewards=[
+                np.array(rollout.turn_rewards, dtype=np.float64) * (not zero)
+                for rollout, zero in zip(group.rollouts, is_zero, strict=True)
+            ],
+            turn_agents=[find_turn_agents(rollout) for rollout in group.rollouts],
+            token_ids=[collect_token_ids(rollout) for rollout in group.rollouts],
+        )
+
+    def per_token(self, values_of_turns: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return for each rollout the value of its turn for each sampled token.
+
+        Args:
+            values_of_turns: for each rollout, an array [turns].
+
+        Raises:
+            ValueError: a rollout has another number of turns.
+        """
+        for index, (values, lengths) in enumerate(zip(values_of_turns, self.turn_lengths, strict=True)):
+            if len(values) != len(lengths):
+                raise ValueError(
+                    f"got {len(values)} values for the turns of rollout {index}, must be {len(lengths)}: one per turn"
+                )
+        return [np.repeat(values, lengths) for values, lengths in zip(values_of_turns, self.turn_lengths, strict=True)]
 
 
-AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]
+Advantages = np.ndarray | list[np.ndarray]
+"""float64 [G], or for each rollout float64 [sampled tokens], turn by turn."""
+AdvantageFunction = Callable[[AdvantageInputs], Advantages]
 
 
 def _subtract(baseline: np.ndarray | float, rewards: np.ndarray) -> np.ndarray:
@@ -124,3 +164,48 @@ def mean_normalised(inputs: AdvantageInputs) -> np.ndarray:
 def raw_rewards(inputs: AdvantageInputs) -> np.ndarray:
     """Compute A_i = R_i, without a baseline: for rewards that are already centred, or groups of one rollout."""
     return inputs.rewards.copy()
+
+
+def turn_returns(inputs: AdvantageInputs) -> list[np.ndarray]:
+    """Compute A_ik = Q_ik - mean_j(Q_jk) for turn k, with Q_ik = r_ik + r_i,k+1 + ... + R_i, the rewards from turn k on.
+
+    The mean is over the rollouts that have a turn k, so where only one has it, its advantage is 0. The reward of the rollout comes
+    after its last turn, and must not contain the turn rewards.
+    Source: rewards to go with a baseline for each time step (Sutton and Barto, section 13.4), the mean of the group as baseline.
+
+    Raises:
+        ValueError: a rollout has no turn rewards.
+    """
+    returns: list[np.ndarray] = []
+    for index, (reward, rewards, lengths) in enumerate(
+        zip(inputs.rewards, inputs.turn_rewards, inputs.turn_lengths, strict=True)
+    ):
+        if len(rewards) != len(lengths):
+            raise ValueError(
+                f"rollout {index} has {len(lengths)} turns and {len(rewards)} turn rewards;"
+                " the environment has to give one per turn"
+            )
+        returns.append(reward + np.cumsum(rewards[::-1])[::-1])
+    for turn in range(max(map(len, returns))):
+        having = [values for values in returns if len(values) > turn]
+        column = np.array([values[turn] for values in having])
+        for values, centred in zip(having, _subtract(column.mean(), column), strict=True):
+            values[turn] = centred
+    return inputs.per_token(returns)
+
+
+def agent_baselines(inputs: AdvantageInputs) -> list[np.ndarray]:
+    """Compute A_ia = R_ia - mean_j(R_ja) for the tokens of agent a, over the rollouts j in which the agent has a reward.
+
+    So an agent is compared with itself, and never with another agent, whose rewards may have another scale. In an episode of one
+    agent it is the default.
+    """
+    by_agent = {"": _subtract(inputs.rewards.mean(), inputs.rewards)}
+    for agent in sorted({agent for agents in inputs.turn_agents for agent in agents if agent}):
+        rewards = inputs.scores[f"{agent}/reward"]
+        has_played = ~np.isnan(rewards)
+        by_agent[agent] = np.zeros_like(rewards)
+        by_agent[agent][has_played] = _subtract(rewards[has_played].mean(), rewards[has_played])
+    return inputs.per_token(
+        [np.array([by_agent[agent][index] for agent in agents]) for index, agents in enumerate(inputs.turn_agents)]
+    )

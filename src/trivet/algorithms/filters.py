@@ -11,6 +11,7 @@ from enum import StrEnum
 import numpy as np
 
 from trivet.algorithms.arithmetic import are_equal
+from trivet.algorithms.credit import advantages_of
 from trivet.wire.rollouts import Group, MaskedTokens, Rollout, Sample
 
 _NO_ADVANTAGE = 1e-12
@@ -104,7 +105,7 @@ def is_flat(group: Group) -> bool:
 
     With equal rewards the advantages differ if they depend on more than the rewards.
     """
-    return are_equal(group.rewards) and are_equal(np.array([rollout.advantage for rollout in group.rollouts]))
+    return are_equal(group.rewards) and are_equal(np.concatenate([advantages_of(rollout) for rollout in group.rollouts]))
 
 
 def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:
@@ -138,7 +139,7 @@ def _matches(rollout: Rollout, name: RolloutFilter, filters: RolloutFilters) -> 
             rule = filters.gibberish
             return rule is not None and any(is_gibberish(sample, rule) for sample in rollout.samples)
         case RolloutFilter.ZERO_ADVANTAGE:
-            return filters.is_measuring_zero_advantage and abs(rollout.advantage) <= _NO_ADVANTAGE
+            return filters.is_measuring_zero_advantage and bool((np.abs(advantages_of(rollout)) <= _NO_ADVANTAGE).all())
 
 
 def is_repetitive(sample: Sample, rule: Repetition) -> bool:

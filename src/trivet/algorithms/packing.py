@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from trivet.wire.batches import MicroBatch
-from trivet.wire.rollouts import Sample
+from trivet.wire.rollouts import Sample, TurnRun
 from trivet.wire.versions import count_tokens, first_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackItem:
-    """A sample with the advantage of its rollout."""
+    """A sample with the advantage of its rollout, which counts for all tokens of a sample without `advantages_T`."""
 
     sample: Sample
     advantage: float
@@ -59,9 +59,23 @@ def truncate(sample: Sample, *, seq_len: int) -> Sample:
         teacher_logprobs_T=None if sample.teacher_logprobs_T is None else sample.teacher_logprobs_T[:seq_len],
         versions=first_versions(sample.versions, count_tokens(sample.versions) - num_cut),
         temperature=sample.temperature,
+        turns=_first_turns(sample.turns, int(np.count_nonzero(sample.loss_mask_T[:seq_len]))),
+        agent=sample.agent,
+        advantages_T=None if sample.advantages_T is None else sample.advantages_T[:seq_len],
         is_truncated=True,
         experts=sample.experts,
     )
+
+
+def _first_turns(runs: Sequence[TurnRun], num_tokens: int) -> list[TurnRun]:
+    """Return the turns of the first `num_tokens` tokens to train on."""
+    kept: list[TurnRun] = []
+    for run in runs:
+        length = min(run.length, num_tokens)
+        if length:
+            kept.append(TurnRun(run.turn, length))
+        num_tokens -= length
+    return kept
 
 
 def pack(items: Sequence[PackItem], *, seq_len: int, row_len: int | None = None) -> list[MicroBatch]:
@@ -97,12 +111,17 @@ def _join(items: Sequence[PackItem]) -> MicroBatch:
         position_ids_T=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths_S]),
         loss_mask_T=np.concatenate([sample.loss_mask_T for sample in samples]).astype(np.bool_),
         logprobs_T=np.concatenate([sample.logprobs_T for sample in samples]).astype(np.float32),
-        advantages_T=np.repeat(np.array([item.advantage for item in items], dtype=np.float32), lengths_S),
+        advantages_T=np.concatenate([_advantages_of(item) for item in items]),
         temperatures_T=np.repeat(np.array([sample.temperature for sample in samples], dtype=np.float32), lengths_S),
         sequence_lengths_S=lengths_S,
         teacher_logprobs_T=np.concatenate(teachers).astype(np.float32) if len(teachers) == len(samples) else None,
         experts_S=[sample.experts for sample in samples] if any(sample.experts is not None for sample in samples) else [],
     )
+
+
+def _advantages_of(item: PackItem) -> np.ndarray:
+    advantages_T = item.sample.advantages_T
+    return np.full(item.sample.num_tokens, item.advantage, dtype=np.float32) if advantages_T is None else advantages_T
 
 
 def arrange(

@@ -31,6 +31,7 @@ from functools import partial
 
 from trivet.algorithms.advantages import AdvantageFunction, AdvantageInputs
 from trivet.algorithms.arithmetic import round_down
+from trivet.algorithms.credit import set_advantages
 from trivet.algorithms.dispatching import TokenBucket, may_dispatch, required_version
 from trivet.algorithms.packing import truncate
 from trivet.backoff import backoff_s
@@ -98,7 +99,7 @@ def make_group(draw: Draw, rollouts: list[Rollout], *, config: OrchestratorConfi
     """Return the group of `draw` with its advantages set.
 
     Samples are cut to `seq_len`. With `zero_truncated_completions` the reward of a truncated rollout becomes 0 first, and
-    its scores count as 0.
+    its scores and turn rewards count as 0.
     """
     group = Group(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, rollouts=rollouts)
     for rollout in rollouts:
@@ -107,7 +108,7 @@ def make_group(draw: Draw, rollouts: list[Rollout], *, config: OrchestratorConfi
             rollout.reward = 0.0
     inputs = AdvantageInputs.from_group(group, zeroes_truncated=config.zero_truncated_completions)
     for rollout, value in zip(rollouts, advantage(inputs), strict=True):
-        rollout.advantage = float(value)
+        set_advantages(rollout, value)
     return group
 
 

@@ -33,7 +33,7 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     logprobs_T: np.ndarray
     """float32 [T]: log-probability with which each token was sampled, temperature applied."""
     advantages_T: np.ndarray
-    """float32 [T]: the advantage of the rollout to which each token belongs."""
+    """float32 [T]: the advantage of each token, or of the rollout to which it belongs."""
     temperatures_T: np.ndarray
     """float32 [T]: temperature of the sample to which each token belongs."""
     sequence_lengths_S: np.ndarray

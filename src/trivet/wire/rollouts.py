@@ -27,6 +27,13 @@ class MaskedTokens(msgspec.Struct, kw_only=True, gc=False):
     """float32 [T]: the sample's log-probabilities before the filter."""
 
 
+class TurnRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`length` consecutive tokens to train on, sampled in turn `turn` of the rollout, counted from 0."""
+
+    turn: int
+    length: int
+
+
 class Sample(msgspec.Struct, kw_only=True, gc=False):
     """A token sequence that can be trained on."""
 
@@ -41,6 +48,13 @@ class Sample(msgspec.Struct, kw_only=True, gc=False):
     versions: list[VersionRun]
     """The policy of each token that the model sampled, in order."""
     temperature: float
+    turns: list[TurnRun] = []
+    """The turn of each token to train on, in order, before a filter cleared the mask. Empty: all are of the first turn."""
+    agent: str = ""
+    """The agent that sampled it, in an episode of several agents; else empty."""
+    advantages_T: np.ndarray | None = None
+    """float32 [T]: the advantage of each token to train on, 0 for others; None: that of its rollout. Set when its group is
+    complete."""
     masked: MaskedTokens | None = None
     """The values before a filter cleared `loss_mask_T`; None when none did."""
     is_truncated: bool = False
@@ -75,6 +89,8 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     completion: list[dict[str, Any]] = []
     """Messages in the OpenAI chat format."""
     num_turns: int = 1
+    turn_rewards: list[float] = []
+    """The reward of each turn, where the environment gives them; else empty."""
     ran_out_of_context: bool = False
     """True when it ended because the next prompt was longer than the model's context; the turns before are kept."""
     is_cut: bool = False
@@ -91,7 +107,7 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     scoring_s: float = 0.0
     """Seconds that it took to score it."""
     advantage: float = 0.0
-    """Set when its group is complete."""
+    """Set when its group is complete. If its tokens have advantages of their own, their mean."""
 
     @property
     def is_truncated(self) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, ServerAccess, Split
 from trivet.wire.rollouts import Rollout
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of these messages and of every struct in them. Raise it whenever one changes; a test compares their schema with it."""
 PULSE_INTERVAL_S = 1.0
 """Seconds between two pulses of a worker."""

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trivet.algorithms.packing import PackItem, arrange, deal, divide, first_fit_decreasing, pack, repack, stack, truncate
-from trivet.wire.rollouts import Sample
+from trivet.wire.rollouts import Sample, TurnRun
 from trivet.wire.versions import VersionRun
 
 LENGTHS = st.lists(st.integers(min_value=1, max_value=60), min_size=1, max_size=40)
@@ -47,6 +47,25 @@ def test_a_sample_that_fits_is_not_touched_and_a_longer_one_is_cut():
     assert cut.num_tokens == len(cut.loss_mask_T) == len(cut.logprobs_T) == 4
     assert cut.is_truncated
     assert not sample.is_truncated
+
+
+def test_a_cut_sample_keeps_the_turns_and_advantages_of_the_tokens_that_are_left():
+    sample = make_sample(10)
+    sample.turns, sample.agent = [TurnRun(0, 2), TurnRun(3, 4), TurnRun(4, 3)], "solver"
+    sample.advantages_T = np.arange(10, dtype=np.float32)
+    cut = truncate(sample, seq_len=5)
+    assert (cut.turns, cut.agent) == ([TurnRun(0, 2), TurnRun(3, 2)], "solver")
+    [row] = pack([PackItem(sample=sample, advantage=9.0), PackItem(sample=make_sample(3), advantage=0.1)], seq_len=5, row_len=8)
+    assert row.advantages_T.dtype == np.float32
+    np.testing.assert_array_equal(row.advantages_T, np.array([0, 1, 2, 3, 4, 0.1, 0.1, 0.1], dtype=np.float32))
+
+
+@given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=8))
+def test_one_number_for_a_rollout_is_repeated_bit_for_bit(advantages):
+    items = [PackItem(sample=make_sample(2 + index), advantage=each) for index, each in enumerate(advantages)]
+    [row] = stack(items, seq_len=20, samples_per_row=8)
+    expected = np.repeat(np.array(advantages[::-1], dtype=np.float32), row.sequence_lengths_S)
+    assert row.advantages_T.tobytes() == expected.tobytes()
 
 
 @given(st.lists(st.tuples(st.integers(2, 30), st.floats(-2, 2, width=32)), max_size=30))

@@ -16,6 +16,7 @@ DIGESTS = {
     6: "0633ae1527f5018cce39335e46ada689b9dc2c0162a9f78d12254dc22a650b68",
     7: "93e05193777f6f6679c19868debafa9eb639d4c39233639b09946ea1ed8503eb",
     8: "fe15be18b9120c2777b177bd068d011621934cc318a1c5f5bf199f6130d95fec",
+    9: "ef70b9272ccb9d33667770fff5ebebfeba1da49b85af3244b365c3edfaeef046",
 }
 """Digest of the schema by version of the protocol. A released line never changes: a changed schema needs the next version."""
 

@@ -59,10 +59,13 @@ _MAX_WEIGHT = 1e6
 class AdvantageConfig(Section):
     """The rule that compares the reward of a rollout with those of its group."""
 
-    type: Literal["default", "length_weighted_mean", "rloo", "std_norm", "max_rl", "gdpo", "none", "custom"] = "default"
+    type: Literal[
+        "default", "length_weighted_mean", "rloo", "std_norm", "max_rl", "gdpo", "turns", "agents", "none", "custom"
+    ] = "default"
     """`default` subtracts the group's mean reward, `length_weighted_mean` the mean weighted by completion lengths, `rloo` the
     mean of the others; `std_norm` divides by the standard deviation too (GRPO), `max_rl` by the mean; `gdpo` standardises
-    each of `components` and adds them; `none` is the reward itself; `custom` calls import_path."""
+    each of `components` and adds them; `turns` compares the rewards from a turn on, `agents`
+    each agent with itself; `none` is the reward itself; `custom` calls import_path."""
     length_weighted_mean: bool = False
     """For `default`: the same as type `length_weighted_mean`."""
     eps: float = Field(default=1e-6, gt=0)
@@ -70,7 +73,8 @@ class AdvantageConfig(Section):
     components: dict[str, float] = {}
     """For `gdpo`: weight of each score, by the name of its reward function or metric, in a rollout's `scores`."""
     import_path: str | None = None
-    """For `custom`: `module.function` or `path/to/file.py:function` of (inputs, **kwargs); returns an advantage per rollout."""
+    """For `custom`: `module.function` or `path/to/file.py:function` of (inputs, **kwargs); returns an advantage per rollout
+    or per sampled token."""
     kwargs: dict[str, Any] = {}
     """For `custom`: further arguments of the function."""
 

@@ -19,7 +19,7 @@ from trivet.algorithms.arithmetic import derive_seed
 from trivet.errors import RolloutFailed
 from trivet.wire.experts import RoutedExperts, join_experts, read_experts
 from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.rollouts import Sample
+from trivet.wire.rollouts import Sample, TurnRun
 from trivet.wire.versions import PolicyVersion, VersionRun, count_tokens, join_versions
 
 _OPENAI_FIELDS = ("max_tokens", "top_p", "presence_penalty", "frequency_penalty")
@@ -134,29 +134,39 @@ def make_turn(
 
 
 def to_samples(
-    turns: Sequence[Turn], *, temperature: float | None, strategy: Literal["interleaved", "branching"]
+    turns: Sequence[Turn],
+    *,
+    temperature: float | None,
+    strategy: Literal["interleaved", "branching"],
+    first_turn: int = 0,
+    agent: str = "",
 ) -> tuple[list[Sample], int]:
     """Join turns into samples.
 
     Args:
         turns: in order; turns without completion tokens are left out.
         temperature: the temperature at which the tokens were sampled; None: the server's default, assumed to be 1.
+        first_turn: the number of the first of `turns` in its rollout.
+        agent: the agent that sampled them, in an episode of several agents.
 
     Returns:
         The samples, and the number of broken prefixes: turns after the first that continue no sample. It is 0 for `branching`.
     """
     chains: list[list[Turn]] = []  # each becomes a sample; a later turn continues the turn before it
-    for turn in turns:
+    numbers: list[list[int]] = []  # of the turns of each chain
+    for number, turn in enumerate(turns, start=first_turn):
         if not turn.completion_ids:
             continue
-        candidates = reversed(chains) if strategy == "interleaved" else ()
-        continued_chain = next((chain for chain in candidates if _is_continued_by(chain[-1], turn)), None)
-        if continued_chain is not None:
-            continued_chain.append(turn)
+        candidates = reversed(list(enumerate(chains))) if strategy == "interleaved" else ()
+        continued = next((index for index, chain in candidates if _is_continued_by(chain[-1], turn)), None)
+        if continued is not None:
+            chains[continued].append(turn)
+            numbers[continued].append(number)
         else:
             chains.append([turn])
+            numbers.append([number])
     samples: list[Sample] = []
-    for chain in chains:
+    for chain, chain_numbers in zip(chains, numbers, strict=True):
         token_ids = [*chain[-1].prompt_ids, *chain[-1].completion_ids]
         loss_mask_T = np.zeros(len(token_ids), dtype=np.bool_)
         logprobs_T = np.zeros(len(token_ids), dtype=np.float32)
@@ -166,6 +176,7 @@ def to_samples(
             loss_mask_T[start:end] = True
             logprobs_T[start:end] = turn.logprobs
         loss_mask_T[0] = False  # nothing predicts the first token
+        loss_counts = [len(turn.completion_ids) - (not turn.prompt_ids) for turn in chain]
         experts = [turn.experts for turn in chain if turn.experts is not None]
         sample = Sample(
             token_ids_T=np.array(token_ids, dtype=np.int32),
@@ -173,6 +184,8 @@ def to_samples(
             logprobs_T=logprobs_T,
             versions=join_versions(turn.versions for turn in chain),
             temperature=1.0 if temperature is None else temperature,
+            turns=[TurnRun(*run) for run in zip(chain_numbers, loss_counts, strict=True)] if any(chain_numbers) else [],
+            agent=agent,
             is_truncated=any(turn.is_truncated for turn in chain),
             experts=join_experts(experts) if len(experts) == len(chain) else None,
         )

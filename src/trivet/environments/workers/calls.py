@@ -12,12 +12,14 @@ import numpy as np
 
 from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
 from trivet.wire.groups import GroupRequest
-from trivet.wire.rollouts import Rollout, Sample
+from trivet.wire.rollouts import MAX_REWARD, Rollout, Sample
 from trivet.wire.versions import count_tokens
 from trivet.wire.workers import AskExample, CallAnswer, CallFailed, CallOrder, Cancel, ExampleFound, GroupDone, RunGroupOrder
 
 _DTYPES = {"token_ids_T": np.int32, "loss_mask_T": np.bool_, "logprobs_T": np.float32}
 """The dtype of each array of a sample. T counts the sample's tokens."""
+_MAX_TURNS = 1 << 20
+"""Limit on the number of a turn, because arrays are made of that size."""
 
 AnswerT = TypeVar("AnswerT", GroupDone, ExampleFound)
 
@@ -107,6 +109,9 @@ def find_fault(rollouts: Sequence[Rollout], request: GroupRequest) -> str | None
     for rollout in rollouts:
         numbers = {"reward": rollout.reward, **rollout.scores}
         faults = [f"with {name} = {value}" for name, value in numbers.items() if not math.isfinite(value)]
+        if len(rollout.turn_rewards) not in (0, rollout.num_turns):
+            faults.append(f"with {rollout.num_turns} turns and {len(rollout.turn_rewards)} turn rewards")
+        faults += [f"with a turn reward of {value}" for value in rollout.turn_rewards if not abs(value) <= MAX_REWARD]
         faults += [fault for sample in rollout.samples for fault in _find_sample_faults(sample)]
         if faults:
             return f"has a rollout (index {rollout.index}) {faults[0]}"
@@ -122,5 +127,8 @@ def _find_sample_faults(sample: Sample) -> Iterator[str]:
     # The first token of a sample is never trained on. If the model sampled it, it has a version and is not in the loss mask.
     if num_versioned - sample.num_loss_tokens not in (0, 1):
         yield f"that has {sample.num_loss_tokens} sampled tokens and policy versions for {num_versioned}"
+    counts = [run.length for run in sample.turns if run.length >= 0 and 0 <= run.turn < _MAX_TURNS]
+    if sample.turns and (len(counts) != len(sample.turns) or sum(counts) != sample.num_loss_tokens):
+        yield f"that has {sample.num_loss_tokens} sampled tokens and turns for {sum(counts)}"
     if not np.isfinite(sample.logprobs_T).all():
         yield "with log-probabilities that are no numbers"

@@ -18,6 +18,7 @@ from trivet.environments.apis.turns import (
 from trivet.environments.settings import sampling_arguments
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import SamplingArguments
+from trivet.wire.rollouts import TurnRun
 from trivet.wire.versions import VersionRun
 
 
@@ -63,6 +64,21 @@ def test_a_turn_continues_the_newest_sample_that_it_starts_with_also_after_anoth
     samples, num_broken = to_samples([FIRST, aside, SECOND], temperature=1.0, strategy="interleaved")
     assert [sample.token_ids_T.tolist() for sample in samples] == [[1, 2, 10, 11, 5, 6, 12], [50, 51]]
     assert num_broken == 1
+
+
+def test_each_sampled_token_knows_its_turn_also_where_samples_are_not_in_the_order_of_turns():
+    aside, empty, tight = turn([50], [51]), turn([1], []), turn([1, 2, 10, 11], [7])
+    samples, _ = to_samples(
+        [FIRST, aside, empty, SECOND], temperature=1.0, strategy="interleaved", first_turn=2, agent="solver"
+    )
+    assert [sample.turns for sample in samples] == [[TurnRun(2, 2), TurnRun(5, 1)], [TurnRun(3, 1)]]
+    assert {sample.agent for sample in samples} == {"solver"}
+    [joined], _ = to_samples([FIRST, tight], temperature=1.0, strategy="interleaved")  # no token between the two turns
+    assert joined.turns == [TurnRun(0, 2), TurnRun(1, 1)]
+    [only], _ = to_samples([FIRST], temperature=1.0, strategy="interleaved")
+    assert only.turns == []
+    unprompted, _ = to_samples([FIRST, turn([], [3, 4])], temperature=1.0, strategy="branching")
+    assert unprompted[1].turns == [TurnRun(1, unprompted[1].num_loss_tokens)]
 
 
 def test_a_sample_is_truncated_when_any_of_its_turns_is():

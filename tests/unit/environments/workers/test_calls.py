@@ -12,7 +12,7 @@ from support.groups import make_request
 from trivet.environments.workers.calls import PendingCalls, find_fault
 from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
 from trivet.wire.groups import Example, Split
-from trivet.wire.rollouts import Rollout, Sample
+from trivet.wire.rollouts import Rollout, Sample, TurnRun
 from trivet.wire.versions import PolicyVersion, VersionRun
 from trivet.wire.workers import AskExample, CallFailed, CallOrder, Cancel, ExampleFound, GroupDone
 
@@ -131,6 +131,10 @@ def test_a_well_formed_answer_has_no_fault():
         pytest.param(
             replace_sample(logprobs_T=np.array([0, np.nan, -1], dtype=np.float32)), "that are no numbers", id="no logprob"
         ),
+        pytest.param(replace_rollout(turn_rewards=[1.0, 2.0]), "with 1 turns and 2 turn rewards", id="turn rewards"),
+        pytest.param(replace_rollout(turn_rewards=[float("nan")]), "with a turn reward of nan", id="no turn reward"),
+        pytest.param(replace_sample(turns=[TurnRun(0, 1)]), "2 sampled tokens and turns for 1", id="few turns"),
+        pytest.param(replace_sample(turns=[TurnRun(1 << 40, 2)]), "2 sampled tokens and turns for 0", id="no turn"),
         pytest.param(
             replace_sample(versions=[VersionRun(PolicyVersion(3), 1)]), "tokens and policy versions for 1", id="few versions"
         ),

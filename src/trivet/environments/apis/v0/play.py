@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletion
 from trivet.environments.apis.groups import Stage, StageBoard, is_infrastructure, limit_time, play_group
 from trivet.environments.apis.messages import describe, find_answer, find_example, shorten_messages, to_messages
 from trivet.environments.apis.turns import Turn, later_seed, make_turn, request_arguments, rollout_seed, to_samples
-from trivet.environments.apis.v0.score import read_scores, rescore, score_group
+from trivet.environments.apis.v0.score import read_scores, read_turn_rewards, rescore, score_group
 from trivet.environments.examples import data_digest, example_hashes
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import EnvironmentInfo, Example, GroupRequest, Split
@@ -131,6 +131,7 @@ class V0Host:
             prompt=shorten_messages(state["prompt"]),
             completion=shorten_messages(state.get("completion") or []),
             num_turns=len(steps),
+            turn_rewards=read_turn_rewards(state, name=self.name),
             ended_by=_error_of_policy(state),
             ran_out_of_context=bool(state.get("prompt_too_long")),
             is_cut=is_plain and any(response.message.is_truncated for response in responses),

@@ -65,6 +65,24 @@ def read_scores(state: Mapping[str, Any], *, name: str) -> tuple[float, dict[str
     return require_reward(state.get("reward"), env=name, values=metrics), drop_unmeasured(metrics)
 
 
+def read_turn_rewards(state: Mapping[str, Any], *, name: str) -> list[float]:
+    """Return `turn_rewards` of a scored state, one for each step of its trajectory; empty if the environment gives none.
+
+    Raises:
+        RolloutFailed: they are not as many as the turns, or one is no valid number.
+    """
+    rewards, num_turns = state.get("turn_rewards"), len(state["trajectory"])
+    if rewards is None:
+        return []
+    if not isinstance(rewards, Sequence) or len(rewards) != num_turns:
+        given = len(rewards) if isinstance(rewards, Sequence) else type(rewards).__name__
+        raise RolloutFailed(
+            f"turn_rewards in the state of environment {name!r} must be a list of {num_turns} numbers, one per turn, got {given}",
+            kind="TurnRewards",
+        )
+    return [require_reward(reward, env=name, values={}) for reward in rewards]
+
+
 async def rescore(
     env: vf.Environment,
     example: Mapping[str, Any],

@@ -46,7 +46,7 @@ def to_rollout(episode: Episode, index: int, *, settings: HostSettings, find_tur
     traces = trained or episode.traces
     reward = math.fsum(_read_reward(trace, env=settings.name) for trace in traces) / len(traces)
     samples: list[Sample] = []
-    num_broken_prefixes = 0
+    num_broken_prefixes = num_turns = 0
     for trace in [] if is_plain else trained:
         # Branches of a trace share nodes. Iterating over the trace's nodes uses each turn once, so it is trained on once.
         branches: list[Any] = trace.branches  # pyright reads the fields of verifiers 0.3.1
@@ -57,7 +57,10 @@ def to_rollout(episode: Episode, index: int, *, settings: HostSettings, find_tur
             [turn for turn in turns if turn is not None],  # a message that an environment has rewritten has no turn
             temperature=sampling.temperature if sampling is not None else None,
             strategy=strategy,
+            first_turn=num_turns,
+            agent=trace.agent.name if len(episode.traces) > 1 else "",
         )
+        num_turns += max(trace.num_turns, len(turns))
         samples += trace_samples
         num_broken_prefixes += num_broken
     scores = _read_scores(episode)

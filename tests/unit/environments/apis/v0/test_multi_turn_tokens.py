@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 import verifiers as vf
 from datasets import Dataset
@@ -10,12 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
+from support.groups import make_draw
 from support.multi_turn import QUESTION, Interview, add
 from support.served_turns import assert_trains_on_what_was_sampled
 from support.template_conversations import CONVERSATIONS, TemplateConversation
 from support.template_server import SENTENCE_END, TemplateServer
 from support.v0_host import ToyHost
+from trivet.algorithms.packing import PackItem, stack
+from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.environments.apis.v0.play import ModelClient
+from trivet.errors import RolloutFailed
+from trivet.orchestrator.advantage import make_advantage
+from trivet.orchestrator.dispatcher import make_group
 from trivet.wire.rollouts import Rollout
 
 STRATEGIES = ["interleaved", "branching"]
@@ -121,3 +128,45 @@ def test_a_conversation_that_the_environment_rewrites_goes_on_as_a_new_sample():
     rollout, server = run(case, strategy="interleaved", kind=Forgetful)
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) == 2
+
+
+class Graded(Interview):
+    """An environment that gives a reward for each answer."""
+
+    rewards: Any = (1.0, 0.0, 0.25)
+
+    async def get_prompt_messages(self, state):
+        state["turn_rewards"] = list(self.rewards)
+        return await super().get_prompt_messages(state)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_rewards_of_turns_reach_the_advantages_of_their_tokens_in_the_batch(strategy: str):
+    case = TemplateConversation("chatml", ["Five<|im_end|>", "Yes<|im_end|>", "Bye now<|im_end|>"], 1, ("Sure?", "Really?"))
+    first, _ = run(case, strategy=strategy, kind=Graded)
+    second, server = run(case, strategy=strategy, kind=Graded)
+    assert first.turn_rewards == [1.0, 0.0, 0.25]
+    second.index, second.reward, second.turn_rewards = 1, 0.5, [0.0, 0.0, 1.0]
+    config = OrchestratorConfig.model_validate({"advantage": {"type": "turns"}, "rollouts_per_example": 2, "batch_size": 2})
+    group = make_group(make_draw(0), [first, second], config=config, advantage=make_advantage(config.advantage))
+    items = [PackItem(sample=sample, advantage=rollout.advantage) for rollout in group.rollouts for sample in rollout.samples]
+    [row] = stack(items, seq_len=2048, samples_per_row=len(items))
+    # rewards from each turn on: 1.25, 0.25, 0.25 and 1.5, 1.5, 1.5 with the final reward; half of the difference is the advantage
+    by_turn = [-0.125, -0.625, -0.625]
+    lengths = [len(turn.sampled) for turn in server.turns]
+    expected = np.repeat([*by_turn, *(-value for value in by_turn)], [*lengths, *lengths])
+    assert sorted(row.advantages_T[row.loss_mask_T]) == sorted(expected.astype(np.float32))
+    for rollout, sign in zip(group.rollouts, (1, -1), strict=True):
+        values = np.concatenate([sample.advantages_T[sample.loss_mask_T] for sample in rollout.samples])
+        np.testing.assert_array_equal(values, sign * np.repeat(by_turn, lengths))
+    assert not row.advantages_T[~row.loss_mask_T].any()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [([1.0], "must be a list of 2 numbers, one per turn, got 1"), ([1.0, float("nan")], "reward of environment 'toy' is")],
+)
+def test_rewards_that_do_not_fit_the_turns_fail_their_group(rewards: list[float], said: str):
+    case = TemplateConversation("chatml", ["Five<|im_end|>", "Yes<|im_end|>"], 1, ("Sure?",))
+    with pytest.raises(RolloutFailed, match=said):
+        run(case, strategy="interleaved", kind=type("Faulty", (Graded,), {"rewards": rewards}))

@@ -13,7 +13,7 @@ from trivet.environments.apis.v1.play import ServedTurns
 from trivet.environments.apis.v1.score import to_rollout
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import ServerAccess
-from trivet.wire.rollouts import Rollout
+from trivet.wire.rollouts import Rollout, TurnRun
 from trivet.wire.versions import VersionRun
 from trivet.wire.workers import HostSettings
 
@@ -106,6 +106,7 @@ def test_agents_are_trajectories_of_one_rollout_whose_reward_is_their_mean() -> 
     rollout = read(solver, critic, judge, turns=turns)
     assert (rollout.reward, rollout.num_turns) == (0.5, 2)
     assert [sample.token_ids_T.tolist() for sample in rollout.samples] == [[1, ord("a")], [1, ord("b")]]
+    assert [(sample.agent, sample.turns) for sample in rollout.samples] == [("solver", []), ("critic", [TurnRun(1, 1)])]
     assert (rollout.scores["solver/reward"], rollout.scores["critic/score"], rollout.scores["judge/score"]) == (1.0, 0.0, 5.0)
     assert [message["name"] for message in rollout.completion] == ["solver", "critic"]
 
