@@ -16,6 +16,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.load import load_config
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.telemetry.metrics import read_metrics
+from trivet.trainer.losses.choice import CovLossConfig
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.model.reference import load_published, open_reference
@@ -44,6 +45,14 @@ LOSSES = {
     "gspo": {"type": "gspo", "clip_low": 0.3, "clip_high": 0.4},
     "dppo": {"type": "dppo", "dppo_mask_low": 0.001, "dppo_mask_high": 0.001, "kl_tau": 0.01},
     "ipo": {"type": "ipo", "ipo_threshold": 0.001, "kl_tau": 0.01},
+    "luspo": {"type": "luspo", "clip_low": 0.3, "clip_high": 0.4},
+    "gmpo": {"type": "gmpo"},
+    "sapo": {"type": "sapo"},
+    "vespo": {"type": "vespo"},
+    "clip_cov": {"type": "clip_cov", "cov_ratio": 0.2, "cov_low": 0.0},
+    "kl_cov": {"type": "kl_cov", "cov_ratio": 0.2},
+    "importance": {"type": "importance", "preset": "icepop"},
+    "decoupled": {"type": "decoupled", "normalization": "sample"},
     "custom, by sample": {"type": "custom", "import_path": f"{Path(__file__)}:reinforce", "unit": "sample"},
     "with a reference": {"type": "grpo", "beta": 0.2},
     "with an entropy bonus": {"type": "gspo", "entropy_coef": 0.05},
@@ -97,6 +106,7 @@ def gradient_error(layout: RunLayout, config: TrainerConfig, samples: list[Sampl
             loss=make_policy_loss(config.loss),
             max_norm=None,
             world=world,
+            choice=config.loss if isinstance(config.loss, CovLossConfig) else None,
             reference=open_reference(config.loss, model, config=config.model, layout=layout, from_step=1, world=world),
         )
         train_step(learner, pack(items, seq_len=SEQ_LEN), step=STEPS)

@@ -20,6 +20,7 @@ from trivet.trainer import device_copies
 from trivet.trainer import step as step_module
 from trivet.trainer.attention.packed import HeadDims, register_attention
 from trivet.trainer.device_copies import HostCopies, Selected, read_numbers, read_values, to_device
+from trivet.trainer.losses.choice import CovLossConfig
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.formulas import cross_entropy, make_policy_loss
 from trivet.trainer.model.initial_weights import build, read_config
@@ -37,6 +38,13 @@ LOSSES: dict[str, dict[str, Any] | None] = {
     "grpo": {"type": "grpo", "normalization": "sample"},
     "entropy bonus": {"type": "grpo", "entropy_coef": 0.1},
     "gspo": {"type": "gspo"},
+    "luspo": {"type": "luspo"},
+    "gmpo": {"type": "gmpo"},
+    "sapo": {"type": "sapo"},
+    "vespo": {"type": "vespo"},
+    "kl_cov": {"type": "kl_cov"},
+    "importance": {"type": "importance", "preset": "geometric_sequence_tis"},
+    "decoupled": {"type": "decoupled"},
     "cispo": {"type": "cispo"},
     "aipo": {"type": "aipo"},
     "dppo": {"type": "dppo"},
@@ -70,13 +78,15 @@ def meta_learner(meta_model: PolicyModel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, __name__, module)  # the custom loss is found under the name that pytest gave this module
 
     def make(loss: dict[str, Any] | None) -> Learner:
+        config = None if loss is None else TypeAdapter[Any](LossConfig).validate_python(loss)
         world = World(rank=0, size=1, device=META, mesh=FakeMesh(), control=None, secret=None)  # type: ignore[arg-type]  # one rank
         return Learner(
             model=meta_model,
             # AdamW's fused update reads no value either, and torch has none for the meta device.
             optimizer=make_optimizer(meta_model.trained_parameters, SGDConfig(lr=1e-2)),
             learning_rate=LearningRate(peak=1e-2, schedule=ConstantSchedule(), max_steps=None),
-            loss=cross_entropy if loss is None else make_policy_loss(TypeAdapter(LossConfig).validate_python(loss)),
+            loss=cross_entropy if config is None else make_policy_loss(config),
+            choice=config if isinstance(config, CovLossConfig) else None,
             max_norm=1.0,
             world=world,
         )

@@ -33,6 +33,12 @@ LOSSES: dict[str, Loss] = {
             losses.GspoLossConfig(),
             losses.DppoLossConfig(),
             losses.IpoLossConfig(),
+            losses.LuspoLossConfig(),
+            losses.GmpoLossConfig(),
+            losses.SapoLossConfig(),
+            losses.VespoLossConfig(),
+            losses.ImportanceLossConfig(preset="sequence_tis"),
+            losses.DecoupledLossConfig(),
         )
     },
 }
