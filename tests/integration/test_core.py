@@ -37,7 +37,7 @@ from trivet.wire.events import Dispatch, Load, Publish, Restart, Start, Stop
 
 pytestmark = [pytest.mark.core, pytest.mark.vllm]
 
-STEPS_AFTER_RESUME = 5
+STEPS_AFTER_RESUME = 8
 PLANTED = "planted-secret-4711"
 SCORED = "num_examples = 5\nsampling = {{ max_tokens = 12, seed = 7 }}"
 """The evaluations of the run, as `evaluate` repeats them."""
