@@ -157,7 +157,8 @@ def test_the_rewards_of_turns_reach_the_advantages_of_their_tokens_in_the_batch(
     expected = np.repeat([*by_turn, *(-value for value in by_turn)], [*lengths, *lengths])
     assert sorted(row.advantages_T[row.loss_mask_T]) == sorted(expected.astype(np.float32))
     for rollout, sign in zip(group.rollouts, (1, -1), strict=True):
-        values = np.concatenate([sample.advantages_T[sample.loss_mask_T] for sample in rollout.samples])
+        columns = [(sample.advantages_T, sample.loss_mask_T) for sample in rollout.samples]
+        values = np.concatenate([values_T[mask_T] for values_T, mask_T in columns if values_T is not None])
         np.testing.assert_array_equal(values, sign * np.repeat(by_turn, lengths))
     assert not row.advantages_T[~row.loss_mask_T].any()
 
