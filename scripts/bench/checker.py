@@ -74,8 +74,8 @@ def events_of(num_steps: int, *, digests: dict[int, str], record: str) -> Iterat
         for group_id in ids:
             yield orchestrator, Dispatch(group_id=group_id, env="env", example_id=group_id % 9973, version=held, server=_SERVER)
         for group_id in ids:
-            versions = {"oldest_version": held, "newest_version": held}
-            yield orchestrator, Finish(group_id=group_id, reward_mean=0.5, completion_tokens=9.0, **versions)
+            finish = Finish(group_id=group_id, reward_mean=0.5, completion_tokens=9.0, oldest_version=held, newest_version=held)
+            yield orchestrator, finish
         yield orchestrator, BatchFormed(step=Step(step), group_ids=ids, oldest_version=held, newest_version=held)
         yield trainer, Train(step=Step(step), group_ids=ids)
         version, digest = PolicyVersion(step), digests.get(step, f"{step:064x}")
