@@ -106,7 +106,8 @@ def make_group(draw: Draw, rollouts: list[Rollout], *, config: OrchestratorConfi
         rollout.samples = [truncate(sample, seq_len=config.seq_len) for sample in rollout.samples]
         if config.zero_truncated_completions and rollout.is_truncated:
             rollout.reward = 0.0
-    inputs = AdvantageInputs.from_group(group, zeroes_truncated=config.zero_truncated_completions)
+    has_all = config.advantage.needs_scores_and_turns
+    inputs = AdvantageInputs.from_group(group, zeroes_truncated=config.zero_truncated_completions, has_all=has_all)
     for rollout, value in zip(rollouts, advantage(inputs), strict=True):
         set_advantages(rollout, value)
     return group

@@ -99,6 +99,11 @@ class AdvantageConfig(Section):
             yield 'type "custom" needs import_path, e.g. import_path = "my_package.my_module.my_function"'
 
     @property
+    def needs_scores_and_turns(self) -> bool:
+        """True if the advantage may depend on more of a rollout than its reward and the length of its completion."""
+        return self.type in ("gdpo", "turns", "agents", "custom")
+
+    @property
     def needs_a_group(self) -> bool:
         """True if the advantage of a rollout is computed from the other rollouts of its group too."""
         return self.type not in ("none", "custom")
