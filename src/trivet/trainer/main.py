@@ -19,7 +19,7 @@ from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.measurement.bench import run_bench
 from trivet.trainer.measurement.fake import FakeReceiver
 from trivet.trainer.model.initial_weights import read_config
-from trivet.trainer.model.policy_model import require_model
+from trivet.trainer.model.supported import require_model
 from trivet.trainer.ranks.world import World, open_world
 from trivet.transport.messages import BatchReceiver
 from trivet.transport.recording import RecordingReceiver, ReplayReceiver, discard_recorded_after, recorded_steps

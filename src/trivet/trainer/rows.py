@@ -197,9 +197,7 @@ def join_samples(rows: Sequence[MicroBatch], samples: Sequence[SampleIndex]) -> 
         parts = {index: rows[index].split(values_T) for index, values_T in columns.items()}
         joined[name] = np.concatenate([parts[index][number] for index, number in samples])
     lengths_S = np.array([rows[index].sequence_lengths_S[number] for index, number in samples], dtype=np.int32)
-    experts_S = [rows[index].experts_S[number] for index, number in samples if rows[index].experts_S]
-    if len(experts_S) < len(samples):
-        experts_S = []
+    experts_S = [rows[index].experts_S[number] if rows[index].experts_S else None for index, number in samples]
     # The ignored error: only optional fields are None.
     return MicroBatch(sequence_lengths_S=lengths_S, experts_S=experts_S, **joined)  # type: ignore[arg-type]
 

@@ -41,7 +41,7 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     teacher_logprobs_T: np.ndarray | None = None
     """float32 [T]: the teacher's log-probability of each token; None when one of the samples has none."""
     experts_S: list[RoutedExperts | None] = []
-    """The experts that computed each sample on the server; empty when no sample has any."""
+    """The experts that computed each sample on the server; empty or all None when no sample has any."""
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,6 @@ Legend: T tokens of a row, N of them scored.
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from trivet.config.schema.model import ComputeDtype, TrainerModelConfig
-from trivet.errors import ConfigError
 from trivet.trainer.attention.context import ContextGroup
 from trivet.trainer.attention.packed import HeadDims, packs_rows, register_attention
 from trivet.trainer.cpu import Lanes, MasterCasts
@@ -31,12 +29,15 @@ from trivet.trainer.model.supported import (
     find_logit_rule,
     find_random_rates,
     report_random_rates,
+    require_divisible_heads,
+    require_dtypes,
+    require_model,
     require_text_decoder,
+    require_whole_rows,
     why_unpacked,
 )
 from trivet.trainer.ranks.world import World, sum_over_ranks
 from trivet.trainer.rows import RowTensors, plan_rows, to_tensors
-from trivet.weights.adapters import is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -193,10 +194,10 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
     # For Gemma 2, transformers before 5.21 takes scaled_dot_product_attention, which leaves out the cap of scores.
     attention = own_attention = "eager" if has_softcap else causal_lm.config._attn_implementation or "eager"
     if reason := why_unpacked(causal_lm, seq_len=config.seq_len):
-        _require_whole_rows(config, reason)
+        require_whole_rows(config, reason)
         logger.warning(_UNPACKED_WARNING, reason)
     else:
-        _require_divisible_heads(causal_lm, config)
+        require_divisible_heads(causal_lm, config)
         attention = register_attention(
             config.attn,
             device=world.device,
@@ -293,61 +294,14 @@ def _check_packing(model: PolicyModel, config: TrainerModelConfig, *, own_attent
             if error <= _MAX_PACKING_ERROR[torch_dtype(config.compute_dtype)]:
                 hf_config._attn_implementation = attention
     if not model.packs:
-        _require_whole_rows(config, reason)
+        require_whole_rows(config, reason)
         model.lanes = Lanes()
         logger.warning(_UNPACKED_WARNING, reason)
-
-
-def _require_divisible_heads(causal_lm: PreTrainedModel, config: TrainerModelConfig) -> None:
-    num_heads = causal_lm.config.get_text_config().num_attention_heads
-    if num_heads % config.cp:
-        raise ConfigError(
-            f"model.cp ({config.cp}) must divide the attention heads of model.name ({num_heads}): {num_heads} % {config.cp} = "
-            f"{num_heads % config.cp}; set it to a divisor of {num_heads}"
-        )
-
-
-def _require_whole_rows(config: TrainerModelConfig, reason: str) -> None:
-    """Refuse to divide the rows of a model over ranks whose attention this project does not compute, for `reason`."""
-    if config.cp > 1:
-        raise ConfigError(
-            f"model.cp = {config.cp} cannot divide the rows of model.name = {config.name!r}: {reason}; set model.cp = 1"
-        )
-
-
-def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
-    """Refuse dtypes in which the device, or the configured attention, cannot compute."""
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        for key in ("compute_dtype", "optimization_dtype", "reduce_dtype"):
-            if getattr(config, key) == "bfloat16":
-                raise ConfigError(
-                    f'model.{key} = "bfloat16", which {torch.cuda.get_device_name(device)} cannot compute in; it can float32: set '
-                    f'model.{key} = "float32"'
-                )
-    if config.attn.startswith("flash") and config.compute_dtype == "float32":
-        raise ConfigError(
-            f'model.attn = "{config.attn}" computes in bfloat16 only, and model.compute_dtype is "float32"; set model.attn = '
-            '"sdpa", or model.compute_dtype = "bfloat16"'
-        )
 
 
 def has_adapter(causal_lm: PreTrainedModel) -> bool:
     """Return whether PEFT added an adapter to the model."""
     return hasattr(causal_lm, "peft_config")
-
-
-def require_model(name: str) -> None:
-    """Refuse a name that cannot be a model, before anything is downloaded."""
-    path = Path(name)
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if is_adapter(path):
-        raise ConfigError(
-            f"model.name = {name!r} is an adapter; put it into its base model first: uv run trivet merge {name} OUTPUT_DIR"
-        )
-    if path.is_dir() and not (path / "config.json").exists():
-        raise ConfigError(f"model.name = {name!r} has no config.json: it is not a Hugging Face model directory")
-    if looks_like_path and not path.is_dir():
-        raise ConfigError(f"model.name = {name!r} is not a directory; give a model directory or a Hugging Face name")
 
 
 def shard(

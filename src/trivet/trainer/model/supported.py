@@ -1,5 +1,5 @@
 """Decides which models can be trained, which of them on rows of several samples, and by which rule a head's product becomes logits;
-finds the rates of dropout and noise.
+finds the rates of dropout and noise; refuses names, dtypes and divisions of rows that do not fit.
 
 Called by `trainer.model.policy_model` before weights are read. A model that may train wrong without an error is refused.
 """
@@ -8,13 +8,15 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from trivet.config.schema.model import LoRAConfig
+from trivet.config.schema.model import LoRAConfig, TrainerModelConfig
 from trivet.errors import ConfigError
+from trivet.weights.adapters import is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -169,3 +171,51 @@ def report_random_rates(rates: Mapping[str, float], lora: LoRAConfig | None, *, 
             "policy that was sampled from; 0 turns it off",
             lora.dropout,
         )
+
+
+def require_divisible_heads(causal_lm: PreTrainedModel, config: TrainerModelConfig) -> None:
+    """Refuse to divide attention over more ranks than divide its heads."""
+    num_heads = causal_lm.config.get_text_config().num_attention_heads
+    if num_heads % config.cp:
+        raise ConfigError(
+            f"model.cp ({config.cp}) must divide the attention heads of model.name ({num_heads}): {num_heads} % {config.cp} = "
+            f"{num_heads % config.cp}; set it to a divisor of {num_heads}"
+        )
+
+
+def require_whole_rows(config: TrainerModelConfig, reason: str) -> None:
+    """Refuse to divide the rows of a model over ranks whose attention this project does not compute, for `reason`."""
+    if config.cp > 1:
+        raise ConfigError(
+            f"model.cp = {config.cp} cannot divide the rows of model.name = {config.name!r}: {reason}; set model.cp = 1"
+        )
+
+
+def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
+    """Refuse dtypes in which the device, or the configured attention, cannot compute."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        for key in ("compute_dtype", "optimization_dtype", "reduce_dtype"):
+            if getattr(config, key) == "bfloat16":
+                raise ConfigError(
+                    f'model.{key} = "bfloat16", which {torch.cuda.get_device_name(device)} cannot compute in; it can float32: set '
+                    f'model.{key} = "float32"'
+                )
+    if config.attn.startswith("flash") and config.compute_dtype == "float32":
+        raise ConfigError(
+            f'model.attn = "{config.attn}" computes in bfloat16 only, and model.compute_dtype is "float32"; set model.attn = '
+            '"sdpa", or model.compute_dtype = "bfloat16"'
+        )
+
+
+def require_model(name: str) -> None:
+    """Refuse a name that cannot be a model, before anything is downloaded."""
+    path = Path(name)
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_adapter(path):
+        raise ConfigError(
+            f"model.name = {name!r} is an adapter; put it into its base model first: uv run trivet merge {name} OUTPUT_DIR"
+        )
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ConfigError(f"model.name = {name!r} has no config.json: it is not a Hugging Face model directory")
+    if looks_like_path and not path.is_dir():
+        raise ConfigError(f"model.name = {name!r} is not a directory; give a model directory or a Hugging Face name")

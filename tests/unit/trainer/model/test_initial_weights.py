@@ -21,7 +21,7 @@ from trivet.trainer.model.export import gather_weights
 from trivet.trainer.model.initial_weights import original_name
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
 from trivet.trainer.model.weight_files import SafetensorsWeights, StackedWeights
-from trivet.trainer.ranks.world import World, open_world
+from trivet.trainer.ranks.world import World
 
 Tensors = dict[str, torch.Tensor]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -318,17 +318,6 @@ def test_an_adapter_starts_as_pefts_and_its_names_lead_to_the_files(tiny_model: 
     for name, weight in found.items():
         original = original_name(name)
         assert original is None or torch.equal(weight, saved[original]), name
-
-
-def test_copies_of_the_model_divide_the_ranks() -> None:
-    said = r"dp_replicate \(2\) must divide the trainer's ranks \(1\): 1 % 2 = 1; set it to one of 1"
-    with pytest.raises(ConfigError, match=said), open_world(device="cpu", timeout_s=30, num_replicas=2):
-        pass
-    said = (
-        r"dp_replicate \(2\) x model.cp \(2\) must divide the trainer's ranks \(1\): 1 % 4 = 1; set their product to one of 1"
-    )
-    with pytest.raises(ConfigError, match=said), open_world(device="cpu", timeout_s=30, num_replicas=2, context_size=2):
-        pass
 
 
 def test_rows_are_divided_only_where_heads_and_attention_allow_it(tiny_model: Path, tmp_path: Path, world: World) -> None:

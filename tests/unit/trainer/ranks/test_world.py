@@ -34,6 +34,17 @@ def test_cuda_is_refused_where_there_is_none() -> None:
         pass
 
 
+def test_copies_of_the_model_divide_the_ranks() -> None:
+    said = r"dp_replicate \(2\) must divide the trainer's ranks \(1\): 1 % 2 = 1; set it to one of 1"
+    with pytest.raises(ConfigError, match=said), open_world(device="cpu", timeout_s=30, num_replicas=2):
+        pass
+    said = (
+        r"dp_replicate \(2\) x model.cp \(2\) must divide the trainer's ranks \(1\): 1 % 4 = 1; set their product to one of 1"
+    )
+    with pytest.raises(ConfigError, match=said), open_world(device="cpu", timeout_s=30, num_replicas=2, context_size=2):
+        pass
+
+
 def test_torchs_allocator_is_told_the_share_of_the_gpu_before_a_rank_joins_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class Joined(Exception):
         pass
