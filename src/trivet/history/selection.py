@@ -31,7 +31,7 @@ _SMALLEST_BIAS = 0.05
 
 
 class CauseEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cause adds to the bias of a quantity."""
+    """The part of a quantity's bias that one cause adds."""
 
     cause: str
     num_groups: float

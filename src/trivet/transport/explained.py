@@ -37,7 +37,7 @@ class SampleShares(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def loss(self) -> float:
-        """What the sample added to the step's loss."""
+        """The sample's part of the step's loss: the sum over its tokens."""
         return float(np.nansum(self.losses_T))
 
 

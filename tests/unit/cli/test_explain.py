@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.losses import LOSSES_OF_PEERS
 from support.recorded_run import SEQ_LEN, STEPS, make_groups, record_run
 from trivet.algorithms.packing import PackItem, pack
 from trivet.cli import main
@@ -45,14 +46,8 @@ LOSSES = {
     "gspo": {"type": "gspo", "clip_low": 0.3, "clip_high": 0.4},
     "dppo": {"type": "dppo", "dppo_mask_low": 0.001, "dppo_mask_high": 0.001, "kl_tau": 0.01},
     "ipo": {"type": "ipo", "ipo_threshold": 0.001, "kl_tau": 0.01},
-    "luspo": {"type": "luspo", "clip_low": 0.3, "clip_high": 0.4},
-    "gmpo": {"type": "gmpo"},
-    "sapo": {"type": "sapo"},
-    "vespo": {"type": "vespo"},
-    "clip_cov": {"type": "clip_cov", "cov_ratio": 0.2, "cov_low": 0.0},
-    "kl_cov": {"type": "kl_cov", "cov_ratio": 0.2},
+    **LOSSES_OF_PEERS,
     "importance": {"type": "importance", "preset": "icepop"},
-    "decoupled": {"type": "decoupled", "normalization": "sample"},
     "custom, by sample": {"type": "custom", "import_path": f"{Path(__file__)}:reinforce", "unit": "sample"},
     "with a reference": {"type": "grpo", "beta": 0.2},
     "with an entropy bonus": {"type": "gspo", "entropy_coef": 0.05},

@@ -7,20 +7,15 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
+from support.losses import LOSSES_OF_PEERS
 from trivet.config.schema.losses import ClipCovLossConfig, DecoupledLossConfig, KlCovLossConfig, LossConfig
 from trivet.trainer.losses.choice import choose_tokens
 from trivet.trainer.step import train_step
 
 parse = TypeAdapter(LossConfig).validate_python
 LOSSES = {
-    "luspo": {"type": "luspo", "clip_low": 0.3, "clip_high": 0.4},
-    "gmpo": {"type": "gmpo"},
-    "sapo": {"type": "sapo"},
-    "vespo": {"type": "vespo"},
-    "clip_cov": {"type": "clip_cov", "cov_ratio": 0.2, "cov_low": 0.0},
-    "kl_cov": {"type": "kl_cov", "cov_ratio": 0.2},
+    **LOSSES_OF_PEERS,
     "importance": {"type": "importance", "preset": "geometric_token_tis", "geo_low": 0.5, "geo_high": 2.0},
-    "decoupled": {"type": "decoupled", "normalization": "sample"},
 }
 
 
