@@ -1,7 +1,8 @@
 """Keeps what one agent asked the model in one rollout: the turns that are trained on, and its reward.
 
 A retry of a client gets the answer of the request that it repeats, so nothing counts twice. An answer whose client had gone before
-it was sent is not trained on: the agent never saw it. What lies in a connection's buffers counts as received. Limits end the conversation with the model; what was answered before counts.
+it was sent is not trained on: the agent never saw it. What lies in a connection's buffers counts as received. Limits end the
+conversation with the model; what was answered before counts.
 """
 
 import asyncio
