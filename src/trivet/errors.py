@@ -49,6 +49,10 @@ class WeightsError(TrivetError):
     """Raised when a weights directory is incomplete or was altered."""
 
 
+class FetchFailed(TrivetError):
+    """Raised when an inference server could not fetch a policy now. A later attempt may succeed."""
+
+
 class CheckpointError(TrivetError):
     """Raised when a checkpoint is incomplete, was altered, or does not fit the run."""
 

@@ -108,20 +108,22 @@ def compile_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return make_private_directory(Path(tempfile.gettempdir()) / name)
 
 
-def make_private_directory(path: Path) -> Path:
-    """Make the directory `path` for this user alone, or use the existing one. Raises a ConfigError if it is another user's."""
+def make_private_directory(path: Path, *, setting: str = f"TMPDIR or {_COMPILE_CACHE}") -> Path:
+    """Make the directory `path` for this user alone, or use the existing one. Raises a ConfigError if it is another user's.
+
+    Args:
+        setting: what to set for another directory, in the error's words.
+    """
     try:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"{path} belongs to another user, who could put code into it: remove it, or set {_COMPILE_CACHE}")
+            raise ConfigError(f"{path} belongs to another user, who could change what is in it: remove it, or set {setting}")
         if found.st_mode & 0o077:
             path.chmod(0o700)
     except OSError as exc:
-        raise ConfigError(
-            f"{path} cannot be made: {exc.strerror}; free disk space there, or set TMPDIR or {_COMPILE_CACHE}"
-        ) from exc
+        raise ConfigError(f"{path} cannot be made: {exc.strerror}; free disk space there, or set {setting}") from exc
     return path
 
 

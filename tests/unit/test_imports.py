@@ -17,7 +17,7 @@ LAYERS = [
     {"wire"},
     {"algorithms", "exits"},
     {"config"},
-    {"secret", "step_directories"},
+    {"secret", "gate", "step_directories"},
     {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints", "examples"},
     {"schedulers"},
     {"evaluation", "inference", "trainer", "launcher"},

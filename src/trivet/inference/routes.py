@@ -6,24 +6,18 @@ completions, and accepts the secret as well.
 """
 
 import asyncio
-import hmac
-import ipaddress
 from collections.abc import Awaitable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trivet.config.layout import SECRET_FILE
 from trivet.errors import InferenceError, WeightsError
+from trivet.gate import Gate
 from trivet.inference.policy_loader import PolicyLoader
 from trivet.key_names import key_name
 from trivet.wire.versions import PolicyStatus
@@ -44,6 +38,11 @@ _OPEN_BELOW_V1 = frozenset(
     {"models", "completions", "chat", "responses", "messages", "embeddings", "score", "rerank", "audio", "realtime"}
 )
 """The second part of the paths below `/v1/` that are open."""
+
+
+def is_open(path: str) -> bool:
+    """Return whether anyone may request `path`."""
+    return path in _OPEN_PATHS or (path.startswith("/v1/") and path.split("/")[2] in _OPEN_BELOW_V1)
 
 
 def _require_absolute(path: Path) -> Path:
@@ -140,57 +139,9 @@ def add_routes(app: FastAPI, router: APIRouter) -> None:
     app.router.routes.extend(vllm_routes)
 
 
-class Gate:
-    """ASGI middleware around all routes. It refuses requests that lack the secret, and requests of foreign web pages."""
-
-    def __init__(self, app: ASGIApp, *, token: str, host: str) -> None:
-        """Guard `app`.
-
-        Args:
-            token: the run's secret.
-            host: the interface that the server listens on.
-        """
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-        # A web page can make its own name resolve to this address (DNS rebinding). Its Host header then has that foreign name.
-        self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()} if _is_loopback(host) else None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with a refusal."""
-        refusal = self._check(scope) if scope["type"] in ("http", "websocket") else None
-        await (refusal or self._app)(scope, receive, send)
-
-    def _check(self, scope: Scope) -> JSONResponse | None:
-        """Return the answer that refuses a request; None for a request that is allowed."""
-        headers, host_name = Headers(scope=scope), ""
-        with suppress(ValueError):  # raised for a header that is no address
-            host_name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        if self._hosts is not None and host_name not in self._hosts:
-            return _refusal(
-                403, f"the Host header says {host_name[:100]!r}; this server answers to {', '.join(sorted(self._hosts))}"
-            )
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in _OPEN_PATHS or (path.startswith("/v1/") and path.split("/")[2] in _OPEN_BELOW_V1):
-            return None
-        if hmac.compare_digest(headers.get("authorization", "").encode(), self._expected):
-            return None
-        return _refusal(
-            401,
-            "this route needs the run's secret as its bearer token: it is in .secret of the server's output_dir; name that "
-            f"file with {SECRET_FILE}",
-        )
-
-
 def add_gate(app: FastAPI, *, token: str, host: str) -> None:
     """Put a `Gate` around `app`. `app.add_middleware` would fail if vLLM has built the middleware stack already."""
-    app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token=token, host=host)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token=token, host=host, is_open=is_open)
 
 
 async def _check_health(engine: "VersionedEngine", *, timeout_s: float) -> Response:

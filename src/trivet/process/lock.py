@@ -203,6 +203,21 @@ def lock_directory(directory: Path) -> int:
     return file
 
 
+def share_directory(directory: Path) -> int:
+    """Lock `directory` together with others, so that nobody can remove it (`remove_if_free`). Return a file descriptor.
+
+    Raises:
+        OSError: a process is removing it, or it is not a directory.
+    """
+    file = _open_directory(directory, os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
 def remove_if_free(directory: Path, *, before: Callable[[Path], object] = lambda _: None) -> None:
     """Remove a directory with its content, if it belongs to this user and no process has locked it.
 

@@ -3,6 +3,8 @@
 That digest identifies a policy. The trainer writes it, a server reports it after loading, and both must be equal.
 """
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ from trivet.algorithms.probe import Probe
 from trivet.config.layout import MANIFEST, STABLE, parse_step
 from trivet.errors import WeightsError
 from trivet.storage.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, hash_files
-from trivet.wire.versions import START_VERSION, PolicyVersion
+from trivet.wire.versions import START_VERSION, FetchablePolicy, PolicyVersion
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +34,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(record.num_bytes for record in self.files.values())
 
 
-_MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 64 << 20
 """A larger file is refused unread: a manifest of a thousand files has less than a MiB."""
 
 
@@ -51,12 +53,16 @@ def make_start_manifest(directory: Path) -> Manifest:
 
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a published policy, without reading the files that it lists."""
-    path = directory / MANIFEST
     if not (directory / STABLE).exists():
         raise WeightsError(f"{directory} has no {STABLE}: it was not published completely")
+    return read_manifest_file(directory / MANIFEST)
+
+
+def read_manifest_file(path: Path) -> Manifest:
+    """Return the manifest in the file `path`. Every name in it is the name of a file without a path."""
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise WeightsError(f"{path} cannot be read: it is missing, or no file of at most {_MAX_MANIFEST_BYTES >> 20} MiB")
+        if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise WeightsError(f"{path} cannot be read: it is missing, or no file of at most {MAX_MANIFEST_BYTES >> 20} MiB")
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (OSError, *DECODE_ERRORS) as exc:
         raise WeightsError(f"{path} cannot be read: {exc}") from exc
@@ -64,6 +70,12 @@ def read_manifest(directory: Path) -> Manifest:
         if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
             raise WeightsError(f"{path} names {name[:100]!r}, which is no file of its directory: the manifest was altered")
     return manifest
+
+
+def offer_policy(directory: Path, *, sources: Sequence[str]) -> FetchablePolicy:
+    """Return what a server needs to fetch the policy published in `directory` from `sources`."""
+    manifest, sha256 = read_manifest(directory), hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
+    return FetchablePolicy(version=manifest.version, digest=manifest.digest, manifest_sha256=sha256, sources=tuple(sources))
 
 
 def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:

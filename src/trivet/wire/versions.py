@@ -33,6 +33,18 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """True while the server answers no completion. It answers again once it has loaded a policy, the same or another."""
 
 
+class FetchablePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """A published policy, and the sources from which an inference server can fetch it."""
+
+    version: PolicyVersion
+    digest: str
+    """Digest in the manifest of the policy."""
+    manifest_sha256: str
+    """SHA-256 of the bytes of manifest.json, which has the probe too. The digest covers the files alone."""
+    sources: tuple[str, ...]
+    """Addresses. The first is the origin's, which has every published policy. The others may have it already, or get it later."""
+
+
 class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`length` consecutive tokens sampled from policy `version`."""
 

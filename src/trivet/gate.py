@@ -1,0 +1,66 @@
+"""Guards the routes of a server of a run: only a client with the run's secret may use those that are not open to everyone."""
+
+import hmac
+import ipaddress
+from collections.abc import Callable
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from trivet.config.layout import SECRET_FILE
+
+
+class Gate:
+    """ASGI middleware around all routes. It refuses requests that lack the secret, and requests of foreign web pages."""
+
+    def __init__(self, app: ASGIApp, *, token: str, host: str, is_open: Callable[[str], bool]) -> None:
+        """Guard `app`.
+
+        Args:
+            token: the run's secret.
+            host: the interface that the server listens on.
+            is_open: returns whether anyone may request a path.
+        """
+        self._app = app
+        self._is_open = is_open
+        self._expected = f"Bearer {token}".encode()
+        # A web page can make its own name resolve to this address (DNS rebinding). Its Host header then has that foreign name.
+        self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()} if _is_loopback(host) else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with a refusal."""
+        refusal = self._check(scope) if scope["type"] in ("http", "websocket") else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _check(self, scope: Scope) -> JSONResponse | None:
+        """Return the answer that refuses a request; None for a request that is allowed."""
+        headers, host_name = Headers(scope=scope), ""
+        with suppress(ValueError):  # raised for a header that is no address
+            host_name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        if self._hosts is not None and host_name not in self._hosts:
+            return _refuse(
+                403, f"the Host header says {host_name[:100]!r}; this server answers to {', '.join(sorted(self._hosts))}"
+            )
+        if self._is_open(scope["path"].removeprefix(scope.get("root_path", ""))):
+            return None
+        if hmac.compare_digest(headers.get("authorization", "").encode(), self._expected):
+            return None
+        return _refuse(
+            401,
+            "this route needs the run's secret as its bearer token: it is in .secret of the server's output_dir; name that "
+            f"file with {SECRET_FILE}",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _refuse(status_code: int, reason: str) -> JSONResponse:
+    return JSONResponse({"status": "error", "reason": reason}, status_code=status_code)
