@@ -46,7 +46,9 @@ def test_a_model_with_its_own_head_is_reloaded_whole_and_sigterm_ends_the_server
         engine = server.engine_processes()
         server.process.terminate()
         assert server.process.wait(120) == 128 + signal.SIGTERM
-        assert "is used by process" not in server.log.read_text(), "nobody has the port any more when vLLM looks"
+        log = server.log.read_text()
+        assert "is used by process" not in log, "nobody has the port any more when vLLM looks"
+        assert "policy loaded version=1" in log, "no import of vLLM's has turned off the server's own lines"
         assert engine
         assert psutil.wait_procs(engine, timeout=60)[1] == []
 

@@ -219,6 +219,8 @@ ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 LOOPBACK_ENVIRONMENT = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Lets the processes of one server listen for each other on loopback, and not on the machine's public address."""
 
+LOG_LEVEL_VARIABLE = "SAGEMAKER_CONTAINER_LOG_LEVEL"
+"""vLLM imports model_hosting_container_standards, which sets the root logger and its handlers to this level, by default ERROR."""
 JSON_LOG_ENVIRONMENT = {"VLLM_LOGGING_CONFIG_PATH": JSON_LOG_CONFIG}
 """Makes the engine's processes log JSON too: they import vLLM again."""
 

@@ -32,6 +32,7 @@ from trivet.inference.arguments import (
     COMMON_ENVIRONMENT,
     EAGER_CPU_ENVIRONMENT,
     JSON_LOG_ENVIRONMENT,
+    LOG_LEVEL_VARIABLE,
     LOOPBACK_ENVIRONMENT,
     SHARD_ENVIRONMENT,
     cpu_environment,
@@ -95,7 +96,8 @@ def serve(config: InferenceConfig) -> int:
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
     arguments = vllm_arguments(config, is_cpu=is_cpu, run_secret=secret.token, shard=shard)
     is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1
-    for name, value in {**LOOPBACK_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory())}.items():
+    defaults = {"TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory()), LOG_LEVEL_VARIABLE: config.log.level.upper()}
+    for name, value in {**LOOPBACK_ENVIRONMENT, **defaults}.items():
         os.environ.setdefault(name, value)
     os.environ.update(
         COMMON_ENVIRONMENT

@@ -223,9 +223,8 @@ class PolicyLoader:
             await self._restore(previous_directory, previous, failed=directory, cause=exc)
         await self._engine.resume()
         mismatch = f"{self.probe_result.mismatch:.3g}" if self.probe_result is not None else "not compared"
-        logger.info(
-            "policy loaded version=%s seconds=%.2f probe_mismatch=%s", manifest.version, self._clock() - started, mismatch
-        )
+        form = "policy loaded version=%s seconds=%.2f pause_s=%.3f probe_mismatch=%s"
+        logger.info(form, manifest.version, self._clock() - started, self._engine.pause_s, mismatch)
 
     async def _pause(self) -> None:
         try:

@@ -100,6 +100,9 @@ class VersionedEngine(AsyncLLM):
         they were sampled, further arguments. None: outputs are passed on at once."""
         self._has_scored = False
         """True when `score` has let the paused engine go on since the last pause."""
+        self._paused_at = 0.0
+        self.pause_s = 0.0
+        """Seconds for which the engine sampled nothing in the last pause that has ended."""
         super().__init__(*args, **kwargs)
         self._request_engines = RequestEngines.install(self.engine_core)
         # Every completion passes through `add_request`, also each of several completions of one request.
@@ -181,7 +184,7 @@ class VersionedEngine(AsyncLLM):
         """Stop sampling and let new requests wait. Requests in the engine and the KV cache stay."""
         self._may_admit.clear()
         await self.pause_generation(mode="keep", clear_cache=False)
-        self._has_scored = False
+        self._has_scored, self._paused_at = False, time.monotonic()
 
     async def load(self, directory: Path) -> None:
         """Replace the weights of every worker by those in `directory`."""
@@ -227,7 +230,7 @@ class VersionedEngine(AsyncLLM):
         these requests fail.
         """
         self._has_scored = True
-        await self.resume_generation()
+        await self._end_pause()
         num_engines = self.vllm_config.parallel_config.data_parallel_size
         ranks = range(num_engines) if num_engines > 1 else [None]
         return [list(await asyncio.gather(*(self._score_one(ids, rank=rank) for ids in samples))) for rank in ranks]
@@ -260,7 +263,8 @@ class VersionedEngine(AsyncLLM):
 
     async def resume(self) -> None:
         """Sample again, pass on the outputs that were held back, and admit the waiting requests."""
-        await self.resume_generation()
+        if not self._has_scored:
+            await self._end_pause()
         held_outputs, self._held_outputs = self._held_outputs or [], None
         processed = [
             self._process_and_count(outputs, sampled_at, *args, **kwargs) for outputs, sampled_at, args, kwargs in held_outputs
@@ -268,6 +272,10 @@ class VersionedEngine(AsyncLLM):
         if stopped := [request_id for output in processed for request_id in output.reqs_to_abort]:
             await self.engine_core.abort_requests_async(stopped)
         self._may_admit.set()
+
+    async def _end_pause(self) -> None:
+        await self.resume_generation()
+        self.pause_s = time.monotonic() - self._paused_at
 
     async def suspend(self) -> None:
         """Free the GPU memory of a paused engine. Its requests go on after `wake`, with their keys and values computed anew."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.inputs import TokensPrompt as TokensPrompt
     from vllm.lora.layers import LogitsProcessorWithLoRA as LogitsProcessorWithLoRA
     from vllm.lora.request import LoRARequest as LoRARequest
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from vllm.model_executor.models import ModelRegistry as ModelRegistry
     from vllm.outputs import RequestOutput as RequestOutput

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 
-from trivet.inference.vllm_names import LogitsProcessorWithLoRA, LoRARequest, VocabParallelEmbedding, current_platform
+from trivet.inference.vllm_names import (
+    LogitsProcessorWithLoRA,
+    LoRARequest,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    current_platform,
+)
 from trivet.machine import Heap
 
 POLICY_ADAPTER_ID = 2**20
@@ -115,6 +121,7 @@ def repack_lm_heads(model: torch.nn.Module) -> None:
     """Pack the current weights of every LM head of `model`. Do nothing on a GPU, where nothing is packed."""
     if not current_platform.is_cpu():
         return
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding):
-            module.quant_method.process_weights_after_loading(module)
+    embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    # In a model without a head of its own the embedding is the head. Elsewhere packing it would lengthen the pause by a tenth.
+    for module in [module for module in embeddings if isinstance(module, ParallelLMHead)] or embeddings:
+        module.quant_method.process_weights_after_loading(module)

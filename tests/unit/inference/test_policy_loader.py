@@ -41,6 +41,7 @@ class FakeEngine:
         self.refused = refused
         self.cannot_suspend = cannot_suspend
         self.dtype = "float32"
+        self.pause_s = 0.25
         self.scores = scores or [[[-1.0, -2.0]]]
         self.num_wakes_refused = num_wakes_refused
 
