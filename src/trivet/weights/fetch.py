@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import xxhash
 from filelock import lock_descriptor
 
 from trivet.config.layout import MANIFEST, STABLE, step_name
@@ -85,7 +86,7 @@ class PolicyFetch:
         path = self._directory / MANIFEST
         path.with_name(MANIFEST + _PARTIAL).unlink(missing_ok=True)  # its size is unknown, so it cannot be resumed
 
-        def is_right(path: Path) -> bool:
+        def is_right(path: Path, _: FileRecord | None) -> bool:
             return hashlib.sha256(path.read_bytes()).hexdigest() == self._policy.manifest_sha256
 
         self._fetch(MANIFEST, max_bytes=MAX_MANIFEST_BYTES, is_right=is_right)
@@ -93,17 +94,17 @@ class PolicyFetch:
 
     def fetch_file(self, name: str, record: FileRecord) -> None:
         """Fetch the file `name`. Raises FetchFailed if no source gives the one that has `record`."""
-        self._fetch(name, max_bytes=record.num_bytes, is_right=lambda path: hash_file(path) == record)
+        self._fetch(name, max_bytes=record.num_bytes, is_right=lambda path, found: (found or hash_file(path)) == record)
 
-    def _fetch(self, name: str, *, max_bytes: int, is_right: Callable[[Path], bool]) -> None:
+    def _fetch(self, name: str, *, max_bytes: int, is_right: Callable[[Path, FileRecord | None], bool]) -> None:
         path = self._directory / name
         partial = path.with_name(name + _PARTIAL)
-        is_done = path.exists() and is_right(path)
+        is_done = path.exists() and is_right(path, None)
         while not is_done:
             source = self._next_source()
             try:
-                start = self._append(source, name, partial, max_bytes=max_bytes)
-                is_done = is_right(partial)
+                start, record = self._append(source, name, partial, max_bytes=max_bytes)
+                is_done = is_right(partial, record)
                 if is_done:
                     partial.rename(path)
                     self._choice.succeed(source)
@@ -114,21 +115,27 @@ class PolicyFetch:
             except SourceProblem as exc:
                 self._note_problem(source, exc)
 
-    def _append(self, source: str, name: str, partial: Path, *, max_bytes: int) -> int:
-        """Append the rest of a file to `partial` and return its size before. What arrives before a SourceProblem stays."""
+    def _append(self, source: str, name: str, partial: Path, *, max_bytes: int) -> tuple[int, FileRecord | None]:
+        """Append the rest of a file to `partial`. What arrives before a SourceProblem stays.
+
+        Returns:
+            The size before; if it was 0, also the record of all bytes, so that they need not be read again.
+        """
         start = num_bytes = partial.stat().st_size if partial.exists() else 0
         if start and start >= max_bytes:
-            return start
+            return start, None
+        digest = xxhash.xxh3_128()
         chunks = self._sources[source].read(self._policy, name, start=start)
         with closing(chunks), partial.open("ab", buffering=0) as file:
             for chunk in chunks:
                 self._require_wanted()
                 num_bytes += file.write(chunk)
+                digest.update(chunk)
                 self._progress_at, self._absent_since = self._clock(), None
                 if num_bytes > max_bytes:
                     partial.unlink()
                     raise SourceProblem(Problem.WRONG, f"its {name} is larger than what was published")
-        return start
+        return start, FileRecord(num_bytes, digest.hexdigest()) if start == 0 else None
 
     def _next_source(self) -> str:
         """Return the source to ask, after a pause where one is due."""
