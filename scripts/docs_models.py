@@ -52,8 +52,14 @@ Where transformers and vLLM compute different models, the probe ends the run at 
 - Ministral 3: vLLM scales queries by position only if config.json has `llama_4_scaling`; files of transformers have it as
   `llama_4_scaling_beta` among `rope_parameters`. The two agree in samples of at most `original_max_position_embeddings` tokens.
 - Cohere 2: vLLM's window has a token more. The two agree in samples of at most `sliding_window` tokens.
+- DeepSeek-V3: vLLM takes a softmax for the router's scores, and no bias for the choice, unless config.json has `scoring_func` and
+  `topk_method`, as the family's models have. transformers always computes sigmoid and bias, and does not write these keys for a
+  model that it makes new.
 - GPT-NeoX and LFM2: the reason is not known. GPT-NeoX runs in vLLM through its backend for models of transformers; the difference
   stays with full rotary positions, without biases and without parallel residuals. LFM2 differs in layers of attention alone too.
+
+On the CPU a server computes the latent attention of DeepSeek-V3 as plain attention, with a larger KV cache, because vLLM's own
+needs heads of one size, and bfloat16 where the CPU has AMX.
 
 On the CPU, vLLM computes no adapters for a mixture's experts, so a server for adapters ends at the first request. On a GPU the same
 families have not been tried.

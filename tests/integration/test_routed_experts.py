@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.families import FAMILIES, Family
+from support.families import FAMILIES
+from support.family_serving import save_toy
 from support.rl_run import CONFIG
 from support.servers import run_server
-from trivet.examples.tiny_model import make_tokenizer
 from trivet.trainer.model.blocks import find_blocks
 from trivet.trainer.model.experts import find_experts
 from trivet.transport.recording import read_groups, recorded_files
@@ -26,12 +26,6 @@ PROMPTS = [list(range(1, 40)), list(range(1, 38)), list(range(40, 20, -1)), [7, 
 MOE_CONFIG = CONFIG.replace("[trainer.model]", "[trainer]\nrouter_replay = true\n\n[trainer.model]").replace(
     "oversampling_factor", "record_rollouts = true\noversampling_factor"
 )
-
-
-def save_toy(family: Family, directory: Path) -> Path:
-    family.save(directory, **family.served_changes)
-    make_tokenizer().save_pretrained(directory)
-    return directory
 
 
 def choose_alone(toy: Path, token_ids: list[int]) -> dict[int, np.ndarray]:
@@ -65,7 +59,7 @@ async def generate(base_url: str) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["Qwen3-MoE", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GLM-4-MoE", "OLMoE"))],
+    ["Qwen3-MoE", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GLM-4-MoE", "OLMoE", "GPT-OSS", "DeepSeek-V3"))],
 )
 def test_the_server_returns_the_experts_that_transformers_chooses(name: str, tmp_path: Path) -> None:
     toy = save_toy(BY_NAME[name], tmp_path / "toy")

@@ -379,13 +379,6 @@ FAMILIES = (
     Family(
         name="DeepSeek-V3",
         config_class="DeepseekV3Config",
-        served_changes={
-            "head_dim": 64,  # of the rotary positions
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-        },
         special="multi-head latent attention, experts beside a shared one, balanced by a buffer",
         changes={
             **_ROUTED,
@@ -395,7 +388,9 @@ FAMILIES = (
             "qk_rope_head_dim": 32,
             "qk_nope_head_dim": 32,
             "v_head_dim": 32,
-            "topk_method": "noaux_tc",  # the configurations of the family's models have it, and vLLM reads it
+            # The configurations of the family's models have these, and vLLM reads them.
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
         },
     ),
     Family(

@@ -25,7 +25,7 @@ from trivet.trainer.model.export import Exporter
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
 from trivet.trainer.probe import score
-from trivet.trainer.ranks.world import open_world
+from trivet.trainer.ranks.world import World, open_world
 from trivet.trainer.rows import plan_rows
 from trivet.trainer.step import Learner, train_step
 from trivet.weights.publish import publish
@@ -50,10 +50,16 @@ class Served:
     lora: str
 
 
+def save_toy(family: Family, directory: Path) -> Path:
+    """Write the toy's files and a tokenizer, for a server."""
+    family.save(directory, **family.served_changes)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
 def serve_family(family: Family, directory: Path) -> Served:
     """Start a server from the toy; have it load a policy that was trained whole, then an adapter; compare each."""
-    toy = family.save(directory / "toy", **family.served_changes)
-    make_tokenizer().save_pretrained(toy)
+    toy = save_toy(family, directory / "toy")
     reason = ""
     for flags in (_LORA_FLAGS, {}):
         log = directory / f"{'lora' if flags else 'full'}.log"
@@ -88,24 +94,7 @@ async def _load_policy(
             model = load_policy(TrainerModelConfig.model_validate(config), world)
             if (found := await _compare(client, model, name=name, limit=LIMITS[dtype])) and adapter is None:
                 return f"at the start {found}"
-            learner = Learner(
-                model=model,
-                optimizer=make_optimizer(model.trained_parameters, AdamWConfig(lr=1e-2)),
-                learning_rate=LearningRate(peak=1e-2, schedule=ConstantSchedule(), max_steps=None),
-                loss=cross_entropy,
-                max_norm=None,
-                world=world,
-            )
-            train_step(learner, pack(_items(), seq_len=256), step=Step(1))
-            exporter = Exporter(model=model, tokenizer=make_tokenizer(), dtype=getattr(torch, dtype))
-            weights = exporter.gather(keep=True)
-            publish(
-                layout,
-                version=PolicyVersion(version),
-                run_id="test",
-                write=lambda path: exporter.write(path, dict(weights)),
-                probe=score(model, [item.sample.token_ids_T.tolist() for item in _items()], world, dtype=convert_dtype(dtype)),
-            )
+            _train_and_publish(model, layout, world, version=version, dtype=dtype)
             await client.update_weights(layout.weights_step(version))
             return await _compare(client, model, name=name, limit=LIMITS[dtype]) or "agrees"
     except InferenceError as exc:
@@ -114,6 +103,37 @@ async def _load_policy(
         return f"server: {' '.join(str(exc).split())[:300]}"
     except TrivetError as exc:
         return " ".join(str(exc).split())[:300]
+
+
+def _train_and_publish(model: PolicyModel, layout: RunLayout, world: World, *, version: int, dtype: str) -> None:
+    learner = Learner(
+        model=model,
+        optimizer=make_optimizer(model.trained_parameters, AdamWConfig(lr=1e-2)),
+        learning_rate=LearningRate(peak=1e-2, schedule=ConstantSchedule(), max_steps=None),
+        loss=cross_entropy,
+        max_norm=None,
+        world=world,
+    )
+    train_step(learner, pack(_items(), seq_len=256), step=Step(1))
+    exporter = Exporter(model=model, tokenizer=make_tokenizer(), dtype=getattr(torch, dtype))
+    weights = exporter.gather(keep=True)
+    publish(
+        layout,
+        version=PolicyVersion(version),
+        run_id="test",
+        write=lambda path: exporter.write(path, dict(weights)),
+        probe=score(model, [item.sample.token_ids_T.tolist() for item in _items()], world, dtype=convert_dtype(dtype)),
+    )
+
+
+def publish_trained(family: Family, directory: Path) -> tuple[Path, Path]:
+    """Write the toy, train it for a step and publish that as version 1; return the directories of both."""
+    toy, layout = save_toy(family, directory / "toy"), RunLayout(directory / "run")
+    with open_world(device="cpu", timeout_s=30) as world:
+        config = {"name": str(toy), "compute_dtype": family.served_dtype, "dither": False}
+        model = load_policy(TrainerModelConfig.model_validate(config), world)
+        _train_and_publish(model, layout, world, version=1, dtype=family.served_dtype)
+    return toy, layout.weights_step(1)
 
 
 async def _compare(client: InferenceClient, model: PolicyModel, *, name: str, limit: float) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from support.oracle import Oracle
+from support.servers import open_client, run_server
 from trivet.client.inference_client import Generation, InferenceClient
 
 PROMPTS = [[5, 6, 7, 8], [99, 102, 68, 69, 70, 100, 2, 99, 103], list(range(4, 90))]
@@ -28,6 +29,33 @@ async def assert_serves(client: InferenceClient, directory: Path) -> None:
         assert answer.token_ids == oracle.greedy(prompt, num_tokens=len(answer.token_ids))
         expected = oracle.logprobs(prompt, answer.token_ids, temperature=1.0)
         assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def answer_prompts(base_url: str, *, reload_from: Path | None = None) -> list[tuple[list[int], list[float]]]:
+    """Return tokens and log-probabilities of each prompt, asked one after the other, after a reload if there is one."""
+
+    async def ask() -> list[tuple[list[int], list[float]]]:
+        async with aclosing(open_client(base_url, timeout_s=240)) as client:
+            if reload_from is not None:
+                await client.update_weights(reload_from)
+            found = [await greedy(client, prompt) for prompt in PROMPTS]
+            return [(list(each.token_ids), list(each.logprobs)) for each in found]
+
+    return asyncio.run(ask())
+
+
+def assert_reload_equals_start(start: Path, policy: Path, *, logs: Path, **flags: str) -> None:
+    """Check that a server that loads `policy` after it served `start` answers as one that was started with it, to the last bit."""
+    paths = [logs / name / "inference.stdout" for name in ("reloaded", "fresh")]
+    for path in paths:
+        path.parent.mkdir()
+    with run_server(start, log=paths[0], **flags) as server:
+        before = answer_prompts(server.base_url)
+        reloaded = answer_prompts(server.base_url, reload_from=policy)
+    with run_server(policy, log=paths[1], **flags) as server:
+        fresh = answer_prompts(server.base_url)
+    assert reloaded == fresh
+    assert before != fresh
 
 
 async def chat(base_url: str, **fields: Any) -> dict[str, Any]:

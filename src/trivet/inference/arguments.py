@@ -213,6 +213,10 @@ def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
     }
 
 
+PLAIN_ATTENTION_ENVIRONMENT = {"VLLM_MLA_DISABLE": "1"}
+"""Set on the CPU, where vLLM's latent attention knows one size of heads, and in float32 ends the server if the CPU has AMX. Plain
+attention computes the same from a larger KV cache."""
+
 ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 """Enables vLLM's own routes under /v1, which load and unload adapters by name."""
 

@@ -34,6 +34,7 @@ from trivet.inference.arguments import (
     JSON_LOG_ENVIRONMENT,
     LOG_LEVEL_VARIABLE,
     LOOPBACK_ENVIRONMENT,
+    PLAIN_ATTENTION_ENVIRONMENT,
     SHARD_ENVIRONMENT,
     cpu_environment,
     position_overrides,
@@ -104,6 +105,7 @@ def serve(config: InferenceConfig) -> int:
         | (ADAPTER_ENVIRONMENT if config.enable_lora else {})
         | (JSON_LOG_ENVIRONMENT if config.log.json_logging else {})
         | (SHARD_ENVIRONMENT if shard is not None else {})
+        | (PLAIN_ATTENTION_ENVIRONMENT if is_cpu else {})
     )
     if is_cpu and config.model.enforce_eager:
         os.environ.update(EAGER_CPU_ENVIRONMENT)
@@ -274,7 +276,7 @@ def make_engine_config(args: Namespace) -> Any:
 
         accept_on_cpu()
     try:
-        return AsyncEngineArgs.from_cli_args(args).create_engine_config(
+        engine_config: Any = AsyncEngineArgs.from_cli_args(args).create_engine_config(
             UsageContext.OPENAI_API_SERVER, headless=getattr(args, "headless", False)
         )
     except (ValueError, TypeError, OSError) as exc:
@@ -285,6 +287,10 @@ def make_engine_config(args: Namespace) -> Any:
             args.enable_prefix_caching = False
             return make_engine_config(args)
         raise ConfigError(f"vLLM cannot serve {key_name('inference.model.name')} {args.model!r} as configured: {exc}") from exc
+    if current_platform.is_cpu() and hasattr(engine_config.model_config.hf_text_config, "qk_rope_head_dim"):
+        # Only a part of each head has a position. vLLM 0.32's rotary kernel for CPUs writes it to wrong places of such a query.
+        engine_config.compilation_config.custom_ops.append("-rotary_embedding")
+    return engine_config
 
 
 def _import_model_class(model: Path) -> None:

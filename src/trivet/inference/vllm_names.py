@@ -16,6 +16,7 @@ from trivet.errors import InferenceError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig as VllmConfig
+    from vllm.distributed import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector as get_aux_output_connector
     from vllm.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state as init_app_state

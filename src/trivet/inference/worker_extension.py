@@ -3,17 +3,21 @@
 The policy may be an adapter of the start model. Every request for the policy uses it, from version 0 on, so a completion needs no
 change when a new policy is loaded in the middle of it: the adapter has new weights. Before the first policy these are zeros.
 
-On the CPU this module works around two faults of vLLM 0.29 to 0.32, which raise no error. Both concern packing: vLLM stores some
-weights in the layout that its CPU kernels read, and packs them only when the model is first loaded.
+This module works around faults of vLLM 0.29 to 0.32, which raise no error. The first concerns reloads of GPT-OSS on every device.
+The others concern packing on a CPU: vLLM stores some weights in the layout that its CPU kernels read, and packs them only when the
+model is first loaded.
+- GPT-OSS: a reload replaces a parameter only if its loader is called. vLLM copies the sinks, and experts that the files have as one
+  stack, past their loaders, so the old ones stay. `load_gpt_oss_by_expert` calls the loaders.
 - LM head: `ParallelLMHead.cpu_linear` keeps the packed weights in a closure. `reload_weights` replaces the parameter and not the
   closure, so outputs come from new layers and the old head. `repack_lm_heads` packs the new weights.
 - Experts of a mixture: vLLM packs them only while their kernel does not exist. After a reload they have the layout of the files,
   which the kernel misreads. `forget_expert_kernels` removes the kernel before the reload.
-Both functions can go when tests/integration/test_inference_server.py and test_families_served.py, which compare a server with the
+The functions can go when tests/integration/test_inference_server.py and test_families_served.py, which compare a server with the
 reloaded weights, pass without them.
 """
 
 import os
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,6 +29,7 @@ from trivet.inference.vllm_names import (
     ParallelLMHead,
     VocabParallelEmbedding,
     current_platform,
+    get_tensor_model_parallel_rank,
 )
 from trivet.machine import Heap
 
@@ -43,6 +48,7 @@ class PolicyWorkerExtension:
     def load_policy(self, directory: str) -> None:
         """Replace the served weights by those in `directory`, in place."""
         forget_expert_kernels(self.model_runner.get_model())
+        load_gpt_oss_by_expert(self.model_runner.get_model())
         self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  a method of the worker that this extends
         repack_lm_heads(self.model_runner.get_model())
         _heap.trim_if_grown()
@@ -115,6 +121,26 @@ def forget_expert_kernels(model: torch.nn.Module) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def load_gpt_oss_by_expert(model: torch.nn.Module) -> None:
+    """Make `model`, if it is GPT-OSS, load experts and sinks through the loaders of their parameters. May be called again."""
+    if type(model).__name__ == "GptOssForCausalLM" and "load_weights" not in vars(model):
+        load: Any = model.load_weights
+        model.load_weights = lambda weights: load(_split_gpt_oss(model, weights))  # type: ignore[assignment]
+
+
+def _split_gpt_oss(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights with each expert by itself, as vLLM calls a loader for it. Load this rank's sinks."""
+    for name, tensor in weights:
+        block, is_expert, parameter = name.partition(".mlp.experts.")
+        if is_expert:
+            yield from ((f"{block}.mlp.experts.{index}.{parameter}", expert) for index, expert in enumerate(tensor))
+            continue
+        if name.endswith(".sinks"):
+            sinks: Any = model.get_parameter(name.replace(".self_attn.", ".attn."))
+            sinks.weight_loader(sinks, tensor.narrow(0, get_tensor_model_parallel_rank() * len(sinks), len(sinks)))
+        yield name, tensor
 
 
 def repack_lm_heads(model: torch.nn.Module) -> None:

@@ -40,13 +40,17 @@ class EngineArgs:
     def from_cli_args(cls, args: Namespace) -> "EngineArgs":
         return cls(args.model, getattr(args, "enable_prefix_caching", None))
 
-    def create_engine_config(self, usage_context: UsageContext | None = None, headless: bool = False) -> str:
+    def create_engine_config(self, usage_context: UsageContext | None = None, headless: bool = False) -> Namespace:
         if self.model == "unknown":
             raise ValueError("no such architecture")
         if self.model == "hybrid" and self.caches_prefixes is not False:
             raise ValueError("Chunked prefill is required for mamba cache mode 'align'.")
         assert usage_context is not None
-        return f"{self.model} for {usage_context.value}{' without a server' if headless else ''}"
+        return Namespace(
+            text=f"{self.model} for {usage_context.value}{' without a server' if headless else ''}",
+            model_config=Namespace(hf_text_config=Namespace(**({"qk_rope_head_dim": 64} if self.model == "latent" else {}))),
+            compilation_config=Namespace(custom_ops=["all"]),
+        )
 
 
 def test_the_engine_is_configured_for_an_api_server_or_its_refusal_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,13 +60,16 @@ def test_the_engine_is_configured_for_an_api_server_or_its_refusal_told(monkeypa
     def arguments(**values: object) -> Namespace:
         return Namespace(enable_return_routed_experts=False, **values)
 
-    assert make_engine_config(arguments(model="m")) == "m for OPENAI_API_SERVER"
+    plain = make_engine_config(arguments(model="m"))
+    assert (plain.text, plain.compilation_config.custom_ops) == ("m for OPENAI_API_SERVER", ["all"])
+    latent = make_engine_config(arguments(model="latent")).compilation_config
+    assert latent.custom_ops == ["all", *["-rotary_embedding"] * vllm_names.current_platform.is_cpu()]
     shard = make_engine_config(arguments(model="m", headless=True))
-    assert shard == "m for OPENAI_API_SERVER without a server"
+    assert shard.text == "m for OPENAI_API_SERVER without a server"
     with pytest.raises(ConfigError, match=r"cannot serve inference\.model\.name 'unknown' as configured: no such architecture"):
         make_engine_config(arguments(model="unknown"))
     args = arguments(model="hybrid", enable_prefix_caching=None)  # its prefixes cannot be cached
-    assert make_engine_config(args) == "hybrid for OPENAI_API_SERVER"
+    assert make_engine_config(args).text == "hybrid for OPENAI_API_SERVER"
     assert args.enable_prefix_caching is False
 
 
