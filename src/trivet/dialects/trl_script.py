@@ -45,7 +45,16 @@ _NORMALIZATIONS = {"grpo": "sample", "dapo": "token", "bnpo": "token", "dr_grpo"
 """How TRL's loss types divide, as `trainer.loss.normalization` of the loss `grpo`."""
 _IN_ENVIRONMENT = ("dataset_", "reward_")
 """Beginnings of arguments that say what the environment says here."""
-_LOSS_KEYS = ("loss_type", "epsilon", "epsilon_high", "importance_sampling_level", "scale_rewards")
+_OWN_KEYS = {
+    "cispo": {},
+    "luspo": {},
+    "sapo": {"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"},
+    "vespo": {f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+}
+"""The loss types of TRL that are losses of the same name here, with their own arguments, whose defaults are equal."""
+_LOSS_KEYS = frozenset({"loss_type", "epsilon", "epsilon_high", "importance_sampling_level", "scale_rewards"}).union(
+    *_OWN_KEYS.values()
+)
 
 
 def migrate_script(given: Mapping[str, object], *, env: str) -> Migration:
@@ -108,14 +117,15 @@ def _loss_lines(arguments: Mapping[str, object], given: Mapping[str, object], *,
     low = arguments["epsilon"]
     high = arguments.get("epsilon_high") or low
     loss_type = str(arguments["loss_type"])
-    is_sequence = arguments.get("importance_sampling_level") == "sequence"
-    values: dict[str, tuple[object, str]] = {
-        "type": ("gspo" if is_sequence else "cispo" if loss_type == "cispo" else "grpo", _comment("loss_type", given)),
-        "clip_high": (high, _comment("epsilon_high" if arguments.get("epsilon_high") else "epsilon", given)),
-    }
-    if loss_type != "cispo" or is_sequence:
+    is_sequence = arguments.get("importance_sampling_level") == "sequence" and loss_type not in ("luspo", "sapo", "vespo")
+    kind = "gspo" if is_sequence else loss_type if loss_type in _OWN_KEYS else "grpo"
+    values: dict[str, tuple[object, str]] = {"type": (kind, _comment("loss_type", given))}
+    values |= {ours: (given[name], _comment(name, given)) for name, ours in _OWN_KEYS.get(kind, {}).items() if name in given}
+    if not _OWN_KEYS.get(kind):
+        values["clip_high"] = high, _comment("epsilon_high" if arguments.get("epsilon_high") else "epsilon", given)
+    if kind in ("grpo", "gspo", "luspo"):
         values["clip_low"] = low, _comment("epsilon", given)
-    if values["type"][0] == "grpo":
+    if kind == "grpo":
         values["normalization"] = _NORMALIZATIONS.get(loss_type, "token"), f"loss_type {loss_type}"
     if values.get("normalization", ("",))[0] == "constant":
         values["normalization_length"] = max_tokens, "was max_completion_length"

@@ -180,6 +180,26 @@ def test_the_command_line_of_a_trl_script_becomes_a_run(tmp_path: Path) -> None:
     assert "temperature = 0.9  # was temperature" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "loss"),
+    [
+        ({"loss_type": "sapo", "sapo_temperature_neg": 1.2}, {"type": "sapo", "tau_pos": 1.0, "tau_neg": 1.2}),
+        ({"loss_type": "vespo", "vespo_k_pos": 4.0}, {"type": "vespo", "k_pos": 4.0, "k_neg": 3.0, "lambda_neg": 2.0}),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 3e-3},
+            {"type": "luspo", "clip_low": 2e-3, "clip_high": 3e-3},
+        ),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"type": "cispo", "clip_high": 5.0}),
+        ({"importance_sampling_level": "sequence", "epsilon": 3e-4}, {"type": "gspo", "clip_low": 3e-4, "clip_high": 3e-4}),
+    ],
+)
+def test_losses_of_trl_keep_their_names_and_values(tmp_path: Path, given: dict[str, Any], loss: dict[str, Any]) -> None:
+    (tmp_path / "grpo.json").write_text(json.dumps({"model_name_or_path": "m", "max_steps": 3, **given}))
+    text, output = migrated(tmp_path, str(tmp_path / "grpo.json"))
+    assert loss.items() <= load_plainly(output).trainer.loss.model_dump().items()
+    assert not [line for line in text.splitlines() if "dropped" in line and ("sapo" in line or "vespo" in line)]
+
+
 def test_a_file_of_arguments_is_as_good_as_a_command_line(tmp_path: Path) -> None:
     arguments = {"model_name_or_path": "m", "use_peft": True, "lora_r": 8, "learning_rate": "1e-6", "max_steps": -1}
     (tmp_path / "grpo.json").write_text(json.dumps(arguments))
