@@ -64,6 +64,11 @@ def set_advantages(rollout: Rollout, advantages: float | np.ndarray) -> None:
 
 
 def advantages_of(rollout: Rollout) -> np.ndarray:
-    """Return every advantage of the rollout: those of its tokens, or else the only one."""
-    parts = [sample.advantages_T for sample in rollout.samples if sample.advantages_T is not None]
+    """Return every advantage of the rollout: those of its sampled tokens, or else the only one. A filter may have cleared masks."""
+    masks = [sample.loss_mask_T if sample.masked is None else sample.masked.loss_mask_T for sample in rollout.samples]
+    parts = [
+        sample.advantages_T[mask_T]
+        for sample, mask_T in zip(rollout.samples, masks, strict=True)
+        if sample.advantages_T is not None and mask_T.any()
+    ]
     return np.concatenate(parts) if parts else np.array([rollout.advantage])

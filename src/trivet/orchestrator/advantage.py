@@ -45,6 +45,12 @@ class _TrialScores(dict[str, np.ndarray]):
     def __missing__(self, name: str) -> np.ndarray:
         return self._rewards.copy()
 
+    def get(self, name: str, default: object = None) -> np.ndarray:  # type: ignore[override]  # no name lacks a score
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
 
 def _make_trial(rewards: list[float], turn_lengths: list[list[int]]) -> AdvantageInputs:
     lengths = [np.array(counts, dtype=np.int64) for counts in turn_lengths]

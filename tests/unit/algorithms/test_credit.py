@@ -141,3 +141,13 @@ def test_a_rollout_without_tokens_has_an_advantage_of_0() -> None:
     set_advantages(group.rollouts[1], turn_returns(inputs)[1])
     assert group.rollouts[1].advantage == 0.0
     assert agent_baselines(replace(inputs, turn_agents=[[""], [""]]))[1].shape == (0,)
+
+
+def test_equal_advantages_of_all_tokens_are_flat_whatever_the_prompts_hold() -> None:
+    group = group_of(*(Rollout(index=index, reward=1.0, samples=[make_sample([TurnRun(0, 3)])]) for index in range(2)))
+    for rollout in group.rollouts:
+        set_advantages(rollout, np.ones(3))
+    filters = RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED}))
+    group.rollouts[0].ran_out_of_context = True
+    mask_rollouts(group, filters)
+    assert filter_reason(group, num_sampled=6, online_difficulty_filtering=True) is FilterReason.ZERO_SIGNAL

@@ -38,6 +38,7 @@ def one_number(inputs):
 
 def by_turn(inputs):
     assert inputs.scores["any"].shape == inputs.rewards.shape
+    assert "any" in inputs.scores and inputs.scores.get("any").shape == inputs.rewards.shape
     return inputs.per_token([rewards - 0.5 for rewards in inputs.turn_rewards])
 
 def by_token(inputs):

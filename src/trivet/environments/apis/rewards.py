@@ -165,6 +165,18 @@ def drop_unmeasured(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None and _UNMEASURED < value < math.inf}
 
 
+def add_score(scores: dict[str, float], name: str, value: float, *, env: str) -> None:
+    """Add a score that is no reward function or metric of the environment `env`.
+
+    Raises:
+        RolloutFailed: the environment has a score of that name.
+    """
+    if name in scores:
+        problem = f"environment {env!r} has a reward function or metric called {name!r}, which is a score of trivet's own"
+        raise RolloutFailed(f"{problem}; give it another name", kind="ReservedScore")
+    scores[name] = float(value)
+
+
 def _metric_reader(name: str) -> Callable[[Any], float]:
     """Return a function that converts the values of one metric. It marks a value that is no finite number as unmeasured.
 

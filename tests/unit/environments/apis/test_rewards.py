@@ -12,7 +12,7 @@ import verifiers as vf
 from datasets import Dataset
 
 from support.scripted_model import ScriptedModel
-from trivet.environments.apis.rewards import collect_reward_errors
+from trivet.environments.apis.rewards import add_score, collect_reward_errors
 from trivet.environments.apis.v0.score import guard_rewards, read_scores, score_group
 from trivet.errors import RolloutFailed
 
@@ -206,3 +206,11 @@ def test_a_reward_that_a_rubric_of_its_own_makes_is_read_with_the_same_care():
             RolloutFailed, match=rf"the reward of environment 'toy' .*{said}.*; its reward functions: size = 1e\+39"
         ):
             read_scores({"reward": reward, "metrics": {"size": 1e39}}, name="toy")
+
+
+def test_a_score_of_trivet_replaces_none_of_the_environment():
+    scores = {"correct": 1.0}
+    add_score(scores, "broken_prefixes", 2, env="toy")
+    assert scores == {"correct": 1.0, "broken_prefixes": 2.0}
+    with pytest.raises(RolloutFailed, match="'toy' has a reward function or metric called 'broken_prefixes'"):
+        add_score(scores, "broken_prefixes", 3, env="toy")

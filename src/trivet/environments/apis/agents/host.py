@@ -23,7 +23,7 @@ from trivet.environments.apis.agents.server import AgentServer, read_reward
 from trivet.environments.apis.agents.session import AgentSession, RecordedTurn, SessionLimits
 from trivet.environments.apis.groups import Stage, StageBoard, limit_time, play_group
 from trivet.environments.apis.messages import find_answer, find_example, shorten_messages
-from trivet.environments.apis.rewards import require_reward
+from trivet.environments.apis.rewards import add_score, require_reward
 from trivet.environments.apis.turns import rollout_seed, to_samples
 from trivet.environments.examples import digest_records, hash_fields
 from trivet.errors import EnvironmentLoadError, RolloutFailed
@@ -182,7 +182,7 @@ class AgentHost:
             [recorded.turn for recorded in turns], temperature=request.sampling.temperature, strategy=strategy
         )
         if strategy == "interleaved" and len(turns) > 1:
-            scores = {**scores, "broken_prefixes": float(num_broken)}
+            add_score(scores, "broken_prefixes", num_broken, env=self.name)
         return Rollout(
             index=index,
             reward=reward,

@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion
 
 from trivet.environments.apis.groups import Stage, StageBoard, is_infrastructure, limit_time, play_group
 from trivet.environments.apis.messages import describe, find_answer, find_example, shorten_messages, to_messages
+from trivet.environments.apis.rewards import add_score
 from trivet.environments.apis.turns import Turn, later_seed, make_turn, request_arguments, rollout_seed, to_samples
 from trivet.environments.apis.v0.score import read_scores, read_turn_rewards, rescore, score_group
 from trivet.environments.examples import data_digest, example_hashes
@@ -120,7 +121,7 @@ class V0Host:
             turns.append(turn)
         samples, num_broken_prefixes = to_samples(turns, temperature=temperature, strategy=strategy)
         if strategy == "interleaved" and len(turns) > 1:
-            scores["broken_prefixes"] = float(num_broken_prefixes)
+            add_score(scores, "broken_prefixes", num_broken_prefixes, env=self.name)
         responses = [step["response"] for step in steps]
         token_counts = [response.usage.completion_tokens for response in responses if is_plain and response.usage]
         return Rollout(

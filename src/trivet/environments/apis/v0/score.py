@@ -111,6 +111,7 @@ async def rescore(
                 prompt=conversation.prompt,
                 completion=conversation.completion,
                 num_turns=len(state["trajectory"]),
+                turn_rewards=read_turn_rewards(state, name=name),
                 scoring_s=scoring_s,
             )
         )

@@ -20,7 +20,7 @@ from verifiers.v1.state import state_cls
 
 from trivet.environments.apis.groups import is_infrastructure_type
 from trivet.environments.apis.messages import cut, describe, require_same_prompt, shorten_messages
-from trivet.environments.apis.rewards import collect_reward_errors, drop_unmeasured, require_reward
+from trivet.environments.apis.rewards import add_score, collect_reward_errors, drop_unmeasured, require_reward
 from trivet.environments.apis.turns import Turn, to_samples
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import RecordedConversation
@@ -63,9 +63,9 @@ def to_rollout(episode: Episode, index: int, *, settings: HostSettings, find_tur
         num_turns += max(trace.num_turns, len(turns))
         samples += trace_samples
         num_broken_prefixes += num_broken
-    scores = _read_scores(episode)
+    scores = _read_scores(episode, env=settings.name)
     if strategy == "interleaved" and episode.num_turns > 1 and not is_plain:
-        scores["broken_prefixes"] = float(num_broken_prefixes)
+        add_score(scores, "broken_prefixes", num_broken_prefixes, env=settings.name)
     usage = episode.usage
     return Rollout(
         index=index,
@@ -141,7 +141,7 @@ def _completion(traces: Sequence[Trace]) -> list[dict[str, Any]]:
     return messages
 
 
-def _read_scores(episode: Episode) -> dict[str, float]:
+def _read_scores(episode: Episode, *, env: str) -> dict[str, float]:
     """Return every reward and metric by its name.
 
     With several agents a name begins with the agent's name, the value is the mean over the agent's traces, and the agent's reward
@@ -153,7 +153,8 @@ def _read_scores(episode: Episode) -> dict[str, float]:
         agent = ""
         if len(episode.traces) > 1:
             agent = f"{trace.agent.name}/"
-            scores |= drop_unmeasured({"reward": trace.reward})
+            for name, value in drop_unmeasured({"reward": trace.reward}).items():
+                add_score(scores, name, value, env=env)
         for name, value in scores.items():
             values.setdefault(f"{agent}{name}", []).append(value)
     return {name: math.fsum(scores) / len(scores) for name, scores in values.items()}

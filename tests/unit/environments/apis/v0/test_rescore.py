@@ -66,6 +66,15 @@ def test_the_trajectory_has_a_step_for_each_turn() -> None:
     assert (rollout.reward, rollout.num_turns, rollout.scores["num_turns"]) == (2.0, 2, 2.0)
 
 
+def test_turn_rewards_of_todays_rubric_are_kept() -> None:
+    def judge_turns(state, **kwargs) -> float:
+        state["turn_rewards"] = [float(step["completion"][0]["content"]) for step in state["trajectory"]]
+        return 0.0
+
+    [rollout] = rescore(environment(judge_turns), conversation("4", "5"))
+    assert rollout.turn_rewards == [4.0, 5.0]
+
+
 def test_a_group_of_environments_scores_with_the_rubric_of_each() -> None:
     groups = vf.EnvGroup(envs=[environment(is_right), environment(num_steps)], env_names=["a", "b"])
     assert rescore(groups, conversation("5"))[0].reward == 1.5
