@@ -10,8 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from support.losses import LOSSES_OF_PEERS
 from support.ranks import TIMEOUT_S, run_ranks
 from support.scripts import load_module
 from support.shards import write_state
@@ -56,6 +58,13 @@ LOSSES: dict[str, kinds.LossConfig] = {
     "ipo": kinds.IpoLossConfig(ipo_threshold=0.01),
     "custom": kinds.CustomLossConfig(import_path="test_trainer_levers.likelihood", kwargs={"weight": 0.5}, unit="sample"),
 }
+PEERS: dict[str, kinds.LossConfig] = {
+    **{name: TypeAdapter(kinds.LossConfig).validate_python(keys) for name, keys in LOSSES_OF_PEERS.items()},
+    "importance": kinds.ImportanceLossConfig(preset="geometric_token_tis", geo_low=0.5, geo_high=2.0),
+}
+LEVERS_OF_PEERS = ("plain", "lora")
+"""Levers with which these are computed too."""
+LOSSES |= PEERS
 
 FULL, SELECTIVE = ActivationCheckpointConfig(freq=2), ActivationCheckpointConfig(mode="selective", targets=["norm", "mlp"])
 
@@ -126,7 +135,10 @@ def measure_gradients(model_dir: str, oracle: ModuleType, world: World, *, lever
         reference = Reference(learner.model)
         move(learner.model)
         for name, config in LOSSES.items():
+            if name in PEERS and lever not in LEVERS_OF_PEERS:
+                continue
             learner.loss = make_policy_loss(config)
+            learner.choice = config if isinstance(config, kinds.ClipCovLossConfig | kinds.KlCovLossConfig) else None
             learner.reference = reference if config.beta else None
             result = train_step(learner, rows, step=1)
             trained = [(path, each) for path, each in learner.model.named_parameters() if each.requires_grad]
@@ -276,7 +288,7 @@ def test_compiled_blocks_change_nothing_on_several_ranks(
     model: Path, alone: dict[str, Any], tmp_path: Path, num_ranks: int, num_replicas: int
 ) -> None:
     found = measure(num_ranks, model, tmp_path, num_replicas=num_replicas, levers=["plain", "compiled"])["gradients"]
-    assert len(found) == 2 * len(LOSSES)
+    assert len(found) == 2 * len(LOSSES) - len(PEERS)
     assert differences(found, alone["gradients"]) == []
 
 
