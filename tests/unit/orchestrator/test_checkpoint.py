@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from support.groups import make_draw, make_examples, make_group
+from trivet.algorithms.packing import PackItem, pack
 from trivet.checkpoints.commit import TRAINER, begin_part, commit, finish_part
 from trivet.checkpoints.orchestrator_part import read_pending_groups
 from trivet.config.layout import RunLayout
@@ -15,6 +16,7 @@ from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_par
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.transport.recording import GROUPS_FILE, unpack_groups
 from trivet.wire.codec import encode
+from trivet.wire.experts import RoutedExperts
 from trivet.wire.rollouts import RolloutRecord
 from trivet.wire.versions import Step
 
@@ -50,6 +52,26 @@ def test_what_is_written_is_read_back(layout: RunLayout) -> None:
     assert [parked.example_hash for parked in found.sampler.parked["toy"]]
     pending = read_pending_groups(layout, Step(3))
     assert (pending.next_group_id, pending.ready, pending.in_flight) == (1, {4}, {5})
+
+
+def test_experts_and_advantages_of_tokens_that_wait_are_the_same_bytes_after_a_resume(layout: RunLayout) -> None:
+    part = make_part()
+    assert part.buffer.in_flight
+    for number, rollout in enumerate(part.buffer.ready[0].rollouts):
+        for sample in rollout.samples:
+            chosen = (np.arange(6 * 3 * 2).reshape(6, 3, 2) * 5 + number) % 300
+            sample.experts = RoutedExperts.compress(chosen)
+            sample.advantages_T = np.linspace(-1, 1, sample.num_tokens, dtype=np.float32)
+    written(layout, part)
+    found = read_part(layout, Step(3), rollouts_per_example=2)
+    assert found.buffer.in_flight == part.buffer.in_flight
+    assert [encode(group) for group in found.buffer.ready] == [encode(group) for group in part.buffer.ready]
+    rows = [
+        pack([PackItem(sample=each.samples[0], advantage=0.0) for each in group.rollouts], seq_len=32)
+        for group in (found.buffer.ready[0], part.buffer.ready[0])
+    ]
+    assert encode(rows[0]) == encode(rows[1])
+    assert all(experts is not None for experts in rows[0][0].experts_S)
 
 
 def test_another_group_size_is_refused_with_both_values(layout: RunLayout) -> None:

@@ -1,3 +1,5 @@
+import base64
+import io
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from trivet.environments.apis.turns import (
 )
 from trivet.environments.settings import sampling_arguments
 from trivet.errors import RolloutFailed
+from trivet.wire.experts import UNKNOWN
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import TurnRun
 from trivet.wire.versions import VersionRun
@@ -43,6 +46,44 @@ def test_a_turn_that_continues_the_last_becomes_part_of_its_sample():
     assert sample.loss_mask_T.tolist() == [False, False, True, True, False, False, True]
     assert sample.logprobs_T.tolist() == [0, 0, -10, -11, 0, 0, -12]
     assert sample.versions == [VersionRun(3, 2), VersionRun(4, 1)]
+
+
+def answer_with_experts(prompt: list[int], completion: list[int], experts_TLK: np.ndarray | None) -> dict[str, Any]:
+    """Return the server's answer to a turn, as both APIs read it."""
+    text = None
+    if experts_TLK is not None:
+        with io.BytesIO() as buffer:
+            np.save(buffer, experts_TLK.astype(np.uint8))
+            text = base64.b64encode(buffer.getvalue()).decode()
+    choice = {
+        "token_ids": completion,
+        "logprobs": {"content": [{"logprob": -1.0} for _ in completion]},
+        "policy_versions": [[0, len(completion)]],
+        "routed_experts": text,
+    }
+    return {"choices": [choice], "prompt_token_ids": prompt}
+
+
+def test_each_token_of_a_conversation_keeps_the_experts_with_which_its_turn_computed_it() -> None:
+    """Another reload may have changed the choice of the first tokens by the time that the second turn computed them again."""
+    first_TLK, second_TLK = (np.arange(rows * 4).reshape(rows, 2, 2) % 8 + start for rows, start in ((3, 0), (6, 16)))
+    for experts_TLK in (first_TLK, second_TLK):
+        experts_TLK[..., 1] = experts_TLK[..., 0] + 1
+    prompt, continued = [1, 2], [1, 2, 10, 11, 5, 6]
+    turns = [
+        read_turn(answer_with_experts(prompt, [10, 11], first_TLK)),
+        read_turn(answer_with_experts(continued, [12], second_TLK)),
+    ]
+    [sample], _ = to_samples(turns, temperature=1.0, strategy="interleaved")
+    assert sample.experts is not None
+    np.testing.assert_array_equal(sample.experts.decompress(7)[:6], [*first_TLK, *second_TLK[3:]])
+    assert (sample.experts.decompress(7)[6] == UNKNOWN).all()
+    apart, _ = to_samples(turns, temperature=1.0, strategy="branching")
+    for each, experts_TLK in zip(apart, (first_TLK, second_TLK), strict=True):
+        np.testing.assert_array_equal(each.experts.decompress(len(experts_TLK)), experts_TLK)
+    without = read_turn(answer_with_experts(continued, [12], None))
+    [sample], _ = to_samples([turns[0], without], temperature=1.0, strategy="interleaved")
+    assert sample.experts is None
 
 
 def test_a_broken_prefix_starts_a_new_sample_and_is_counted():
