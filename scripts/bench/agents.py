@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from training import hardware
 
-from trivet.environments.apis.agents.asker import ServerAsker
+from trivet.environments.apis.agents.completion_client import CompletionClient
 from trivet.environments.apis.agents.server import AgentServer
 from trivet.environments.apis.agents.session import AgentSession, SessionLimits
 from trivet.wire.groups import SamplingArguments, ServerAccess
@@ -70,7 +70,7 @@ async def play(address: str, session: AgentSession, num_turns: int) -> None:
 async def measure(num_sessions: int, num_turns: int, wait_s: float, *, base_url: str) -> dict[str, Any]:
     """Have every session ask its turns, all sessions at once; return the numbers."""
     access = ServerAccess(base_urls=[base_url], key_variables=[""])
-    asker = ServerAsker(
+    completions = CompletionClient(
         settings=HostSettings(env_id="agent", name="bench", args={}, model_name="m", servers=access),
         environ=os.environ,
         sampling=SamplingArguments(temperature=1.0),
@@ -82,7 +82,7 @@ async def measure(num_sessions: int, num_turns: int, wait_s: float, *, base_url:
         async with server.serving(session) as address:
             await play(address, session, num_turns)
 
-    sessions = [AgentSession(asker.complete, SessionLimits()) for _ in range(num_sessions)]
+    sessions = [AgentSession(completions.complete, SessionLimits()) for _ in range(num_sessions)]
     server = AgentServer("127.0.0.1", model="m")
     async with server.listening():
         started = time.monotonic()

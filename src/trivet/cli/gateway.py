@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from trivet.client.inference_client import InferenceClient
 from trivet.config.schema.inference import ClientConfig
-from trivet.environments.apis.agents.asker import ServerAsker
+from trivet.environments.apis.agents.completion_client import CompletionClient
 from trivet.environments.apis.agents.server import AgentServer, has_key
 from trivet.environments.apis.agents.session import AgentSession, SessionLimits
 from trivet.environments.apis.turns import to_samples
@@ -83,7 +83,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     key = secrets.token_urlsafe(24)
     write_atomically(arguments.key_file, f"{key}\n".encode(), is_private=True)
     fields = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
-    asker = ServerAsker(
+    completions = CompletionClient(
         settings=HostSettings(env_id="agent", name="gateway", args={}, model_name=model, servers=client.access),
         environ=os.environ,
         sampling=SamplingArguments(temperature=arguments.temperature, fields=fields),
@@ -93,7 +93,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     with arguments.output.open("ab", buffering=0) as output:
         async with asyncio.TaskGroup() as following:
             gateway = _Gateway(
-                asker=asker,
+                completions=completions,
                 limits=SessionLimits(
                     max_turns=arguments.max_turns, max_tokens=arguments.max_session_tokens, timeout_s=arguments.timeout
                 ),
@@ -113,7 +113,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
 class _Gateway:
     """The sessions of a gateway."""
 
-    asker: ServerAsker
+    completions: CompletionClient
     """What the sessions ask; each has a seed of its own."""
     limits: SessionLimits
     output: BinaryIO
@@ -131,7 +131,7 @@ class _Gateway:
             raise HTTPException(401, "the key of the gateway is needed")
         self.num_sessions += 1
         number = self.num_sessions
-        session = AgentSession(replace(self.asker, seed=number).complete, self.limits)
+        session = AgentSession(replace(self.completions, seed=number).complete, self.limits)
         self.following.create_task(self._follow(session, number), name=f"session-{number}")
         base_url = self.agents.address(session)
         told = {"base_url": f"{base_url}/v1", "anthropic_base_url": base_url, "reward_url": f"{base_url}/reward"}
@@ -152,7 +152,7 @@ class _Gateway:
     def _write(self, session: AgentSession, number: int, *, failure: str) -> None:
         turns = session.delivered()
         samples, _ = to_samples(
-            [recorded.turn for recorded in turns], temperature=self.asker.sampling.temperature, strategy="interleaved"
+            [recorded.turn for recorded in turns], temperature=self.completions.sampling.temperature, strategy="interleaved"
         )
         record = {
             "id": number,

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from trivet.environments.apis.agents.asker import OVERLONG, ServerAsker
+from trivet.environments.apis.agents.completion_client import OVERLONG, CompletionClient
 from trivet.environments.apis.agents.server import AgentServer, read_reward
 from trivet.environments.apis.agents.session import AgentSession, RecordedTurn, SessionLimits
 from trivet.environments.apis.groups import Stage, StageBoard, limit_time, play_group
@@ -161,7 +161,7 @@ class AgentHost:
         """Run the program once; raises RolloutFailed if it reports no reward."""
         started = time.monotonic()
         arguments = self._arguments
-        asker = ServerAsker(
+        completions = CompletionClient(
             settings=self._settings,
             environ=self._environ,
             sampling=request.sampling,
@@ -169,7 +169,7 @@ class AgentHost:
             seed=rollout_seed(request, index),
         )
         limits = SessionLimits(max_turns=arguments.max_turns, max_tokens=arguments.max_tokens, timeout_s=arguments.timeout_s)
-        session = AgentSession(asker.complete, limits)
+        session = AgentSession(completions.complete, limits)
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
             directory = Path(folder)
             async with self._server.serving(session) as address:

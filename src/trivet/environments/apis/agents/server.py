@@ -116,14 +116,14 @@ class AgentServer:
 
     async def _answer(self, request: Request, *, form: Format) -> Response:
         session = self._find(request)
-        asked = await _read(request, form.read)
-        asking = session.ask(asked, is_retry=request.headers.get(_RETRY_HEADER, "0") != "0")
+        model_request = await _read(request, form.read)
+        pending_call = session.ask(model_request, is_retry=request.headers.get(_RETRY_HEADER, "0") != "0")
         try:
-            call = await _unless_disconnected(request, asking)
+            call = await _unless_disconnected(request, pending_call)
         except RolloutFailed as exc:
             raise HTTPException(503 if exc.is_infrastructure else 400, str(exc)) from exc
         answer = form.write(call.answer.result().reply)
-        if asked.is_streamed:
+        if model_request.is_streamed:
             parts = [event.encode() for event in form.events(answer)]
             return StreamingResponse(_deliver(parts, request, call), media_type="text/event-stream")
         content = json.dumps(answer).encode()
@@ -196,19 +196,19 @@ def _end_unheard(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _unless_disconnected(request: Request, asking: Coroutine[Any, Any, ModelCall]) -> ModelCall:
+async def _unless_disconnected(request: Request, pending_call: Coroutine[Any, Any, ModelCall]) -> ModelCall:
     """Wait for an answer. Raises ClientDisconnect if the client goes away before."""
-    answer = asyncio.ensure_future(asking)
-    gone = asyncio.ensure_future(request.receive())  # the body was read: what comes next is the end of the connection
+    answer = asyncio.ensure_future(pending_call)
+    disconnected = asyncio.ensure_future(request.receive())  # the body was read: what comes next is the end of the connection
     try:
-        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([answer, disconnected], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             raise ClientDisconnect
         return answer.result()
     finally:
         answer.cancel()
-        gone.cancel()
-        await asyncio.gather(answer, gone, return_exceptions=True)
+        disconnected.cancel()
+        await asyncio.gather(answer, disconnected, return_exceptions=True)
 
 
 async def _deliver(parts: Sequence[bytes], request: Request, call: ModelCall) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""Asks an inference server for the completions of agents, with the tokens that are trained on."""
+"""Requests the completions of agents from an inference server, with the tokens that are trained on."""
 
 import functools
 import ssl
@@ -21,8 +21,8 @@ OVERLONG = "OverlongPrompt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAsker:
-    """Asks for the completions of one rollout. The sampling of the run holds, not the agent's.
+class CompletionClient:
+    """Requests the completions of one rollout. The run decides how to sample, not the agent.
 
     Every request has a connection of its own: to open one takes less time than to find a free one among those of all rollouts.
     """
@@ -33,8 +33,8 @@ class ServerAsker:
     base_url: str
     seed: int | None
 
-    async def complete(self, asked: ModelRequest, number: int, known: Sequence[int]) -> dict[str, Any]:
-        """Return the JSON of a chat completion; see `session.Complete`. The lower limit of tokens counts.
+    async def complete(self, request: ModelRequest, number: int, known: Sequence[int]) -> dict[str, Any]:
+        """Return the JSON of a chat completion; see `session.Complete`. The lower of both token limits applies.
 
         Raises:
             RolloutFailed: the server cannot be reached, or refused.
@@ -42,10 +42,10 @@ class ServerAsker:
         settings = self.settings
         seed = None if self.seed is None else later_seed(self.seed, "turn", number)
         arguments = request_arguments(self.sampling, seed=seed)
-        body: dict[str, Any] = {"model": settings.model_name, "messages": asked.messages, **arguments.pop("extra_body")}
+        body: dict[str, Any] = {"model": settings.model_name, "messages": request.messages, **arguments.pop("extra_body")}
         body |= {name: value for name, value in arguments.items() if value is not None}
-        body |= {name: value for name, value in (("tools", asked.tools), ("stop", asked.stop)) if value}
-        if limits := [limit for limit in (body.get("max_tokens"), asked.max_tokens) if limit is not None]:
+        body |= {name: value for name, value in (("tools", request.tools), ("stop", request.stop)) if value}
+        if limits := [limit for limit in (body.get("max_tokens"), request.max_tokens) if limit is not None]:
             body["max_tokens"] = min(limits)
         if known and settings.trajectory_strategy == "interleaved":
             body["known_token_ids"] = list(known)
