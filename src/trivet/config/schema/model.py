@@ -211,8 +211,8 @@ class TrainerModelConfig(Section):
         if self.ac_offloading is not None and self.ac is None:
             yield ("ac_offloading keeps what checkpointed blocks start from: add ac, e.g. [trainer.model.ac] freq = 1")
         if self.ep > 1 and self.dp_replicate > 1:
-            yield f"ep ({self.ep}) spreads experts of one copy of the model, and dp_replicate is {self.dp_replicate}; set one to 1"
+            yield f"ep ({self.ep}) distributes experts of one copy, and dp_replicate is {self.dp_replicate}; set one to 1"
         if self.ep > 1 and self.lora is not None:
-            yield f"ep ({self.ep}) spreads trained experts, and an adapter leaves experts as they are; remove ep"
+            yield f"ep ({self.ep}) distributes trained experts, and an adapter leaves experts as they are; remove ep"
         if self.fsdp_cpu_offload and self.optim_cpu_offload:
             yield ("fsdp_cpu_offload keeps the optimizer's state in main memory too: set it or optim_cpu_offload, not both")

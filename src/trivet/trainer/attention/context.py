@@ -69,7 +69,7 @@ class ContextGroup:
         """
         return _ShareScores.apply(scores, own, len(row.predictors_N), self.group)
 
-    def around(self, attend: PackedAttention) -> PackedAttention:
+    def divide_attention(self, attend: PackedAttention) -> PackedAttention:
         """Return an attention over the tokens of a slice, made from `attend` over whole rows. Collective over the group.
 
         Shapes are those of `attention.packed`. Where there are fewer key heads than ranks, or their numbers do not divide, keys and

@@ -142,15 +142,15 @@ def register_attention(
     dtype: torch.dtype,
     has_special_scores: bool = False,
     heads: HeadDims,
-    around: Callable[[PackedAttention], PackedAttention] | None = None,
+    divide_attention: Callable[[PackedAttention], PackedAttention] | None = None,
 ) -> str:
     """Register the configured attention with transformers and return its name there.
 
     Transformers builds no mask for a name without a mask function, so none is registered.
 
     Args:
-        around: makes the attention of a whole row one of this rank's slice (`attention.context`). Other arguments are those of
-            `choose_attention`.
+        divide_attention: makes the attention of a whole row one of this rank's slice (`attention.context`). Other arguments are
+            those of `choose_attention`.
     """
     refused: set[str] = set()
     while True:
@@ -190,9 +190,9 @@ def register_attention(
             return _sdpa_packed_uncompiled(*tensors, dropout=dropout, **options)
         return function(*tensors, **options)
 
-    if around is not None:
+    if divide_attention is not None:
         name = "sliced"
-    AttentionInterface.register(_NAME_PREFIX + name, around(attend_packed) if around else attend_packed)
+    AttentionInterface.register(_NAME_PREFIX + name, divide_attention(attend_packed) if divide_attention else attend_packed)
     return _NAME_PREFIX + name
 
 

@@ -11,12 +11,13 @@ from trivet.trainer.rows import RowTensors
 
 
 def corrected_loss(scores: TokenScores, row: RowTensors, *, config: ImportanceLossConfig | DecoupledLossConfig) -> RowLoss:
-    """Compute - sum of sg(w) * A * logprob, or `decoupled`: - sum of sg(w) * min(u * A, clip(u, 1 - clip_low, 1 + clip_high) * A).
+    """Compute minus the sum of sg(w) * A * logprob, or of sg(w) * min(u * A, clip(u, 1 - clip_low, 1 + clip_high) * A).
 
-    w is the preset's weight of a policy to the sampler, and `normalization` selects the divisor. In `importance` that policy is the
-    trainer's. In `decoupled` it is the proximal policy, from which the first update of the batch started, and u = policy /
-    proximal policy. So at the first update u = 1, and both losses have the same gradient. Later updates of the batch
-    (trainer.num_iterations) are clipped around the proximal policy, not around the older sampler.
+    The first is `importance`, the second `decoupled`. w is the preset's weight of a policy to the sampler, and `normalization`
+    selects the divisor. In `importance` that policy is the trainer's. In `decoupled` it is the proximal policy, from which the
+    first update of the batch started, and u = policy / proximal policy. So at the first update u = 1, and both losses have the
+    same gradient. Later updates of the batch (trainer.num_iterations) are clipped around the proximal policy, not around the
+    older sampler.
 
     Bias: unbiased on policy. Off policy, token weights leave out the ratios of earlier tokens; a product over the sample is exact
     for samples of one length. Truncation, masks and clips bias towards the sampling policy and bound the variance.

@@ -51,7 +51,7 @@ _MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossConfig) -> RowLoss:
-    """Compute - sum over kept tokens of sg(rho * (adv_tau * A + teacher_tau * (teacher - logprob) - kl_tau * d)) * logprob.
+    """Compute minus the sum over kept tokens of sg(rho * (adv_tau * A + teacher_tau * (teacher - logprob) - kl_tau * d)) * logprob.
 
     With ratio_type `token`, rho = r and the step divides by its loss tokens, masked ones included. With `sequence`, rho is
     the clipped product over the sample, each sample's sum is divided by its own number of loss tokens, and the step divides
@@ -108,7 +108,7 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
 
 
 def grpo_loss(scores: TokenScores, row: RowTensors, *, config: GrpoLossConfig) -> RowLoss:
-    """Compute - sum of min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), with gradient through r where the minimum has one.
+    """Compute minus the sum of min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), with gradient where the minimum has one.
 
     `normalization` selects the divisor of the sum. With `sample`, tokens of long samples weigh less than tokens of short samples,
     a bias that Dr. GRPO removes with a constant length.
@@ -128,7 +128,7 @@ def grpo_loss(scores: TokenScores, row: RowTensors, *, config: GrpoLossConfig) -
 
 
 def sapo_loss(scores: TokenScores, row: RowTensors, *, config: SapoLossConfig) -> RowLoss:
-    """Compute - sum of 4 / tau * sigmoid(tau * (r - 1)) * A, tau = tau_pos where A > 0, else tau_neg.
+    """Compute minus the sum of 4 / tau * sigmoid(tau * (r - 1)) * A, tau = tau_pos where A > 0, else tau_neg.
 
     The gradient of a token is weighted by 4 * sigmoid * (1 - sigmoid), which is 1 at r = 1 and falls smoothly on both sides.
 
@@ -173,7 +173,7 @@ def cov_loss(scores: TokenScores, row: RowTensors, *, config: ClipCovLossConfig 
 
 
 def cispo_loss(scores: TokenScores, row: RowTensors, *, config: CispoLossConfig) -> RowLoss:
-    """Compute - sum of sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logprob, over the step's loss tokens.
+    """Compute minus the sum of sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logprob, over the step's loss tokens.
 
     Bias: unbiased on policy. Off policy it is biased by the ratios of earlier tokens, which are left out, and by the clip;
     unlike with PPO every token keeps a gradient.
@@ -184,7 +184,7 @@ def cispo_loss(scores: TokenScores, row: RowTensors, *, config: CispoLossConfig)
 
 
 def aipo_loss(scores: TokenScores, row: RowTensors, *, config: AipoLossConfig) -> RowLoss:
-    """Compute - sum of sg(min(r, clip_ratio)) * A * logprob, over the step's loss tokens.
+    """Compute minus the sum of sg(min(r, clip_ratio)) * A * logprob, over the step's loss tokens.
 
     Bias: as `cispo_loss` without a lower bound; the truncation from above is that of V-trace and bounds the variance.
 
@@ -194,7 +194,7 @@ def aipo_loss(scores: TokenScores, row: RowTensors, *, config: AipoLossConfig) -
 
 
 def _weighted_loss(scores: TokenScores, row: RowTensors, *, low: float, high: float) -> RowLoss:
-    """Compute - sum of sg(clip(r, low, high)) * A * logprob, without any masked token."""
+    """Compute minus the sum of sg(clip(r, low, high)) * A * logprob, without any masked token."""
     ratios = make_ratios(scores, row)
     weight_N = ratios.ratio_N.clamp(min=low, max=high)
     loss_N = -weight_N * row.advantages_N * scores.logprobs_N
@@ -304,7 +304,7 @@ def _regularize(loss: Loss, config: PolicyLossConfig) -> Loss:
 
 
 def cross_entropy(scores: TokenScores, row: RowTensors) -> RowLoss:
-    """Compute - log-probability of each loss token: the loss of supervised fine-tuning."""
+    """Compute minus the log-probability of each loss token: the loss of supervised fine-tuning."""
     loss_N = -scores.logprobs_N
     values: dict[str, torch.Tensor | Selected] = {"loss": loss_N.detach(), "entropy": scores.entropies_N.detach()}
     return RowLoss({LossUnit.TOKEN: loss_N.sum()}, values, {LossUnit.TOKEN: loss_N.detach()})

@@ -28,7 +28,7 @@ _MIN_SEQUENCE_LOG_RATIO = math.log(1e-8)
 
 
 def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig | LuspoLossConfig) -> RowLoss:
-    """Compute - sum over samples of min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean of d over the sample).
+    """Compute minus the sum over samples of min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean d of a sample).
 
     The step divides by its samples. In GSPO each sample weighs the same; LUSPO multiplies each by its number of loss tokens.
 
@@ -50,7 +50,7 @@ def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig | 
 
 
 def gmpo_loss(scores: TokenScores, row: RowTensors, *, config: GmpoLossConfig) -> RowLoss:
-    """Compute - sum over samples of A * exp(mean of c), c = d bounded by clip_high where A > 0, and by -clip_low where A < 0.
+    """Compute minus the sum over samples of A * exp(mean of c), c = d bounded by clip_high where A > 0, by -clip_low where A < 0.
 
     The step divides by its samples. A clipped token has no gradient of its own, and its ratio stays in the sample's mean.
 
@@ -69,7 +69,7 @@ def gmpo_loss(scores: TokenScores, row: RowTensors, *, config: GmpoLossConfig) -
 
 
 def vespo_loss(scores: TokenScores, row: RowTensors, *, config: VespoLossConfig) -> RowLoss:
-    """Compute - sum of sg(w^k * exp(lambda * (1 - w))) * A * logprob over the step's loss tokens, w = exp(sum of d).
+    """Compute minus the sum of sg(w^k * exp(lambda * (1 - w))) * A * logprob over the step's loss tokens, w = exp(sum of d).
 
     w is the product of the sample's ratios. k and lambda are those of the sign of A. The weight is 1 at w = 1, largest at
     w = k / lambda, and falls to 0 on both sides.

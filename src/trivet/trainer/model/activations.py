@@ -40,7 +40,7 @@ class ActivationOffload:
         self._inflight: deque[_Kept] = deque()
         self._last: weakref.ref[_Kept] | None = None
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_block(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `forward`, so that tensors that autograd saves in it are kept in main memory."""
 
         def run(*args: Any, **kwargs: Any) -> Any:

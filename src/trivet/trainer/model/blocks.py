@@ -80,7 +80,7 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
         _checkpoint(checkpointed, config.ac)
     if offload is not None:
         for block in checkpointed:
-            block.forward = offload.around(block.forward)
+            block.forward = offload.wrap_block(block.forward)
     if config.ac is not None:
         logger.info(
             "activation checkpointing mode=%s blocks=%s of %s keep=%s",

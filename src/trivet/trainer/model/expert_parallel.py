@@ -56,7 +56,7 @@ def spread_experts(causal_lm: PreTrainedModel, mesh: DeviceMesh, *, name: str) -
     found = [experts for module in causal_lm.modules() if (experts := find_experts(module)) is not None]
     if not found:
         raise ConfigError(
-            f"model.ep = {num_parts} spreads experts, and model.name = {name!r} has none that can be spread; remove model.ep"
+            f"model.ep = {num_parts} distributes experts, and model.name = {name!r} has none to distribute; remove model.ep"
         )
     for experts in found:
         num_experts = int(experts.num_experts)  # type: ignore[arg-type]  transformers' modules have it
@@ -69,11 +69,11 @@ def spread_experts(causal_lm: PreTrainedModel, mesh: DeviceMesh, *, name: str) -
             part = torch.empty(num_experts // num_parts, *stack.shape[1:], dtype=stack.dtype, device="meta")
             spread = DTensor.from_local(part, part_mesh, [Shard(0)], run_check=False)
             setattr(experts, key, torch.nn.Parameter(spread, requires_grad=stack.requires_grad))
-        experts.forward = _compute_apart(experts, experts.forward, part_mesh)
+        experts.forward = _exchange_tokens(experts, experts.forward, part_mesh)
     return found
 
 
-def _compute_apart(experts: torch.nn.Module, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+def _exchange_tokens(experts: torch.nn.Module, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
     """Wrap `forward` so that it computes this rank's experts for the tokens of all ranks of the group."""
     group, num_parts = mesh.get_group(), mesh.size()
     num_experts = int(experts.num_experts)  # type: ignore[arg-type]

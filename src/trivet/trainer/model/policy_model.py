@@ -204,7 +204,7 @@ def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool
             dtype=compute_dtype,
             has_special_scores=has_softcap or any(name.endswith(".sinks") for name, _ in causal_lm.named_parameters()),
             heads=HeadDims.from_config(causal_lm.config),
-            around=world.context.around if world.context else None,
+            divide_attention=world.context.divide_attention if world.context else None,
         )
     causal_lm.config._attn_implementation = attention
     logit_rule = find_logit_rule(causal_lm, name=config.name)

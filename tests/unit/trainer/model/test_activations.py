@@ -60,7 +60,7 @@ def chain(offload: ActivationOffload | None, *, seed: int = 0) -> list[torch.Ten
             assert isinstance(out, torch.Tensor)
             return out
 
-        hidden = (offload.around(run) if offload else run)(hidden)
+        hidden = (offload.wrap_block(run) if offload else run)(hidden)
     hidden.sum().backward()
     return [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
 
@@ -93,7 +93,7 @@ def test_small_tensors_stay() -> None:
 def test_a_second_step_starts_anew_after_one_without_a_backward_pass() -> None:
     transfers = FakeTransfers()
     offload = ActivationOffload(transfers, max_inflight=1, min_bytes=1)
-    offload.around(lambda x: x.sigmoid().square())(torch.randn(4, 8, requires_grad=True))
+    offload.wrap_block(lambda x: x.sigmoid().square())(torch.randn(4, 8, requires_grad=True))
     for gradient, expected in zip(chain(offload), chain(None), strict=True):
         assert torch.equal(gradient, expected)
 
@@ -115,7 +115,7 @@ def test_a_gpu_copies_while_it_computes() -> None:
                 assert isinstance(out, torch.Tensor)
                 return out
 
-            hidden = (offload.around(run) if around else run)(hidden)
+            hidden = (offload.wrap_block(run) if around else run)(hidden)
         hidden.sum().backward()
         return [weight.grad.clone() for weight in weights if weight.grad is not None]
 
