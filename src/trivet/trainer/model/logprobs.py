@@ -242,7 +242,9 @@ class _ChunkedHead(torch.autograd.Function):
             grad_hidden.append(grad_outputs_CV @ weight_VH)
             if not ctx.needs_input_grad[1]:
                 continue
-            part_VH = _multiply(grad_outputs_CV.T, hidden_CH, dtype=head.product_dtype).to(log_totals_N.dtype)
+            part_VH = _multiply(grad_outputs_CV.T, hidden_CH, dtype=head.product_dtype)
+            if len(hidden_CH) < len(hidden_NH):  # the products of several chunks are summed in float32
+                part_VH = part_VH.to(log_totals_N.dtype)
             grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
         grad_master_VH = None if grad_weight_VH is None else grad_weight_VH.to(ctx.master_dtype)
         return torch.cat(grad_hidden), grad_master_VH, None, None, None
