@@ -66,6 +66,48 @@ def test_a_token_changes_nothing_outside_its_sample(tiny_model: Path, make_learn
     assert not torch.equal(before[1], after[1])
 
 
+@pytest.mark.parametrize("num_keys_before", [0, 10], ids=["samples alone", "a shared prefix"])
+@pytest.mark.parametrize("window", [None, 3], ids=["all keys", "a window"])
+def test_segments_of_like_lengths_are_computed_at_once_as_each_alone(
+    num_keys_before: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, path = [5, 9, 7, 40], [0] if num_keys_before else []
+    segments = Segments.from_paths([10, *lengths], [[], *[path] * 4], device=CPU)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, 71, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    query, key, value = tensors
+    calls: list[int] = []
+
+    def count(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(len(query))
+        return scaled_dot_product_attention(query, *args, **kwargs)
+
+    monkeypatch.setattr(packed, "scaled_dot_product_attention", count)
+    found = sdpa_packed(torch.nn.Identity(), query, key, value, None, segments=segments, sliding_window=window)[0]
+    assert sorted(calls) == ([1, 1, 3] if num_keys_before else [1, 4])
+    start, outputs = 0, []
+    for length, prefix in zip([10, *lengths], [0, *[num_keys_before] * 4], strict=True):
+        keys = [*range(prefix), *range(start, start + length)]
+        place = torch.arange(length)[:, None] + prefix - torch.arange(length + prefix)
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, start : start + length],
+                key[:, :, keys],
+                value[:, :, keys],
+                attn_mask=(place >= 0) & (place < (window or 100)),
+                enable_gqa=True,
+            )
+        )
+        start += length
+    expected = torch.cat(outputs, dim=2).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(expected.shape, generator=generator)
+    for own, other in zip(
+        *(torch.autograd.grad((output * weights).sum(), tensors) for output in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(own, other)
+
+
 @pytest.mark.parametrize("paths", [[[], []], [[], [0]]], ids=["samples alone", "a shared prefix"])
 def test_keys_have_as_many_heads_as_queries_for_the_kernels_of_a_gpu(
     paths: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -80,7 +122,7 @@ def test_keys_have_as_many_heads_as_queries_for_the_kernels_of_a_gpu(
     monkeypatch.setattr(packed, "scaled_dot_product_attention", record)
     tensors = [torch.empty(1, count, 7, 8, device=meta) for count in (4, 2, 2)]
     sdpa_packed(torch.nn.Identity(), *tensors, None, segments=Segments.from_paths([4, 3], paths, device=meta))
-    assert heads == [(4, 4, False)] * 2
+    assert heads == [(4, 4, False)] * (2 if paths[1] else 1)
 
 
 @pytest.mark.parametrize("attn", ["flash_varlen", "flash_attention_2", "flash_attention_3"])
