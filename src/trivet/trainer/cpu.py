@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 _MIN_ROW_TOKENS = 1024
 """Least tokens of a lane's row: each row adds its gradients to all parameters once, even if it has few tokens."""
+_ADDED_AT_ONCE = 1 << 17
+"""Values of a gradient that are added at one time. Torch casts them to the parameter's dtype first, and this many casts stay in the
+cache of a core: with 2 MiB of cache, SmolLM2's gradients take a third less time than in one piece."""
 
 LaneRow = TypeVar("LaneRow")
 Result = TypeVar("Result")
@@ -78,11 +81,13 @@ class MasterCasts(TorchFunctionMode):
     def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
-        self._lock = threading.Lock()
         self._values: dict[torch.Tensor, torch.Tensor] = {}
         """The newest cast of each parameter, without a graph."""
         self._versions = {p: -1 for p in parameters if p.is_floating_point() and p.dtype != dtype}
         """The version counter of each parameter when it was cast; -1: it was never cast."""
+        self._lock = threading.Lock()
+        self._locks = {p: threading.Lock() for p in self._versions}
+        """The lock of each parameter's gradient, so that lanes wait for each other only where they add to the same one."""
         self._thread = threading.local()
         """Its `casts` are the casts in this thread's graph, by parameter."""
 
@@ -103,7 +108,7 @@ class MasterCasts(TorchFunctionMode):
             return value
         casts = self._thread.casts
         if value not in casts:
-            casts[value] = _Cast.apply(value, self._values[value], self._lock)
+            casts[value] = _Cast.apply(value, self._values[value], self._locks[value])
         return casts[value]
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -128,5 +133,8 @@ class _Cast(torch.autograd.Function):
             if ctx.parameter.grad is None:
                 ctx.parameter.grad = grads[0].to(ctx.parameter.dtype)
             else:
-                ctx.parameter.grad.add_(grads[0])
+                total, added = torch.atleast_1d(ctx.parameter.grad, grads[0])
+                size = max(1, _ADDED_AT_ONCE * len(total) // max(1, total.numel()))
+                for part, added_part in zip(total.split(size), added.split(size), strict=True):
+                    part.add_(added_part)
         return None, None, None

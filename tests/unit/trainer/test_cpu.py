@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.model import TrainerModelConfig
+from trivet.trainer import cpu
 from trivet.trainer.cpu import Lanes, MasterCasts
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.ranks.world import World, gather_tensor
@@ -121,7 +122,11 @@ def test_blocks_are_computed_again_in_the_dtype_of_the_first_time(tiny_model: Pa
         assert (gather_tensor(parameter.grad) - ours).norm() <= 0.05 * ours.norm() + 1e-6
 
 
-def test_modules_compute_with_casts_and_parameters_get_their_gradients() -> None:
+@pytest.mark.parametrize("added_at_once", [7, 1 << 17], ids=["a part at a time", "at once"])
+def test_modules_compute_with_casts_and_parameters_get_their_gradients(
+    added_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_ADDED_AT_ONCE", added_at_once)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
     config = LlamaConfig(vocab_size=50, pad_token_id=3, tie_word_embeddings=True, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
