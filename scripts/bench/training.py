@@ -82,22 +82,24 @@ def make_items(count: int, *, length: int, vocab_size: int) -> list[PackItem]:
     ]
 
 
-def time_steps(step: Callable[[], object], *, repeats: int) -> Seconds:
-    """Return the seconds of each repeat, after the warm-up."""
+def time_steps(step: Callable[[], object], *, repeats: int, clock: Callable[[], float] = time.perf_counter) -> Seconds:
+    """Return the seconds of each repeat, after the warm-up, by `clock`."""
     seconds: Seconds = []
     for _ in range(WARM_UP + repeats):
-        started = time.perf_counter()
+        started = clock()
         step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(clock() - started)
     return seconds[WARM_UP:]
 
 
-def matmul_flops(dtype: torch.dtype, device: torch.device, *, size: int = 2048) -> float:
-    """Return the operations per second of the best of several large products."""
+def matmul_flops(
+    dtype: torch.dtype, device: torch.device, *, size: int = 2048, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the operations per second, by `clock`, of the best of several large products."""
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / min(time_steps(lambda: a @ b, repeats=10))
+    return 2 * size**3 / min(time_steps(lambda: a @ b, repeats=10, clock=clock))
 
 
 def make_our_learner(model_name: str, dtype: ComputeDtype, world: World, *, seq_len: int = ROW_TOKENS) -> Learner:

@@ -7,12 +7,15 @@ it. TRL's is its own loop with its fastest settings on a CPU: generation of all 
 
     pip install --target DIRECTORY --no-deps trl==1.16.0
     uv run python scripts/bench/whole_step.py --trl DIRECTORY --model models/smollm2 [--dtype float32] [--completions 64]
-        [--length 64] [--repeats 5] [--rounds 1]
+        [--length 64] [--repeats 5] [--rounds 1] [--at-once 32]
 
 The sides take turns, each in processes of its own. Seconds are from the end of a step to the end of the next, medians over all
 repeats after the warm-up. The last line is one JSON object. `trl_*` is TRL with float32 weights, `trl_bfloat16_*` with bfloat16
 weights and moments, which lose small updates; `ratio_to_*` is tokens trained a second, ours over TRL's. `ours_limit_s` is what
 our step's products take at the rate of large matrix products, which is measured between the sides.
+
+`*_cpu_s` are the processor's seconds of a step, over all processes, `cpu_ratio_to_*` the tokens trained in one of them, and
+`ours_limit_cpu_s` those of the products. On a machine with other work these say more than seconds, which then depend on that work.
 """
 
 import argparse
@@ -49,8 +52,6 @@ TRL_WARM_UP = 1
 """Its steps are all alike after the first."""
 TIMEOUT_S = 3600
 POLL_INTERVAL_S = 0.2
-AT_ONCE = 32
-"""Samples of a device batch of TRL's."""
 SIDES = {"bfloat16": ("ours", "trl_float32", "trl_bfloat16"), "float32": ("ours", "trl_float32")}
 """By the dtype that ours computes in. Bfloat16 is not TRL's fastest where the processor emulates it."""
 TRL_SETTINGS: dict[str, Any] = {
@@ -119,8 +120,8 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
             callbacks=[clock],
             args=GRPOConfig(
                 output_dir=scratch,
-                per_device_train_batch_size=min(args.completions, AT_ONCE),
-                gradient_accumulation_steps=max(1, args.completions // AT_ONCE),
+                per_device_train_batch_size=min(args.completions, args.at_once),
+                gradient_accumulation_steps=max(1, args.completions // args.at_once),
                 num_generations=GROUP_SIZE,
                 max_completion_length=args.length,
                 generation_kwargs={"min_new_tokens": args.length},
@@ -136,6 +137,7 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
         "parts": {"generation": statistics.median(generation_s[TRL_WARM_UP:])},
         "tokens": statistics.median(num_tokens[TRL_WARM_UP:]),
         "cores_busy": busy,
+        "cpu_s": busy * statistics.mean(clock.seconds),
         "peak_rss_gib": peak_memory_gib(torch.device("cpu")),
     }
 
@@ -179,8 +181,10 @@ def measure_ours(
     first, last = marks[0], max(marks, key=lambda mark: mark[1])
     usage = {"cores_busy": (last[1] - first[1]) / (last[0] - first[0]), "peak_rss_gib": marks[-1][2] / 2**30}
     parts = ("wait_for_batch", "forward_backward", "optimizer", "wait_for_policy")
+    seconds = [later["time"] - earlier["time"] for earlier, later in zip(steps[WARM_UP - 1 :], measured, strict=False)]
     return usage | {
-        "seconds": [later["time"] - earlier["time"] for earlier, later in zip(steps[WARM_UP - 1 :], measured, strict=False)],
+        "seconds": seconds,
+        "cpu_s": usage["cores_busy"] * statistics.mean(seconds),
         "parts": {part: statistics.median(step.get(f"time/{part}", 0.0) for step in measured) for part in parts},
         "tokens": statistics.median(step["perf/throughput"] * step["time/step"] for step in measured),
         "flops": count_flops(args, computed_tokens=statistics.median(step["perf/computed_tokens"] for step in measured)),
@@ -235,7 +239,8 @@ def measure_side(side: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one side in a process of its own."""
     if side == "ours":
         return measure_ours(args)
-    words = [f"--{name}={getattr(args, name)}" for name in ("model", "dtype", "completions", "length", "repeats")]
+    names = ("model", "dtype", "completions", "length", "repeats", "at_once")
+    words = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     command = [sys.executable, __file__, *words, f"--side={side}"]
     done = subprocess.run(command, env=trl_environment(args.trl), check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -251,6 +256,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=32, help="samples of a device batch of TRL's; fewer need less memory")
     parser.add_argument("--side", choices=SIDES["bfloat16"][1:], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
@@ -259,11 +265,12 @@ def main() -> None:
     if args.trl is None or not (args.trl / "trl").is_dir():
         parser.error("--trl names a directory with TRL in it: pip install --target DIRECTORY --no-deps trl==1.16.0")
     sides = SIDES[args.dtype]
-    rounds, rates = [], []
+    rounds, rates, cpu_rates = [], [], []
     for _ in range(args.rounds):
         taken = {}
         for side in sides:
             rates.append(matmul_flops(getattr(torch, args.dtype), torch.device("cpu")))
+            cpu_rates.append(matmul_flops(getattr(torch, args.dtype), torch.device("cpu"), clock=time.process_time))
             taken[side] = measure_side(side, args)
         rounds.append(taken)
     rate = statistics.median(rates)
@@ -277,12 +284,17 @@ def main() -> None:
             f"{side}_parts_s": {part: round(seconds, 3) for part, seconds in last["parts"].items()},
             f"{side}_tokens_per_s": round(last["tokens"] / medians[side], 1),
             f"{side}_cores_busy": round(last["cores_busy"], 2),
+            f"{side}_cpu_s": round(statistics.median(each[side]["cpu_s"] for each in rounds), 2),
             f"{side}_peak_rss_gib": round(max(each[side]["peak_rss_gib"] for each in rounds), 2),
         }
     ratios = {f"ratio_to_{side}": round(found["ours_tokens_per_s"] / found[f"{side}_tokens_per_s"], 3) for side in sides[1:]}
+    for side in sides[1:]:
+        ours, theirs = (rounds[-1][name]["tokens"] / found[f"{name}_cpu_s"] for name in ("ours", side))
+        ratios[f"cpu_ratio_to_{side}"] = round(ours / theirs, 3)
     found = {key.replace("trl_float32", "trl"): value for key, value in (found | ratios).items()}
     found |= {"ours_limit_s": round(rounds[-1]["ours"]["flops"] / rate, 3), "matmul_tflops": round(rate / 1e12, 3)}
-    config = {key: getattr(args, key) for key in ("model", "completions", "length", "repeats", "rounds")}
+    found["ours_limit_cpu_s"] = round(rounds[-1]["ours"]["flops"] / statistics.median(cpu_rates), 3)
+    config = {key: getattr(args, key) for key in ("model", "completions", "length", "repeats", "rounds", "at_once")}
     print(
         json.dumps(
             {
