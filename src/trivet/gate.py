@@ -28,7 +28,7 @@ class Gate:
         self._is_open = is_open
         self._expected = f"Bearer {token}".encode()
         # A web page can make its own name resolve to this address (DNS rebinding). Its Host header then has that foreign name.
-        self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()} if _is_loopback(host) else None
+        self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()} if is_loopback(host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with a refusal."""
@@ -55,7 +55,8 @@ class Gate:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is an address of the loopback interface, or the name of one."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

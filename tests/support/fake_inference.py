@@ -54,7 +54,7 @@ class FakeInference:
             case "GET", "/v1/models":
                 return httpx.Response(200, json={"object": "list", "data": [{"id": self.model}]})
             case "POST", "/update_weights":
-                return self._update(Path(body["weight_dir"]))
+                return self._fetch(body) if "sources" in body else self._update(Path(body["weight_dir"]))
             case "POST", "/reload_weights":
                 self.version, self.digest = 0, START_DIGEST
                 return httpx.Response(200, json={"status": "ok", "version": 0, "digest": START_DIGEST})
@@ -83,6 +83,10 @@ class FakeInference:
             return httpx.Response(409, json={"status": "error", "reason": str(exc)})
         self.version, self.digest = manifest.version, manifest.digest
         return httpx.Response(200, json={"status": "ok", "version": self.version, "digest": self.digest})
+
+    def _fetch(self, offer: dict[str, Any]) -> httpx.Response:
+        self.version, self.digest = offer["version"], offer["digest"]
+        return self._policy()
 
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
         sampled = self._script(body)

@@ -14,6 +14,7 @@ class FakeServers:
         self.at_fault: set[str] = set()
         """Servers that do not answer."""
         self.loaded: list[TargetPolicy] = []
+        self.sources: list[str] = []
 
     def pick(self, *, num_rollouts: int) -> str | None:
         if not self.roots:

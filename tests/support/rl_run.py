@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -70,10 +70,13 @@ class Run:
         self._log = directory / "rl.out"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *flags: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
+    def start(
+        self, *flags: str, environment: Mapping[str, str] = os.environ, prefix: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start the launcher. `prefix` is a command that runs the one that follows it, for example in a namespace."""
         environment = dict(environment) | {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "trivet.launcher.commands.rl", "@", str(self._config), *flags]
+            command = [*prefix, sys.executable, "-m", "trivet.launcher.commands.rl", "@", str(self._config), *flags]
             self.process = subprocess.Popen(
                 command,
                 env=environment,
@@ -121,7 +124,7 @@ class Run:
     def role(self, name: str) -> psutil.Process:
         """Return the process that the launcher started for a role."""
         assert self.process is not None
-        modules = {"inference": "trivet.inference.main", "orchestrator": "trivet.orchestrator.main"}
+        modules = {"inference": "trivet.inference.main", "orchestrator": "trivet.orchestrator.main", "origin": "trivet.origin"}
         module = modules.get(name, "trivet.trainer.ranks.starter")
         found = descendants_with(module, self.process.pid)
         assert found, f"no process of {name}: {self.output[-4000:]}"

@@ -32,7 +32,7 @@ from trivet.weights.publish import publish
 from trivet.wire.batches import Batch
 from trivet.wire.events import Event, Publish, Start, Train
 from trivet.wire.rollouts import Rollout
-from trivet.wire.versions import PolicyStatus, PolicyVersion, Step
+from trivet.wire.versions import FetchablePolicy, PolicyStatus, PolicyVersion, Step
 
 EXAMPLES = {"toy": [f"hash-{index}" for index in range(13)]}
 START_DIGEST = "start"
@@ -113,6 +113,12 @@ class SimulatedServer:
         await self._work(self._rng.uniform(0.1, 3.0) if self.load_s is None else self.load_s)
         self.status = PolicyStatus(version=manifest.version, digest=manifest.digest)
         await self._answer(300.0)
+        return self.status
+
+    async def fetch_weights(self, policy: FetchablePolicy) -> PolicyStatus:
+        await self._answer(300.0)
+        await self._work(self.load_s or 1.0)
+        self.status = PolicyStatus(version=policy.version, digest=policy.digest)
         return self.status
 
     async def sleep(self) -> None:

@@ -20,7 +20,7 @@ LAYERS = [
     {"secret", "gate", "step_directories"},
     {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints", "examples"},
     {"schedulers"},
-    {"evaluation", "inference", "trainer", "launcher"},
+    {"evaluation", "inference", "trainer", "origin", "launcher"},
     {"orchestrator", "dialects"},
     {"history"},
     {"view"},
@@ -28,7 +28,7 @@ LAYERS = [
 ]
 """Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
 
-ROLES = {"inference", "trainer", "orchestrator"}
+ROLES = {"inference", "trainer", "orchestrator", "origin"}
 WITHOUT_TORCH = [
     "config",
     "wire",

@@ -78,7 +78,7 @@ _MEASUREMENT_TIMES = (
 
 SERVER_MAY_CHANGE = (
     *("run", "output_dir", "log", "faults", "name", "server", "parallel", "gpu_memory_utilization", "sleep_while_training"),
-    *("cpu_kv_cache_gib", "max_num_seqs", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+    *("cpu_kv_cache_gib", "weight_cache", "max_num_seqs", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
     *("model.enforce_eager", "model.trust_remote_code"),
 )
 """Keys of a server that do not change what it samples. The launcher compares the other keys with the server's last configuration

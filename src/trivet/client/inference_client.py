@@ -20,7 +20,7 @@ from trivet.errors import ConfigError, InferenceError, InferenceTimeout, PolicyR
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.groups import server_root
-from trivet.wire.versions import PolicyStatus, VersionRun
+from trivet.wire.versions import FetchablePolicy, PolicyStatus, VersionRun
 
 _POLL_INTERVAL_S = 0.5
 """Seconds between two questions whether a server is ready."""
@@ -227,6 +227,17 @@ class InferenceClient:
         """
         body = {"weight_dir": str(directory.absolute())}  # noqa: ASYNC240  reads only the working directory
         return await self._ask("POST", "/update_weights", PolicyStatus, body=body, token=self._find_token())
+
+    async def fetch_weights(self, policy: FetchablePolicy) -> PolicyStatus:
+        """Make the server fetch a published policy from its sources, and load it. It generates until it has all of the policy.
+
+        A large policy takes minutes. So the server answers every few seconds meanwhile, and each request has the usual time limit.
+        """
+        body = {**msgspec.structs.asdict(policy), "sources": [root for root in policy.sources if root != self.base_url]}
+        while True:
+            status = await self._ask("POST", "/update_weights", PolicyStatus, body=body, token=self._find_token())
+            if not status.is_fetching:
+                return status
 
     async def reload_weights(self) -> PolicyStatus:
         """Make the server go back to the start model, version 0."""

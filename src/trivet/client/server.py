@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trivet.client.inference_client import InferenceClient
 from trivet.errors import ForeignPolicy, InferenceError, InferenceTimeout
-from trivet.wire.versions import START_VERSION, PolicyStatus, PolicyVersion
+from trivet.wire.versions import START_VERSION, FetchablePolicy, PolicyStatus, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,8 @@ class TargetPolicy:
     """Digest of the policy's manifest. None for the start model until a server has reported its digest."""
     directory: Path | None
     """The directory of the published policy; None for the start model."""
+    offer: FetchablePolicy | None = None
+    """The same policy for a server that should fetch it; None if servers read `directory`."""
 
     def is_served(self, status: PolicyStatus) -> bool:
         """Return whether a server with `status` serves this policy. If the digest is None, only the version is compared."""
@@ -76,7 +78,9 @@ class Server:
                 if policy.is_served(status) and not status.asleep:
                     self.status = status
                     return status
-            if policy.directory is None:
+            if policy.offer is not None:
+                status = await self.client.fetch_weights(policy.offer)
+            elif policy.directory is None:
                 status = await self.client.reload_weights()
             else:
                 status = await self.client.update_weights(policy.directory)

@@ -24,12 +24,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from trivet.client.health import Resolve, ServerMonitor, resolve
 from trivet.client.inference_client import InferenceClient, ServerLoad
 from trivet.client.server import Server, TargetPolicy
 from trivet.config.schema.inference import ClientConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused, ServerGone
+from trivet.gate import is_loopback
 from trivet.key_names import key_name
 from trivet.wire.events import Event, Load, ServerDown, ServerUp
 from trivet.wire.versions import START_VERSION
@@ -54,6 +56,7 @@ class ServerPool:
         *,
         make_client: Callable[[str], InferenceClient],
         write_event: Callable[[Event], None],
+        origin: str | None = None,
         resolve: Resolve = resolve,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -62,10 +65,12 @@ class ServerPool:
 
         Args:
             make_client: makes the client of the server at an address.
+            origin: the address from which servers fetch policies; None if they read directories.
             resolve: looks up `client.elastic.hostname`.
         """
         self._config = config
         self._write_event = write_event
+        self._origin = origin
         self._clock = clock
         self._sleep = sleep
         self.target = TargetPolicy(version=START_VERSION, digest=None, directory=None)
@@ -94,6 +99,17 @@ class ServerPool:
     def roots(self) -> list[str]:
         """The addresses of the servers that take rollouts."""
         return [server.root for server in self.admitted]
+
+    @property
+    def sources(self) -> list[str]:
+        """The addresses from which a server can fetch a policy: of the origin and of admitted servers. Empty without an origin.
+
+        Before the first admission, the servers that answered at the start count. Addresses on loopback are left out, because they
+        lead other servers to themselves.
+        """
+        roots = self.roots or [server.root for server in self._answered]
+        peers = [root for root in roots if not is_loopback(urlsplit(root).hostname or "")]
+        return [self._origin, *peers] if self._origin is not None else []
 
     @property
     def no_server_s(self) -> float | None:

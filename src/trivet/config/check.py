@@ -195,6 +195,8 @@ def _node_problems(config: RLConfig) -> Iterator[str]:
         )
     if deployment.num_infer_nodes > 1 and inference is not None:
         yield from _spanning_problems(inference, deployment)
+    if config.trainer.weights.transport == "http":
+        yield f'{ROOT.weights.transport} = "http" is for runs of one node; remove it: the nodes share {ROOT.output_dir}'
     if config.teacher_inference is not None:
         yield (
             f'{at.type} = "multi_node" has no place for a teacher\'s server: start it yourself, name it in'

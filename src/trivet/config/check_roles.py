@@ -7,10 +7,12 @@ if the role has a configuration of its own.
 from collections.abc import Iterator, Mapping, Sequence
 from math import isclose, prod
 from typing import Any
+from urllib.parse import urlsplit
 
 from trivet.config.dump import literal
 from trivet.config.findings import ROOT, Key
 from trivet.config.masking import mask_table
+from trivet.config.resolve import LOCAL_HOSTS
 from trivet.config.schema.environment import (
     EnvConfig,
     EvalSamplingConfig,
@@ -109,7 +111,9 @@ def _trainer_problems(config: TrainerConfig, at: Key) -> Iterator[str]:
 
 
 def _sft_problems(config: SftConfig, at: Key) -> Iterator[str]:
-    """Yield the problems of the data of supervised fine-tuning."""
+    """Yield the problems of supervised fine-tuning: of its data, and of a way to servers that it does not have."""
+    if config.weights.transport != "files":
+        yield f"{at.weights.transport} ({config.weights.transport}) is for runs with servers; remove it"
     if not isinstance(config.data, FakeDataConfig):
         yield from _mixture_problems(config.data, at.data)
     elif config.max_steps is None:
@@ -143,6 +147,18 @@ def _mixture_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
         yield f"{at.probabilities} must sum to 1, got {' + '.join(map(str, chances))} = {sum(chances):g}; try [{scaled}]"
 
 
+def _origin_problems(config: OrchestratorConfig) -> Iterator[str]:
+    """Check that servers on other machines can reach the origin."""
+    url, at, client = config.weights.origin_url, ROOT.weights, config.client
+    urls = client.base_url if client.elastic is None else [client.elastic.source]
+    distant = [url for url in urls if urlsplit(url).hostname not in LOCAL_HOSTS]
+    if url is not None and urlsplit(url).hostname in LOCAL_HOSTS and distant:
+        yield (
+            f'{at.transport} = "http": the server {distant[0]} is on another machine and cannot fetch from {url}; set'
+            f" {at.origin.host} to an address of this machine, or to 0.0.0.0 and {at.origin.advertise} to its name"
+        )
+
+
 def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield the problems of an orchestrator."""
     batch, group, ratios, num_envs = config.batch_size, config.rollouts_per_example, config.buffer.env_ratios, len(config.env)
@@ -170,6 +186,7 @@ def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterato
         )
     if config.deterministic:
         yield from _deterministic_problems(config, at)
+    yield from _origin_problems(config)
     yield from _name_problems(config.env, at.env)
     if ratios is not None and len(ratios) != num_envs:
         labels = ", ".join(env.label for env in config.env)

@@ -63,6 +63,7 @@ RENAMED = {
     },
     "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
     "rollout_transport": "trainer.rollout_transport",
+    **{f"{role}weight_broadcast.type": f"{role}weights.transport" for role in _TRAINING_PREFIXES},
     **{f"{role}{section}.wandb": f"{role}wandb" for role in _TRAINING_PREFIXES for section in ("monitors", "tracking")},
     **{f"{role}resume.step": f"{role}ckpt.resume_step" for role in _TRAINING_PREFIXES},
     "trainer.enable_router_replay": "trainer.router_replay",
@@ -91,7 +92,7 @@ REFUSED = {
     **_with_prefixes(
         _SHARED_PREFIXES,
         ["weight_broadcast"],
-        "policies go to the servers as safetensors in weights/, which they load while they run; remove the key",
+        "weights.transport says how policies reach the servers; remove the key",
     ),
     "trainer.max_concurrent_runs": "a trainer trains one model; start a run for each",
     "orchestrator.optim": "set trainer.optim",
@@ -188,7 +189,7 @@ SINGLE_VALUES = {
     "trainer.val.data.type": "sft",
     **_with_prefixes(_TRAINING_PREFIXES, ["events.sign"], "false"),
     **_with_prefixes(_TRAINING_PREFIXES, ["rollout_transport.type"], "zmq"),
-    **_with_prefixes(_SHARED_PREFIXES, ["weight_broadcast.type"], "filesystem"),
+    "inference.weight_broadcast.type": "filesystem",
     "orchestrator.mask_env_responses": "true",
     **_with_prefixes(_EVAL_PREFIXES, ["per_rollout"], "false"),
     "orchestrator.buffer.skip_verification": "false",
@@ -293,6 +294,8 @@ def _current_value(kind: type[Section], entry: Entry) -> Entry:
     name, key, text = _full_name(kind, entry.path), find_key(kind, entry.path), str(entry.value)
     if name in SWITCHES and text.lower() in ("true", "false"):
         return replace(entry, value={} if text.lower() == "true" else None)
+    if name.endswith("weights.transport") and text == "filesystem":
+        return replace(entry, value="files")
     if name == "orchestrator.advantage" and text == "None":
         return replace(entry, path=(*entry.path, "type"), value="none")
     if key and key.shape is Shape.LIST and type(entry.value) is str and text != "None":

@@ -73,7 +73,9 @@ async def _run(plan: EvalPlan, console: Console) -> int:
     if plan.endpoint is not None and (key := plan.endpoint.literal_key):
         os.environ[KEY_VARIABLE] = key
     os.environ.update(direct_variables(os.environ, [url for url in plan.client.base_url if is_direct(url, os.environ)]))
-    servers = await connect(plan.client, environ=os.environ, weights_dir=config.weights_dir)
+    servers = await connect(
+        plan.client, environ=os.environ, weights_dir=config.weights_dir, weights_url=plan.origin.weights_url
+    )
     try:
         model_name, base_digest = await check_servers(plan, servers)
         settings = [

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,13 +25,14 @@ from trivet.evaluation.targets import PolicyOrigin, Target, complete_steps
 from trivet.process.lock import holder_of
 from trivet.process.proxies import is_direct
 from trivet.secret import find_secret
-from trivet.weights.manifest import read_manifest
+from trivet.weights.manifest import offer_policy
 from trivet.wire.groups import server_root
-from trivet.wire.versions import START_VERSION, PolicyStatus, PolicyVersion
+from trivet.wire.versions import START_VERSION, PolicyStatus
 
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.5
+_ORIGIN_TIMEOUT_S = 5.0
 _REPORT_INTERVAL_S = 10.0
 """Seconds between two log lines about a server that does not answer yet."""
 _START_POLICY = TargetPolicy(version=START_VERSION, digest=None, directory=None)
@@ -39,11 +40,14 @@ PLAIN_DIGEST = "unknown"
 """The digest that is recorded for the weights of a plain server, which reports none."""
 
 
-async def connect(config: ClientConfig, *, environ: Mapping[str, str], weights_dir: Path | None) -> "EvalServers":
+async def connect(
+    config: ClientConfig, *, environ: Mapping[str, str], weights_dir: Path | None, weights_url: str | None = None
+) -> "EvalServers":
     """Connect to the servers of `config`, all of which must answer.
 
     Args:
         weights_dir: has the published policies. It must have the policy that a server serves now, so that it can be restored.
+        weights_url: the address of the origin that serves them. If nothing answers there, servers read `weights_dir`.
 
     Raises:
         ConfigError: a server does not answer, trivet and plain servers are mixed, or a server's policy could not be restored.
@@ -79,11 +83,13 @@ async def connect(config: ClientConfig, *, environ: Mapping[str, str], weights_d
         if plain_urls:
             to_close.pop_all()
             return PlainServers(clients)
-        pool = ServerPool(config, make_client=make_client, write_event=lambda event: None)
+        origin = weights_url if weights_url is not None and await _is_up(make_client(weights_url)) else None
+        pool = ServerPool(config, make_client=make_client, write_event=lambda event: None, origin=origin)
         to_close.push_async_callback(pool.aclose)
         try:
             earlier_policies = {
-                client: _find_restorable_policy(client, await client.served_policy(), weights_dir) for client in clients
+                client: _find_restorable_policy(client, await client.served_policy(), weights_dir, sources=pool.sources)
+                for client in clients
             }
             await pool.start()
         except InferenceError as exc:
@@ -124,7 +130,9 @@ class TrivetServers:
         Raises:
             InferenceError: no server can serve it.
         """
-        policy = _START_POLICY if target.directory is None else _read_published_policy(target.directory)
+        policy = _START_POLICY
+        if target.directory is not None:
+            policy = _read_published_policy(target.directory, sources=self.placement.sources)
         served = self._served
         if served is None or policy.directory is None:
             self._served = await self.placement.ensure_policy_on_all(policy)
@@ -255,25 +263,39 @@ async def _is_trivet_server(client: InferenceClient, config: ClientConfig, *, de
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-def _find_restorable_policy(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> TargetPolicy:
+async def _is_up(client: InferenceClient) -> bool:
+    """Return whether the server at the address of `client`, which is closed, answers."""
+    try:
+        await client.check_health(timeout_s=_ORIGIN_TIMEOUT_S)
+    except InferenceError:
+        return False
+    finally:
+        await client.aclose()
+    return True
+
+
+def _find_restorable_policy(
+    client: InferenceClient, status: PolicyStatus, weights_dir: Path | None, *, sources: Sequence[str]
+) -> TargetPolicy:
     """Return the policy that a server serves now, with the directory from which it can be restored."""
     if status.version == START_VERSION:
         return TargetPolicy(version=status.version, digest=status.digest, directory=None)
     directory = complete_steps(weights_dir).get(status.version) if weights_dir is not None else None
-    if directory is None or _read_published_policy(directory).digest != status.digest:
+    policy = _read_published_policy(directory, sources=sources) if directory is not None else None
+    if policy is None or policy.digest != status.digest:
         raise ConfigError(
             f"{client.base_url} serves policy {status.version} with digest {status.digest[:12]}, which is not in "
             f"{weights_dir or 'any weights_dir'}, so it could not be restored afterwards: another run may use this server. "
             f"Evaluate on one of your own, or have it go back to its start weights: curl -X POST -H "
             f'"Authorization: Bearer $(cat .secret)" {client.base_url}/reload_weights, with .secret in the server\'s output_dir'
         )
-    return TargetPolicy(version=status.version, digest=status.digest, directory=directory)
+    return policy
 
 
-def _read_published_policy(directory: Path) -> TargetPolicy:
+def _read_published_policy(directory: Path, *, sources: Sequence[str]) -> TargetPolicy:
     """Return the policy published in `directory`, by its manifest."""
     try:
-        manifest = read_manifest(directory)
+        offer = offer_policy(directory, sources=sources)
     except WeightsError as exc:
         raise ConfigError(str(exc)) from exc
-    return TargetPolicy(version=PolicyVersion(manifest.version), digest=manifest.digest, directory=directory)
+    return TargetPolicy(version=offer.version, digest=offer.digest, directory=directory, offer=offer if sources else None)

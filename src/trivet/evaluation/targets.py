@@ -172,6 +172,8 @@ class PolicyOrigin:
     """The environments that the run evaluates on. If it has no evaluation, the environments that it trains on."""
     server_roots: Sequence[str] = ()
     """The addresses of the servers with which the run generates."""
+    weights_url: str | None = None
+    """The address from which its servers fetch policies; None if they read directories."""
 
 
 def read_origin(weights_dir: Path | None) -> PolicyOrigin:
@@ -189,6 +191,7 @@ def read_origin(weights_dir: Path | None) -> PolicyOrigin:
                 max_steps=config.max_steps,
                 envs=tuple(envs),
                 server_roots=tuple(server_root(url) for url in config.client.base_url),
+                weights_url=config.weights.origin_url,
             )
         for path in (configs / "trainer.toml", configs / "sft.toml"):
             if path.is_file():

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
@@ -58,6 +59,9 @@ from trivet.process.sockets import ServerShard, is_reserved, read_shard, shard_n
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
+from trivet.weights.fetch import PolicyCache
+from trivet.weights.serve import PolicyFiles
+from trivet.weights.sources import HttpSource
 
 if TYPE_CHECKING:
     from trivet.inference.versioned_engine import VersionedEngine
@@ -120,14 +124,26 @@ def serve(config: InferenceConfig) -> int:
     args = _make_namespace({**arguments, **position_overrides(config, arguments.get("hf_overrides", {}))}, config.vllm_args)
     if shard is not None and not shard.is_first:
         return _run_shard(args)
-    roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs]
-    exit_code = uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process, shard=shard))
+    cache = make_cache(config, secret)
+    roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs, cache.directory]
+    running = _run(args, secret=secret, roots=roots, cache=cache, is_one_process=is_one_process, shard=shard)
+    with closing(cache):
+        exit_code = uvloop.run(running)
     # os._exit skips the interpreter's own clean-up, in which triton's bindings would report their live objects as leaks.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
     os._exit(exit_code)
+
+
+def make_cache(config: InferenceConfig, secret: RunSecret) -> PolicyCache:
+    """Return the cache of policies that servers of this machine fetch. Nothing is made before the first fetch."""
+    return PolicyCache(
+        (config.weight_cache or Path(tempfile.gettempdir())) / f"trivet_weights_{os.getuid()}",
+        run=secret.derive("weight cache").hex()[:16],
+        make_source=lambda url: HttpSource(url, token=secret.token, environ=os.environ),
+    )
 
 
 def warn_of_logits_processors() -> None:
@@ -201,12 +217,19 @@ def _run_shard(args: Namespace) -> int:
 
 
 async def _run(
-    args: Namespace, *, secret: RunSecret, roots: Sequence[Path], is_one_process: bool, shard: ServerShard | None
+    args: Namespace,
+    *,
+    secret: RunSecret,
+    roots: Sequence[Path],
+    cache: PolicyCache,
+    is_one_process: bool,
+    shard: ServerShard | None,
 ) -> int:
     """Start the engine and serve it; return the exit code.
 
     Args:
         roots: directories below which policies may be loaded from.
+        cache: has the policies that are fetched.
         is_one_process: the worker runs in the engine's process: on a CPU without parallelism.
         shard: this node's share of a server over several nodes; None for a server on one node.
     """
@@ -215,7 +238,7 @@ async def _run(
         rank_store = open_rank_store(shard) if shard is not None else None
         engine = _start_engine(args, is_one_process=is_one_process)
         try:
-            return await _serve_http(engine, args, sock, secret=secret, roots=roots)
+            return await _serve_http(engine, args, sock, secret=secret, roots=roots, cache=cache)
         finally:
             engine.shutdown(timeout=0)
             del rank_store  # closes the store, now that the ranks have ended
@@ -311,11 +334,18 @@ def _import_model_class(model: Path) -> None:
 
 
 async def _serve_http(
-    engine: "VersionedEngine", args: Namespace, sock: socket.socket, *, secret: RunSecret, roots: Sequence[Path]
+    engine: "VersionedEngine",
+    args: Namespace,
+    sock: socket.socket,
+    *,
+    secret: RunSecret,
+    roots: Sequence[Path],
+    cache: PolicyCache,
 ) -> int:
     """Answer requests on `sock` until a signal comes or the engine dies; return the exit code."""
     with importing():
         from trivet.inference.api_server import NamedAdapters, add_versions, continue_chats
+        from trivet.inference.fetcher import PolicyFetcher
         from trivet.inference.policy_loader import PolicyLoader
         from trivet.inference.routes import add_gate, add_routes, make_router
         from trivet.inference.vllm_names import build_app, init_app_state, serve_http
@@ -338,7 +368,16 @@ async def _serve_http(
     add_versions(app.state.openai_serving_completion, "create_completion")
     add_versions(app.state.serving_tokens, "serve_tokens")
     adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
-    add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters, can_sleep=args.enable_sleep_mode))
+    router = make_router(
+        loader,
+        engine,
+        model_name=args.model,
+        fetcher=PolicyFetcher(loader, cache),
+        adapters=adapters,
+        can_sleep=args.enable_sleep_mode,
+    )
+    router.routes.append(PolicyFiles(cache.directory).route)
+    add_routes(app, router)
     add_gate(app, token=secret.token, host=args.host)
     log_config: Any = getattr(args, "log_config_file", None)
     serving = asyncio.create_task(

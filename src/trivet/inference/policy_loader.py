@@ -3,6 +3,7 @@
 These are the steps of one policy from the orchestrator onto this server:
 
     client.server_pool → client.inference_client → POST /update_weights (`routes`)
+    → with `weights.transport = "http"`: `PolicyFetcher.load` → `weights.fetch.PolicyCache.fetch`
     → `PolicyLoader.load`: verify the files, `VersionedEngine.pause` (no token is sampled from here on)
     → `VersionedEngine.load` or `.load_adapter` → collective_rpc → `PolicyWorkerExtension.load_policy` in every vLLM worker
     → `engine_records.PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches`
@@ -125,6 +126,12 @@ class PolicyLoader:
         return self._policy
 
     @property
+    def max_bytes(self) -> int:
+        """The size of the largest policy that is loaded."""
+        assert self._start is not None
+        return _MAX_GROWTH * self._start.num_bytes + _MAX_EXTRA_BYTES
+
+    @property
     def dtype(self) -> str:
         """The dtype that the engine computes in, by torch's name."""
         return self._engine.dtype
@@ -138,11 +145,9 @@ class PolicyLoader:
                 reproduce the policy's probe; the previous policy is served again.
             InferenceError: the engine could not load it; the previous policy is served again, or the server ends.
         """
-        assert self._start is not None
         require_below(self._roots, directory)
-        max_bytes = _MAX_GROWTH * self._start.num_bytes + _MAX_EXTRA_BYTES
         async with self._lock:
-            manifest = await asyncio.to_thread(verify, directory, max_bytes=max_bytes)
+            manifest = await asyncio.to_thread(verify, directory, max_bytes=self.max_bytes)
             if is_adapter(directory):
                 if not self._engine.serves_adapters:
                     raise WeightsError(

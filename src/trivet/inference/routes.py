@@ -16,11 +16,13 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from trivet.errors import InferenceError, WeightsError
+from trivet.config.schema.base import WebAddress
+from trivet.errors import TrivetError, WeightsError
 from trivet.gate import Gate
+from trivet.inference.fetcher import PolicyFetcher
 from trivet.inference.policy_loader import PolicyLoader
 from trivet.key_names import key_name
-from trivet.wire.versions import PolicyStatus
+from trivet.wire.versions import FetchablePolicy, PolicyStatus
 
 if TYPE_CHECKING:
     from trivet.inference.api_server import NamedAdapters
@@ -59,6 +61,16 @@ class UpdateWeights(BaseModel):
     """A published `weights/step_N`, as the server sees it."""
 
 
+class FetchWeights(BaseModel):
+    """The other body of POST /update_weights: fetch a policy and serve it. The fields are those of `FetchablePolicy`."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: Annotated[int, Field(ge=1)]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    manifest_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sources: Annotated[tuple[WebAddress, ...], Field(min_length=1)]
+
+
 class LoadLoRAAdapter(BaseModel):
     """The body of POST /load_lora_adapter: serve an adapter under a name of its own."""
 
@@ -74,6 +86,7 @@ def make_router(
     engine: "VersionedEngine",
     *,
     model_name: str,
+    fetcher: PolicyFetcher | None = None,
     adapters: "NamedAdapters | None" = None,
     can_sleep: bool = False,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
@@ -82,6 +95,7 @@ def make_router(
 
     Args:
         model_name: the name under which requests get the policy.
+        fetcher: fetches policies; None for a server that only reads directories.
         adapters: loads users' adapters; None for a server without adapters.
         can_sleep: the engine was started with `inference.sleep_while_training`.
     """
@@ -97,12 +111,13 @@ def make_router(
             probe_limit=result.limit if result else None,
             dtype=loader.dtype,
             asleep=loader.is_asleep,
+            is_fetching=fetcher is not None and fetcher.is_fetching,
         )
         return JSONResponse({"status": "ok", "model": model_name, **msgspec.structs.asdict(status)})
 
     @router.post("/update_weights")
-    async def update_weights(body: UpdateWeights) -> Response:
-        return await _refusal_of(loader.load(body.weight_dir)) or await policy()
+    async def update_weights(body: UpdateWeights | FetchWeights) -> Response:
+        return await _refusal_of(_load(body, loader, fetcher)) or await policy()
 
     @router.post("/reload_weights")
     async def reload_weights() -> Response:
@@ -144,6 +159,16 @@ def add_gate(app: FastAPI, *, token: str, host: str) -> None:
     app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token=token, host=host, is_open=is_open)
 
 
+async def _load(body: UpdateWeights | FetchWeights, loader: PolicyLoader, fetcher: PolicyFetcher | None) -> None:
+    """Serve the policy that a request names, or begin to fetch it."""
+    if isinstance(body, UpdateWeights):
+        await loader.load(body.weight_dir)
+    elif fetcher is None:
+        raise WeightsError("this server fetches no policies; send the weight_dir of a published one")
+    else:
+        await fetcher.load(FetchablePolicy(**body.model_dump()))
+
+
 async def _check_health(engine: "VersionedEngine", *, timeout_s: float) -> Response:
     """Return status 200 once every worker of the engine answers, else a refusal."""
     try:
@@ -165,7 +190,7 @@ async def _refusal_of(change: Awaitable[object]) -> JSONResponse | None:
         await change
     except WeightsError as exc:
         return _refusal(409, str(exc))
-    except InferenceError as exc:
+    except TrivetError as exc:
         return _refusal(500, str(exc))
     return None
 

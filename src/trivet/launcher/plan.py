@@ -18,7 +18,7 @@ from trivet.config.schema.base import Section
 from trivet.config.schema.inference import ClientConfig, InferenceConfig, ServerConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import CkptConfig, RunIdentity
+from trivet.config.schema.shared import CkptConfig, OriginConfig, RunIdentity, WeightsConfig
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
@@ -27,6 +27,8 @@ from trivet.machine import Machine
 from trivet.process.lifetime import module_command
 
 ORCHESTRATOR = "orchestrator"
+ORIGIN = "origin"
+"""The name of the process that serves policies to servers, and of its unit."""
 RecoveryUnit = NewType("RecoveryUnit", str)
 """The name of processes that are restarted together: `training`, or the name of a server."""
 TRAINING = RecoveryUnit("training")
@@ -61,6 +63,8 @@ class Ports:
     transport: int
     teacher: int = 0
     """0 when the run starts no teacher."""
+    origin: int = 0
+    """0 when the run starts no origin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +118,7 @@ class RunPlan:
     servers_file: Path | None = None
     """The file with the inference servers' addresses, which the orchestrator reads repeatedly; None: those in `configs` stay."""
     server_urls: Mapping[RecoveryUnit, tuple[str, ...]]
-    """The addresses of the servers that this run starts, by their units."""
+    """The addresses of the servers that this run starts, and of the origin, by their units."""
 
 
 def plan(
@@ -146,7 +150,12 @@ def plan(
         orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
     ]
     urls: dict[RecoveryUnit, tuple[str, ...]] = {}
+    if needs_origin(config):
+        processes.insert(0, origin_process(config, python, configs / "trainer.toml"))
+        urls[RecoveryUnit(ORIGIN)] = (local_origin_url(trainer.weights.origin),)
     port_choices = [("trainer.rollout_transport.port", config.trainer.rollout_transport.port, ports.transport)]
+    if needs_origin(config):
+        port_choices.append(("weights.origin.port", config.trainer.weights.origin.port, ports.origin))
     memory_notices: list[str] = []
     teacher_client = orchestrator.teacher_model.client if orchestrator.teacher_model is not None else None
     for name, server, port, gpus, share, client in (
@@ -228,6 +237,7 @@ def orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resume
             "teacher_model": teacher,
             "client": client,
             "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
+            "weights": _with_origin_port(orchestrator.weights, ports),
             "ckpt": _ckpt_resumed_from(orchestrator.ckpt, resume_step),
         }
     )
@@ -240,9 +250,25 @@ def trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step
         update={
             "run": run,
             "rollout_transport": trainer.rollout_transport.model_copy(update={"port": ports.transport}),
+            "weights": _with_origin_port(trainer.weights, ports),
             "ckpt": _ckpt_resumed_from(trainer.ckpt, resume_step),
         }
     )
+
+
+def _with_origin_port(weights: WeightsConfig, ports: Ports) -> WeightsConfig:
+    origin = weights.origin.model_copy(update={"port": ports.origin}) if ports.origin else weights.origin
+    return weights.model_copy(update={"origin": origin})
+
+
+def needs_origin(config: RLConfig) -> bool:
+    """Return whether the run starts an origin: its servers fetch policies, and it has servers."""
+    return config.trainer.weights.transport == "http" and config.orchestrator.replay is None
+
+
+def local_origin_url(origin: OriginConfig) -> str:
+    """Return the address at which the launcher reaches the origin on its own machine."""
+    return origin.model_copy(update={"advertise": None}).url
 
 
 def _ckpt_resumed_from(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
@@ -314,6 +340,20 @@ def server_process(name: str, config: RLConfig, python: str, file: Path, gpus: S
         does_finish=False,
         reports=report_files(RunLayout(config.output_dir), name),
         are_children_watched=True,
+    )
+
+
+def origin_process(config: RLConfig, python: str, file: Path) -> ProcessSpec:
+    """Return the process of the origin, which reads the trainer's configuration from `file`."""
+    return ProcessSpec(
+        name=ORIGIN,
+        unit=RecoveryUnit(ORIGIN),
+        argv=tuple(module_command("trivet.origin", "@", str(file), python=python)),
+        log=RunLayout(config.output_dir).log_file("origin.stdout"),
+        env={},
+        env_defaults={"PYTHONUNBUFFERED": "1"},
+        does_finish=False,
+        reports=report_files(RunLayout(config.output_dir), ORIGIN),
     )
 
 

@@ -25,7 +25,7 @@ from trivet.launcher.forecast import describe_forecast, forecast_run
 from trivet.launcher.gpu_shares import describe_memory, require_shared_gpu, share_gpus
 from trivet.launcher.logs import RunLog
 from trivet.launcher.placement import describe_placement, place
-from trivet.launcher.plan import Ports, RunPlan, plan, trainer_process
+from trivet.launcher.plan import Ports, RunPlan, needs_origin, plan, trainer_process
 from trivet.launcher.processes import LocalHost, ProcessHost, role_environment
 from trivet.launcher.run_directory import RunDirectory, Scratch, wait_of_job
 from trivet.launcher.supervision.attempts import Attempts
@@ -215,9 +215,10 @@ def _reserve_ports(config: RLConfig, reserved: ReservedPorts) -> Ports:
     def reserve(server: InferenceConfig | None) -> int:
         return reserved.reserve(server.server.host, preferred=server.server.port) if server is not None else 0
 
-    transport = config.trainer.rollout_transport
+    transport, origin = config.trainer.rollout_transport, config.trainer.weights.origin
     return Ports(
         inference=reserve(config.inference),
         transport=reserved.reserve(transport.host, preferred=transport.port),
         teacher=reserve(config.teacher_inference),
+        origin=reserved.reserve(origin.host, preferred=origin.port) if needs_origin(config) else 0,
     )

@@ -200,6 +200,7 @@ def make_servers(config: OrchestratorConfig, telemetry: Telemetry) -> ServerPool
         client,
         make_client=lambda url: inference_client(client, url, timeout_s=client.admin_timeout, secret=secret),
         write_event=telemetry.write_event,
+        origin=config.weights.origin_url,
     )
 
 

@@ -22,7 +22,7 @@ from trivet.errors import WaitTimeout, WeightsError
 from trivet.storage.durable import is_listed
 from trivet.telemetry import process_report
 from trivet.weights.catalog import latest_version
-from trivet.weights.manifest import read_manifest, verify
+from trivet.weights.manifest import offer_policy, verify
 from trivet.weights.retention import acknowledge
 from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
@@ -174,7 +174,8 @@ class PolicyWatcher:
 
     def _published(self, version: PolicyVersion) -> TargetPolicy:
         directory = self._layout.weights_step(version)
-        return TargetPolicy(version=version, digest=read_manifest(directory).digest, directory=directory)
+        offer = offer_policy(directory, sources=self._servers.sources)
+        return TargetPolicy(version=version, digest=offer.digest, directory=directory, offer=offer if offer.sources else None)
 
     def _set_served(self, policy: TargetPolicy) -> None:
         """Record that the servers serve `policy`: acknowledge it and notify the subscribers."""

@@ -129,7 +129,10 @@ class PolicyFetch:
         with closing(chunks), partial.open("ab", buffering=0) as file:
             for chunk in chunks:
                 self._require_wanted()
-                num_bytes += file.write(chunk)
+                unwritten = memoryview(chunk)
+                while unwritten:  # a disk that fills up takes a part; the next write raises
+                    unwritten = unwritten[file.write(unwritten) :]
+                num_bytes += len(chunk)
                 digest.update(chunk)
                 self._progress_at, self._absent_since = self._clock(), None
                 if num_bytes > max_bytes:
@@ -202,7 +205,7 @@ class PolicyCache:
             FetchFailed: it could not be fetched now.
             WeightsError: it is too large.
         """
-        self._wanted = policy
+        self._wanted, started = policy, time.monotonic()
         self._open()
         final = self.directory / step_name(policy.version)
         partial = partial_directory(self.directory, policy.version, policy.digest)
@@ -215,6 +218,7 @@ class PolicyCache:
                 remove_directory(final)  # a run that was resumed has published the version again
                 self._fetch_files(policy, partial, max_bytes=max_bytes)
                 partial.rename(final)
+                logger.info("policy fetched version=%s seconds=%.2f", policy.version, time.monotonic() - started)
             self._keep(policy.version, final)
         return final
 

@@ -31,6 +31,8 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The dtype that the server computes in, by torch's name."""
     asleep: bool = False
     """True while the server answers no completion. It answers again once it has loaded a policy, the same or another."""
+    is_fetching: bool = False
+    """True while the server fetches a policy. If a request to load one is answered so, it must be sent again."""
 
 
 class FetchablePolicy(msgspec.Struct, frozen=True, kw_only=True):

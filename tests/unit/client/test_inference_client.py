@@ -1,4 +1,5 @@
 import asyncio
+import json
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -13,7 +14,7 @@ from trivet.client.inference_client import InferenceClient, ServerLoad, read_loa
 from trivet.config.layout import RunLayout
 from trivet.errors import InferenceError, ServerGone
 from trivet.weights.publish import publish
-from trivet.wire.versions import PolicyStatus, PolicyVersion, VersionRun
+from trivet.wire.versions import FetchablePolicy, PolicyStatus, PolicyVersion, VersionRun
 
 T = TypeVar("T")
 
@@ -107,6 +108,27 @@ def test_only_what_changes_the_server_carries_the_token_of_the_run(tmp_path: Pat
         "/policy": "Bearer key",
         "/v1/models": "Bearer key",
     }
+
+
+def test_a_server_that_still_fetches_is_asked_again_and_never_sent_to_itself() -> None:
+    sources = ("http://origin:5556", "http://fake", "http://other:8000")
+    policy = FetchablePolicy(version=PolicyVersion(3), digest="d", manifest_sha256="m", sources=sources)
+    bodies: list[dict[str, object]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        version, is_fetching = (2, True) if len(bodies) < 3 else (3, False)
+        return httpx.Response(200, json={"version": version, "digest": "d", "is_fetching": is_fetching})
+
+    async def scenario() -> PolicyStatus:
+        client = InferenceClient("http://fake/v1", timeout_s=5, transport=httpx.MockTransport(answer))
+        status = await client.fetch_weights(policy)
+        await client.aclose()
+        return status
+
+    assert asyncio.run(scenario()).version == 3
+    fields = {"version": 3, "digest": "d", "manifest_sha256": "m", "sources": ["http://origin:5556", "http://other:8000"]}
+    assert bodies == [fields] * 3
 
 
 def test_the_server_is_sent_an_absolute_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -7,6 +8,7 @@ from support.simulated_run import START_DIGEST, SimulatedServer, publish_policie
 from support.virtual_time import run_virtually
 from trivet.config.layout import RunLayout
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
+from trivet.weights.manifest import offer_policy
 from trivet.wire.events import Load, ServerDown, ServerUp
 from trivet.wire.versions import PolicyStatus, PolicyVersion
 
@@ -126,6 +128,45 @@ async def test_a_load_waits_for_a_server_when_none_is_there(site: Site, layout) 
     assert asyncio.get_running_loop().time() > 40
     assert site.servers[A].status.version == 3
     await crash
+
+
+def test_sources_are_the_origin_and_the_servers_that_others_can_reach() -> None:
+    async def scenario() -> None:
+        roots = ("http://a", "http://127.0.0.1:8000", "http://localhost:8001", "http://[::1]:8000", "http://10.0.0.2:8000")
+        site = Site(*roots)
+        async with started(site):
+            assert site.pool.sources == []
+            site.pool._origin = "http://origin:5556"
+            assert site.pool.sources == ["http://origin:5556", "http://a", "http://10.0.0.2:8000"]
+            site.pool.mark_unhealthy(site.pool.servers["http://a"], "test")
+            assert site.pool.sources == ["http://origin:5556", "http://10.0.0.2:8000"]
+        site = Site(A, B)
+        site.pool._origin = "http://origin:5556"
+        await site.pool.start()
+        assert site.pool.sources == ["http://origin:5556", A, B], "a resumed run loads its first policy on all of them at once"
+        await site.pool.aclose()
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_fetch_of_minutes_is_waited_for_and_a_server_that_is_much_later_is_admitted_afterwards(layout) -> None:
+    """With a tree, the second half of the servers fetches after the first. A broken link takes much longer."""
+
+    async def scenario() -> None:
+        site = Site(*(f"http://server-{index}" for index in range(6)))
+        async with started(site):
+            target = policy(layout, 1)
+            offer = offer_policy(layout.weights_step(1), sources=["http://origin"])
+            for server, seconds in zip(site.servers.values(), (200, 200, 210, 390, 400, 3000), strict=True):
+                server.load_s = seconds
+            await site.pool.ensure_policy(replace(target, offer=offer))
+            assert asyncio.get_running_loop().time() == pytest.approx(420, abs=10)
+            assert site.lost == ["http://server-5"]
+            await asyncio.sleep(3100)
+            assert len(site.pool.admitted) == 6
+            assert {server.status.digest for server in site.servers.values()} == {target.digest}
+
+    run_virtually(scenario(), limit_s=10_000)
 
 
 def test_a_weights_directory_that_every_server_refuses_ends_the_run(layout):

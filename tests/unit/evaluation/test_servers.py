@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 
 from support.fake_inference import START_DIGEST, FakeInference
@@ -12,6 +13,7 @@ from trivet.config.schema.inference import ClientConfig
 from trivet.errors import ConfigError, InferenceError
 from trivet.evaluation.servers import PLAIN_DIGEST, connect
 from trivet.evaluation.targets import BASE, Target
+from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
 
 
@@ -41,10 +43,10 @@ def target(layout, step):
     return Target(step, layout.weights_step(step))
 
 
-def use(urls, question, *, weights_dir=None, timeout_s=5.0):
+def use(urls, question, *, weights_dir=None, weights_url=None, timeout_s=5.0):
     async def scenario():
         config = ClientConfig(base_url=urls, wait_for_ready_timeout=timeout_s)
-        servers = await connect(config, environ={}, weights_dir=weights_dir)
+        servers = await connect(config, environ={}, weights_dir=weights_dir, weights_url=weights_url)
         try:
             return await question(servers)
         finally:
@@ -77,6 +79,27 @@ def test_every_server_holds_what_is_evaluated_and_gets_back_what_it_held(layout)
     assert held[1][0] == START_DIGEST
     assert (first.version, first.digest, second.version) == (1, digest, 0)
     assert [path for _, path, _ in second.requests].count("/update_weights") == 2, "what is held already is not loaded again"
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_servers_fetch_from_an_origin_that_answers_and_read_the_directory_otherwise(layout, is_up):
+    """The origin runs as long as its run. Both the evaluated policy and the earlier one come from it."""
+    server, origin = FakeInference(), FakeInference()
+    server._update(layout.weights_step(1))
+    if not is_up:
+        origin.fail_with = httpx.Response(500)
+
+    async def question(servers):
+        return await servers.ensure_policy(target(layout, 2))
+
+    with serve_fake(server) as url, serve_fake(origin) as origin_url:
+        weights_url = origin_url.removesuffix("/v1")
+        digest = use([url], question, weights_dir=layout.weights, weights_url=weights_url)
+    bodies = [body for _, path, body in server.requests if path == "/update_weights"]
+    assert digest == read_manifest(layout.weights_step(2)).digest
+    expected = [[weights_url], [weights_url]] if is_up else [None, None]
+    assert [body.get("sources") for body in bodies] == expected
+    assert server.version == 1
 
 
 def test_a_server_that_is_down_is_named_with_what_to_do():

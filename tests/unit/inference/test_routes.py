@@ -10,13 +10,21 @@ from starlette.middleware.cors import CORSMiddleware
 
 from trivet.algorithms.probe import ProbeResult
 from trivet.config.schema.inference import InferenceConfig
-from trivet.errors import InferenceError, WeightsError
+from trivet.errors import FetchFailed, InferenceError, WeightsError
 from trivet.inference.arguments import vllm_arguments
 from trivet.inference.routes import add_gate, add_routes, make_router
 from trivet.weights.manifest import Manifest
-from trivet.wire.versions import PolicyVersion
+from trivet.wire.versions import FetchablePolicy, PolicyVersion
 
-SERVED = {"status": "ok", "model": "m", "dtype": "float32", "asleep": False, "probe_mismatch": None, "probe_limit": None}
+SERVED = {
+    "status": "ok",
+    "model": "m",
+    "dtype": "float32",
+    "asleep": False,
+    "is_fetching": False,
+    "probe_mismatch": None,
+    "probe_limit": None,
+}
 
 
 class FakeLoader:
@@ -84,6 +92,7 @@ def ask(
     loader: Any = None,
     engine: Any = None,
     adapters: Any = None,
+    fetcher: Any = None,
     body: Any = None,
     can_sleep: bool = True,
 ) -> httpx.Response:
@@ -102,6 +111,7 @@ def ask(
         engine or FakeEngine(),
         model_name="m",
         adapters=adapters,
+        fetcher=fetcher,
         can_sleep=can_sleep,
         health_timeout_s=0.01,
     )
@@ -130,6 +140,43 @@ def test_a_server_sleeps_and_says_so_or_refuses_where_it_has_no_memory_to_free(c
     if not can_sleep:
         assert response.json()["reason"] == "this server was started without inference.sleep_while_training = true"
     assert ask("GET", "/policy", loader=loader).json()["asleep"] is can_sleep
+
+
+class FakeFetcher:
+    def __init__(self, *, error: Exception | None = None, is_fetching: bool = False) -> None:
+        self.policies: list[FetchablePolicy] = []
+        self.is_fetching = is_fetching
+        self._error = error
+
+    async def load(self, policy: FetchablePolicy) -> None:
+        self.policies.append(policy)
+        if self._error is not None:
+            raise self._error
+
+
+OFFER = {"version": 3, "digest": "a" * 64, "manifest_sha256": "b" * 64, "sources": ["http://origin:5556"]}
+
+
+def test_an_update_may_name_sources_from_which_the_policy_is_fetched() -> None:
+    fetcher = FakeFetcher(is_fetching=True)
+    response = ask("POST", "/update_weights", fetcher=fetcher, body=OFFER)
+    assert (response.status_code, response.json()["is_fetching"]) == (200, True)
+    assert fetcher.policies == [FetchablePolicy(**OFFER | {"sources": ("http://origin:5556",)})]
+    assert ask("POST", "/update_weights", body=OFFER).status_code == 409
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"sources": []}, {"sources": ["file:///etc/passwd"]}, {"digest": "../" * 20}, {"version": 0}, {"weight_dir": "/w/step_3"}],
+)
+def test_an_offer_that_is_none_is_refused(changed: dict[str, object]) -> None:
+    assert ask("POST", "/update_weights", fetcher=FakeFetcher(), body=OFFER | changed).status_code == 422
+
+
+def test_a_policy_that_could_not_be_fetched_may_be_asked_for_again_and_a_refused_one_not() -> None:
+    for error, status in ((FetchFailed("no source"), 500), (WeightsError("altered"), 409)):
+        response = ask("POST", "/update_weights", fetcher=FakeFetcher(error=error), body=OFFER)
+        assert (response.status_code, response.json()["reason"]) == (status, str(error))
 
 
 def test_an_update_and_a_way_back_to_the_start_answer_with_what_serves_after_it() -> None:

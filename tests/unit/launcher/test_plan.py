@@ -92,6 +92,22 @@ def test_a_taken_port_is_replaced_in_every_role_and_said() -> None:
     assert "inference.server.port 8000 is not free; using 40001" in planned.notices
 
 
+def test_an_origin_is_started_where_servers_fetch_policies_and_is_a_unit_of_its_own() -> None:
+    weights = {"transport": "http", "origin": {"host": "0.0.0.0", "advertise": "trainer.example"}}
+    roles = {"trainer": {"weights": weights}, "orchestrator": {"weights": weights}}
+    planned = make_plan(ports=Ports(inference=8000, transport=5555, origin=40003), **roles)
+    assert [spec.name for spec in planned.processes] == ["inference", "origin", "trainer", "orchestrator"]
+    origin = process(planned, "origin")
+    assert origin.argv == ("python", "-P", "-m", "trivet.origin", "@", "outputs/configs/trainer.toml")
+    assert (origin.unit, origin.does_finish) == ("origin", False)
+    for role in (trainer_config(planned), orchestrator_config(planned)):
+        assert role.weights.origin_url == "http://trainer.example:40003"
+    assert planned.server_urls["origin"] == ("http://127.0.0.1:40003",)
+    assert planned.notices == ("weights.origin.port 5556 is not free; using 40003",)
+    replayed = make_plan(inference=None, trainer=roles["trainer"], orchestrator=roles["orchestrator"] | {"replay": "batches"})
+    assert [spec.name for spec in replayed.processes] == ["trainer", "orchestrator"]
+
+
 def test_a_server_on_another_machine_keeps_its_port() -> None:
     urls = ["http://127.0.0.1:8000/v1", "http://node7:8000/v1"]
     planned = make_plan(orchestrator={"client": {"base_url": urls}}, ports=Ports(inference=40001, transport=5555))

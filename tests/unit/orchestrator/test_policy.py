@@ -11,7 +11,7 @@ from trivet.config.layout import RunLayout
 from trivet.errors import WaitTimeout
 from trivet.faults import damage
 from trivet.orchestrator.policy import READER, PolicyWatcher
-from trivet.weights.manifest import read_manifest
+from trivet.weights.manifest import offer_policy, read_manifest
 from trivet.weights.publish import publish
 from trivet.weights.retention import reader_versions
 from trivet.wire.versions import PolicyVersion, Step
@@ -133,6 +133,19 @@ def test_a_pin_waits_for_a_load_in_progress_and_holds_what_it_brought(layout):
                 assert version == 1
 
     run_virtually(scenario(), limit_s=100)
+
+
+@virtually
+async def test_servers_that_fetch_are_told_what_and_where_from(layout) -> None:
+    servers = FakeServers()
+    servers.sources = ["http://origin:5556", "http://server:8000"]
+    watcher = make_watcher(layout, servers)
+    publish_policy(layout, 1)
+    await watcher.await_policy(PolicyVersion(1))
+    publish_policy(layout, 2)
+    await watcher.ensure_policy(PolicyVersion(2))
+    offers = [offer_policy(layout.weights_step(version), sources=servers.sources) for version in (1, 2)]
+    assert [policy.offer for policy in servers.loaded] == offers
 
 
 @virtually

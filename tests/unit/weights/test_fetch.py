@@ -179,6 +179,17 @@ def test_a_bit_that_flips_in_the_cache_is_found_and_fetched_again(policy_directo
             (directory / "model.safetensors").write_bytes(b"x" + CONTENT[1:])
 
 
+def test_a_reader_serves_what_it_has_to_others_while_the_origin_is_busy_or_gone(policy_directory: Path, tmp_path: Path) -> None:
+    first, second = (make_cache(tmp_path / f"machine-{index}") for index in range(2))
+    with PolicyServer(policy_directory.parent) as origin:
+        fetch(first, offer_policy(policy_directory, sources=[origin.url]))
+    with PolicyServer(first.directory) as peer, PolicyServer(policy_directory.parent, max_transfers=0) as busy:
+        for source in (busy.url, origin.url):
+            assert_whole(fetch(second, offer_policy(policy_directory, sources=[source, peer.url])), policy_directory)
+            second.close()
+    first.close()
+
+
 def test_another_secret_is_refused_and_nothing_is_fetched(policy_directory: Path, tmp_path: Path) -> None:
     cache = make_cache(tmp_path / "cache", token="another")
     refused = pytest.raises(FetchFailed, match="is not usable: it answers with status 401")

@@ -202,11 +202,40 @@ class CkptConfig(Section):
         return step == max_steps or (self.interval is not None and step % self.interval == 0)
 
 
+class OriginConfig(Section):
+    """The origin: the process next to the trainer from which servers fetch policies, with `weights.transport = "http"`."""
+
+    host: Host = "127.0.0.1"
+    """Interface to listen on. Another interface's address lets servers on other machines connect; they need the run's secret."""
+    advertise: Host | None = None
+    """The address at which servers reach the origin, where that is another; unset: host."""
+    port: int = Field(default=5556, ge=1, le=65535)
+    """TCP port; the launcher replaces it by a free one if it is taken."""
+    max_transfers: int = Field(default=2, ge=1)
+    """Files that are sent at a time. With few, the first servers have the policy soon and pass it on; others ask them or wait."""
+
+    @property
+    def url(self) -> str:
+        """The address at which servers reach the origin."""
+        host = self.advertise or ("127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
 class WeightsConfig(Section):
-    """How policies are proven on their way to the servers."""
+    """How policies reach the servers, and how they are proven on their way."""
+
+    transport: Literal["files", "http"] = "files"
+    """`files`: servers read `weights/`, at the same path on every machine. `http`: each machine fetches a policy from the origin or
+    from another server while its servers still generate; no shared directory is needed."""
+    origin: OriginConfig = OriginConfig()
 
     probe_tokens: int = Field(default=64, ge=0, le=4096)
     """Tokens whose log-probabilities a server must reproduce before it serves a policy. 0: nothing is compared."""
+
+    @property
+    def origin_url(self) -> str | None:
+        """The address from which servers fetch policies; None if they read `weights/`."""
+        return self.origin.url if self.transport == "http" else None
 
 
 class TransportConfig(Section):

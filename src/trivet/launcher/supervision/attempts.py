@@ -20,7 +20,7 @@ from trivet.config.schema.shared import CkptConfig, RunIdentity, SteppingRoleCon
 from trivet.errors import CheckpointError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import ProcessSpec, RecoveryUnit, RunPlan
+from trivet.launcher.plan import ORIGIN, ProcessSpec, RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory, Scratch, write_configs
 from trivet.storage.durable import write_atomically
 from trivet.telemetry.events import EventWriter, read_events
@@ -170,7 +170,7 @@ class Attempts:
         """
         if self.planned.servers_file is None:
             return
-        all_urls = self.planned.server_urls
+        all_urls = {unit: urls for unit, urls in self.planned.server_urls.items() if unit != ORIGIN}
         remaining = {unit: urls for unit, urls in all_urls.items() if unit not in without} or all_urls
         text = "".join(f"{url}\n" for urls in remaining.values() for url in urls)
         write_atomically(self.planned.servers_file, text.encode())
