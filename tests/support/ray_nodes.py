@@ -124,6 +124,8 @@ class RayNodes(Nodes):
         values = {**environ, "RAY_ADDRESS": self.head_address, "RAY_TMPDIR": str(self.temporary), "RAY_worker_niceness": "0"}
         values |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
         values |= {"RAY_raylet_start_wait_time_s": str(round(START_S)), "RAY_prestart_worker_first_driver": "0"}
+        # Every machine has the memory of this one. Ray would kill its actors when other programs use most of it.
+        values |= {"RAY_memory_monitor_refresh_ms": "0"}
         # Metrics ask nobody for a token. The head has no switch for two of their ports, and goes on when it cannot listen.
         values |= {"RAY_enable_metrics_collection": "0", "AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
         if self.token is not None:

@@ -19,7 +19,8 @@ from trivet.cluster.addresses import address_towards, interface_of
 from trivet.cluster.fence import Fence, is_missed
 from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts, Observed, decode, encode
 from trivet.cluster.node_processes import NodeProcesses
-from trivet.config.layout import RunLayout
+from trivet.cluster.own_directory import OwnDirectory, scratch_note_of
+from trivet.config.layout import SECRET_FILE, RunLayout
 from trivet.dependencies import own_version
 from trivet.launcher.logs import RunLog
 from trivet.launcher.processes import LocalHost, role_environment
@@ -60,7 +61,6 @@ class NodeActor:
         self._contact_at: float | None = None
         """When the newest state was observed that the driver has received. None before the driver needs this node: it may have made
         the actor ahead of time."""
-        self._log_file = self._layout.log_file(f"node_{self._settings.node}.log")
         die_with_parent()  # the raylet: nothing else ends the actor if all of Ray on this machine is killed
         adopt_orphans()
         threading.Thread(target=self._run, name="node-processes", daemon=True).start()
@@ -111,16 +111,23 @@ class NodeActor:
 
     def _make_processes(self, held: ExitStack) -> NodeProcesses:
         self._environ = raylet_environment()
-        own = {name: value for name, value in self._environ.items() if not name.startswith("RAY_")}
+        environ = role_environment({name: value for name, value in self._environ.items() if not name.startswith("RAY_")})
+        node, output_dir, own = self._settings.node, self._settings.output_dir, None
+        if node in self._settings.own_directories:
+            scratch = held.enter_context(Scratch(scratch_note_of(output_dir, node=node)))
+            own = OwnDirectory(scratch.directory / "run", output_dir=output_dir)
+            self._layout = own.layout
+            environ[SECRET_FILE] = str(own.layout.secret)
+        else:
+            scratch = held.enter_context(Scratch(self._layout.scratch_note_of(node)))
+            environ |= share_secret(self._layout, environ=self._environ)
         return NodeProcesses(
-            host=LocalHost(
-                python=sys.executable,
-                environ=role_environment(own) | share_secret(self._layout, environ=self._environ),
-            ),
+            host=LocalHost(python=sys.executable, environ=environ),
             facts=self._facts,
             ports=held.enter_context(ReservedPorts()),
-            scratch=held.enter_context(Scratch(self._layout.scratch_note_of(self._settings.node))),
+            scratch=scratch,
             say=self._say,
+            own=own,
         )
 
     def _keep(self, processes: NodeProcesses) -> None:
@@ -158,8 +165,9 @@ class NodeActor:
 
     def _say(self, message: str) -> None:
         """Write a line into the log of this node. The file is opened now, because the driver empties the directory at the start."""
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_file.open("a") as file:
+        path = self._layout.log_file(f"node_{self._settings.node}.log")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
             RunLog(sys.stdout, file, as_json=self._settings.does_log_json).say(message)
 
 

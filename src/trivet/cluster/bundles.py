@@ -4,8 +4,9 @@ A bundle is a part of a machine; Ray places each group as a whole. The nodes tha
 Every server and every environment node is a group by itself, so that a lost one is placed again while the others stay.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trivet.config.schema.deployment import DeploymentConfig
 from trivet.launcher.placement import Placement
@@ -41,6 +42,17 @@ class BundleGroup:
 def group_bundles(deployment: DeploymentConfig, placement: Placement) -> Sequence[BundleGroup]:
     """Return the groups of all nodes of a run."""
     return list(_groups(deployment, placement))
+
+
+def keep_trainer_at(address: str, groups: Sequence[BundleGroup], *, resources: Mapping[str, float]) -> Sequence[BundleGroup]:
+    """Return the groups with the node that trains on the machine at `address`, if it is the only one and the machine suffices."""
+    here = {f"node:{address}": 0.001}  # each machine has 1 of this resource, and no other has any
+    return [
+        replace(group, resources={**group.resources, **here})
+        if group.nodes == (0,) and Counter(group.resources) <= Counter(resources)
+        else group
+        for group in groups
+    ]
 
 
 def _groups(deployment: DeploymentConfig, placement: Placement) -> Iterator[BundleGroup]:

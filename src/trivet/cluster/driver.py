@@ -1,18 +1,21 @@
 """Leads a run over several nodes: places them on a Ray cluster, waits until they are there, and plans what each of them starts."""
 
+import os
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from trivet.cluster.bundles import BundleGroup, group_bundles
+from trivet.cluster.bundles import BundleGroup, group_bundles, keep_trainer_at
 from trivet.cluster.guard import DriverGuard
 from trivet.cluster.host import ClusterHost
 from trivet.cluster.messages import ActorSettings, NodeFacts
+from trivet.cluster.own_directory import copying_logs
 from trivet.cluster.table import NodeTable
+from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
@@ -22,6 +25,7 @@ from trivet.launcher.node_plan import Node, plan_over_nodes
 from trivet.launcher.placement import place, required_nodes
 from trivet.launcher.plan import RunPlan
 from trivet.process.signals import Interrupts
+from trivet.secret import find_secret
 from trivet.wire.versions import Step
 
 _POLL_INTERVAL_S = 0.2
@@ -33,6 +37,8 @@ class Driver:
 
     host: ClusterHost
     python: str
+    secrets: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]])
+    """The content of the secret's file, by its path, for each node that has a directory of its own."""
     known: dict[int, Node] = field(default_factory=dict[int, Node])
     """Every node as it was when it was there last."""
 
@@ -45,9 +51,14 @@ class Driver:
         self.known |= self.host.nodes()
         lost = self.host.lost_nodes() if config.deployment.min_train_nodes is not None else frozenset[int]()
         placement = place(config, lost=lost, known=self.known)
-        return plan_over_nodes(
+        planned = plan_over_nodes(
             config, placement=placement, nodes=self.known, python=self.python, run=run, resume_step=resume_step
         )
+        for node, secret in self.secrets.items():
+            words = {word for spec in planned.processes if spec.node == node for word in spec.argv}
+            read = {str(path): to_toml(section) for path, section in planned.configs.items() if str(path) in words}
+            self.host.give_files(node, {**secret, **read})
+        return planned
 
 
 @contextmanager
@@ -64,7 +75,7 @@ def lead(
         ConfigError: there is no cluster, it is open to strangers, or a machine does not fit the run.
     """
     # imported here, because Ray reads variables that `connect` sets when it is imported
-    from trivet.cluster.ray_cluster import connect, describe_resources, draining_machines, place_groups
+    from trivet.cluster.ray_cluster import connect, describe_resources, draining_machines, place_groups, resources_of
 
     deployment, placement = config.deployment, place(config)
     with ExitStack() as held:
@@ -77,7 +88,12 @@ def lead(
         )
         asked = {"the Ray cluster": lambda: table.note_draining(draining_machines()), "output_dir": touch_lock}
         guard = held.enter_context(DriverGuard(asked, lost_after_s=lost_after_s))
-        groups = place_groups(group_bundles(deployment, placement))
+        groups = group_bundles(deployment, placement)
+        own_directories = frozenset[int]()
+        if own_directories:
+            groups = keep_trainer_at(address, groups, resources=resources_of(address))
+            held.enter_context(copying_logs(table, layout.logs))
+        placed = place_groups(groups)
         settings = ActorSettings(
             node=0,
             working_dir=Path.cwd(),
@@ -85,13 +101,15 @@ def lead(
             driver_host=address,
             lost_after_s=lost_after_s,
             does_log_json=config.log.json_logging,
+            own_directories=own_directories,
         )
         host = ClusterHost(table, check=guard.check)
-        check = partial(check_machine, output_dir=layout.root)
-        held.enter_context(Exchange(table, groups, settings, check=check, fail=guard.fail, say=_say))
-        _await_nodes(host, table, config, groups=list(groups.values()), describe=describe_resources)
+        check = partial(check_machine, settings=settings)
+        held.enter_context(Exchange(table, placed, settings, check=check, fail=guard.fail, say=_say))
+        _await_nodes(host, table, config, groups=groups, describe=describe_resources)
         host.joined_nodes()
-        yield Driver(host=host, python=python)
+        secret = {str(layout.secret): find_secret(layout, environ=os.environ).token} if own_directories else {}
+        yield Driver(host=host, python=python, secrets=dict.fromkeys(own_directories, secret))
 
 
 def _await_nodes(
@@ -120,25 +138,26 @@ def _await_nodes(
             time.sleep(_POLL_INTERVAL_S)
 
 
-def check_machine(node: int, facts: NodeFacts, *, output_dir: Path) -> None:
+def check_machine(node: int, facts: NodeFacts, *, settings: ActorSettings) -> None:
     """Refuse a machine that does not fit the run, and warn of one that would slow it down.
 
     Raises:
-        ConfigError: it has another version, or does not share the working or the output directory.
+        ConfigError: it has another version, or does not share the working or the output directory, and has none of its own.
     """
     if facts.version != own_version():
         raise ConfigError(
             f"node {node} ({facts.name}) has trivet {facts.version}, this machine {own_version()}: install one version on all"
         )
-    if not facts.has_working_dir:
+    is_sharing = node not in settings.own_directories
+    if is_sharing and not facts.has_working_dir:
         raise ConfigError(
             f"node {node} ({facts.name}) has no directory {str(Path.cwd())!r}: start the command in a directory that is on every"
             " machine"
         )
-    if not facts.does_see_lock:
+    if is_sharing and not facts.does_see_lock:
         raise ConfigError(
-            f"node {node} ({facts.name}) does not see that this process has locked {str(output_dir)!r}: mount the shared file"
-            " system so that locks hold between machines, or choose an output_dir where they do"
+            f"node {node} ({facts.name}) does not see that this process has locked {str(settings.output_dir)!r}: mount the shared"
+            " file system so that locks hold between machines, or choose an output_dir where they do"
         )
     if facts.niceness > 0:
         _say(f"WARNING node {node} ({facts.name}) has niceness {facts.niceness}: start Ray with RAY_worker_niceness=0")

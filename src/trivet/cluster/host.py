@@ -1,7 +1,7 @@
 """The nodes of a run as the host of its processes: the supervisor starts and signals processes through it, wherever they are."""
 
 import signal
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -121,6 +121,10 @@ class ClusterHost:
         joined = frozenset(self.nodes()) - self._known
         self._known |= joined
         return joined
+
+    def give_files(self, node: int, files: Mapping[str, str]) -> None:
+        """Have a node that has a directory of its own write files, as `NodeTable.give_files`."""
+        self._table.give_files(node, files)
 
     def start(self, spec: ProcessSpec) -> ClusterProcess:
         """Start a process on its node, as `ProcessHost.start`."""

@@ -5,7 +5,7 @@ message that arrives twice changes nothing, and one that is lost is replaced by 
 """
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -48,6 +48,8 @@ class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the driver. The node's own address is that of the interface which leads there."""
     lost_after_s: float
     does_log_json: bool
+    own_directories: frozenset[int] = frozenset()
+    """The nodes that have directories of their own (`cluster.own_directory`) instead of `output_dir`."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +76,24 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Return the node, which holds `ports`."""
         machine = Machine(gpus=self.gpus, num_cpus=self.num_cpus)
         return Node(index=index, name=self.name, host=self.host, interface=self.interface, machine=machine, ports=ports)
+
+
+class LogMark(msgspec.Struct, frozen=True, kw_only=True):
+    """A position in a log of a node."""
+
+    source: str
+    """Differs between two files of one name, such as those of two actors."""
+    offset: int
+
+
+class LogPart(LogMark, frozen=True, kw_only=True):
+    """Bytes of a log of a node, from a position on."""
+
+    data: bytes
+
+
+LogName = Annotated[str, msgspec.Meta(pattern=r"(?s)\A(?!/)(?!(.*/)?\.\.(/|\Z))")]
+"""The path of a log below `logs/`, and of no file elsewhere."""
 
 
 class SentSignal(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,10 +128,17 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """Names of what will listen on the node. It holds a free port for each."""
     preferred_ports: dict[str, int] = {}
     processes: tuple[DesiredProcess, ...] = ()
+    files: dict[str, str] = {}
+    """The secret and configurations for a node that has a directory of its own, by their paths on the driver."""
+    copied: dict[str, LogMark] = {}
+    """How much of the node's logs the driver has written, by their paths below `logs/`."""
     sweeps: int = 0
     """Raised by one to have killed what the processes of the node left behind, and each process that is not listed above."""
     is_over: bool = False
     """Whether the run is over: the node ends its processes, and gives back what it holds."""
+
+    def __repr__(self) -> str:  # without the files: nothing may print them by accident
+        return f"Desired(session={self.session}, number={self.number}, files={list(self.files)}, processes={self.processes})"
 
 
 class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,5 +170,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the node was asked to end, such as by a notice that its machine will be taken away."""
     facts: NodeFacts
     processes: tuple[ObservedProcess, ...] = ()
+    logs: dict[LogName, LogPart] = {}
+    """The next parts of the logs of a node that has a directory of its own."""
     is_over: bool = False
     """Whether the node has ended its processes and given back what it held, because the run is over."""

@@ -5,12 +5,13 @@ with the process.
 """
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
 
 from trivet.cluster.messages import Desired, DesiredProcess, NodeFacts, Observed, ObservedProcess
+from trivet.cluster.own_directory import OwnDirectory
 from trivet.cluster.report_reader import ReportReader
 from trivet.errors import ConfigError
 from trivet.launcher.processes import SYSTEM_CLOCK, Child, Clock, LocalHost
@@ -19,6 +20,8 @@ from trivet.process.sockets import ReservedPorts
 
 _START_FAILED = 127
 """Exit code of a process that could not be started, as a shell has it."""
+_MAX_COPY_S = 3.0
+"""The longest time for which an exit is kept back until the driver has the last lines of the log, which it quotes."""
 
 
 @dataclass(slots=True)
@@ -29,6 +32,8 @@ class _Started:
     num_signals: int = 0
     """Signals of the desired process that were sent."""
     num_stacks: int = 0
+    ended_at: float = 0.0
+    """When its exit was first seen; 0 before."""
 
     @property
     def exit_code(self) -> int | None:
@@ -51,6 +56,7 @@ class NodeProcesses:
         ports: ReservedPorts,
         scratch: Scratch,
         say: Callable[[str], None],
+        own: OwnDirectory | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Begin with no process.
@@ -58,6 +64,7 @@ class NodeProcesses:
         Args:
             facts: those of this machine. The node's listeners are reached at its address.
             say: writes a line into the log of this node.
+            own: what the node has instead of the output directory; None: it uses that.
         """
         self.is_leaving = False
         """Whether this node was asked to end."""
@@ -66,6 +73,7 @@ class NodeProcesses:
         self._reserved = ports
         self._scratch = scratch
         self._say = say
+        self._own = own
         self._clock = clock
         self._session = 0
         self._num_applied = 0
@@ -88,6 +96,9 @@ class NodeProcesses:
         if desired.number <= self._num_applied or state == self._applied:
             return False
         self._num_applied, self._applied = desired.number, state
+        if self._own is not None:
+            self._own.write(desired.files)
+            self._own.acknowledge(desired.copied)
         if desired.session != self._session:
             self.end_processes()
             self._session, self._num_sweeps = desired.session, desired.sweeps
@@ -128,6 +139,7 @@ class NodeProcesses:
         for number in [number for number, started in self._started.items() if started.name == process.spec.name]:
             self._forget(number)
         spec = self._scratch.redirect(process.spec)
+        spec = self._own.redirect(spec) if self._own is not None else spec
         try:
             child = self._host.start(spec)
         except OSError as exc:
@@ -150,16 +162,18 @@ class NodeProcesses:
 
     def observe(self) -> Observed:
         """Return what this node runs now."""
+        codes = self.exit_codes  # before the logs are read, which then have the last lines
+        logs = self._own.read_logs() if self._own is not None else {}
         alive = [started.child for started in self._started.values() if started.child is not None]
         stopped = dict(zip(map(id, alive), self._host.find_stopped(alive), strict=True))
         processes: list[ObservedProcess] = []
-        for number, started in self._started.items():
+        for (number, started), code in zip(self._started.items(), codes, strict=True):
             reports = self._reader.newest(number)
             processes.append(
                 ObservedProcess(
                     number=number,
                     pid=started.child.pid if started.child is not None else 0,
-                    exit_code=started.exit_code,
+                    exit_code=self._exit_code_to_tell(started, code, logs=logs),
                     stopped=stopped.get(id(started.child), ()),
                     reports=reports.readable,
                     stamps=dict(reports.stamps),
@@ -174,7 +188,15 @@ class NodeProcesses:
             is_leaving=self.is_leaving,
             facts=self._facts,
             processes=tuple(processes),
+            logs=logs,
         )
+
+    def _exit_code_to_tell(self, started: _Started, code: int | None, *, logs: Collection[str]) -> int | None:
+        """Return the exit code of a process; None while its log is among `logs`, which are still to be copied."""
+        if code is None or started.child is None or started.child.spec.log.name not in logs:
+            return code
+        started.ended_at = started.ended_at or self._clock.now()
+        return code if self._clock.now() - started.ended_at >= _MAX_COPY_S else None
 
     def end_processes(self) -> None:
         """Kill every process of this node."""

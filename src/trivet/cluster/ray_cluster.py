@@ -114,6 +114,13 @@ def place_groups(groups: Sequence[BundleGroup]) -> dict[Any, BundleGroup]:
     }
 
 
+def resources_of(address: str) -> dict[str, float]:
+    """Return all resources of the machine at `address`, in use or not."""
+    import ray  # imported here for the reason given in `connect`
+
+    return next((node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == address), {})
+
+
 def describe_resources() -> str:
     """Return what the cluster has, and what of it is free."""
     import ray  # imported here for the reason given in `connect`

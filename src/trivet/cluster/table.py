@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from trivet.cluster.messages import Desired, DesiredProcess, Observed, ObservedProcess
+from trivet.cluster.messages import Desired, DesiredProcess, LogMark, LogPart, Observed, ObservedProcess
 from trivet.launcher.node_plan import Node
 from trivet.launcher.plan import ProcessSpec
 from trivet.wire.status import ProcessReport
@@ -33,6 +33,8 @@ class _NodeState:
     sweeps: int = 0
     ports: dict[str, int] = field(default_factory=dict[str, int])
     """The ports that it held last."""
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    copied: dict[str, LogMark] = field(default_factory=dict[str, LogMark])
     clock_offset: float = 0.0
     """The driver's clock minus the node's."""
     is_dirty: bool = True
@@ -126,9 +128,31 @@ class NodeTable:
                 listeners=state.listeners,
                 preferred_ports=dict(state.ports),
                 processes=tuple(state.processes.values()),
+                files=dict(state.files),
+                copied=dict(state.copied),
                 sweeps=state.sweeps,
                 is_over=self._is_over,
             )
+
+    def give_files(self, node: int, files: Mapping[str, str]) -> None:
+        """Have a node that has a directory of its own write files, which it is given by their paths on the driver."""
+        with self._lock:
+            self._nodes[node].files, self._nodes[node].is_dirty = files, True
+
+    def new_logs(self) -> list[tuple[int, str, LogPart, LogMark | None]]:
+        """Return the parts of logs that are not written yet, each with its node, its log, and how much of that is written."""
+        with self._lock:
+            return [
+                (node, name, part, mark)
+                for node, state in self._nodes.items()
+                for name, part in (state.observed.logs if state.observed is not None else {}).items()
+                if part.offset == (mark.offset if (mark := state.copied.get(name)) and mark.source == part.source else 0)
+            ]
+
+    def note_copied(self, node: int, name: str, mark: LogMark) -> None:
+        """Note how much of a log is written, so that the node sends the next part."""
+        with self._lock:
+            self._nodes[node].copied[name], self._nodes[node].is_dirty = mark, True
 
     def finish(self) -> None:
         """Note that the run is over: every node should end its processes."""

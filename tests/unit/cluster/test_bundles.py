@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trivet.cluster.bundles import group_bundles
+from trivet.cluster.bundles import group_bundles, keep_trainer_at
 from trivet.config.schema.rl import RLConfig
 from trivet.launcher.placement import place, required_nodes
 
@@ -53,6 +53,27 @@ def test_labels_are_for_machines_with_gpus() -> None:
     labels = {group.name: dict(group.labels) for group in group_bundles(config.deployment, place(config))}
     wanted = {"ray.io/accelerator-type": "H100"}
     assert labels == {"trainer": wanted, "inference": wanted, "env-workers-2": {}}
+
+
+@pytest.mark.parametrize(
+    ("num_train_nodes", "resources", "is_kept"),
+    [
+        (1, {"GPU": 8.0, "CPU": 64.0}, True),
+        (1, {"GPU": 4.0, "CPU": 64.0}, False),  # such as a machine that only drives the run
+        (1, {}, False),
+        (2, {"GPU": 8.0, "CPU": 64.0}, False),
+    ],
+)
+def test_a_single_node_that_trains_is_kept_on_the_drivers_machine_if_it_fits_there(
+    num_train_nodes: int, resources: dict[str, float], is_kept: bool
+) -> None:
+    config = make_config(num_train_nodes=num_train_nodes)
+    groups = group_bundles(config.deployment, place(config))
+    kept = keep_trainer_at("10.0.0.1", groups, resources=resources)
+    assert [group.resources.get("node:10.0.0.1") for group in kept] == [0.001 if is_kept else None, None]
+    assert [{**group.resources, "node:10.0.0.1": 0} for group in kept] == [
+        {**group.resources, "node:10.0.0.1": 0} for group in groups
+    ]
 
 
 def test_a_run_starts_without_the_nodes_that_may_join_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from support.fake_roles import FakeClock, make_facts, make_spec
 from trivet.cluster.host import ClusterHost, ClusterProcess
-from trivet.cluster.messages import Desired, Observed, ObservedProcess
+from trivet.cluster.messages import Desired, LogMark, LogPart, Observed, ObservedProcess
 from trivet.cluster.table import NodeTable
 from trivet.config.layout import RunLayout
 from trivet.exits import NODE_LOST
@@ -114,6 +114,28 @@ def test_a_message_that_arrives_twice_or_late_changes_nothing(cluster: Cluster) 
     cluster.table.receive(1, old, now=cluster.clock.now(), unix_time=0.0)
     assert process.exit_code == 3
     assert cluster.table.next_message(1, only_news=True) is None
+
+
+def test_files_and_positions_of_logs_are_part_of_what_is_desired(cluster: Cluster) -> None:
+    cluster.exchange()
+    cluster.host.give_files(1, {"outputs/.secret": "x"})
+    desired = cluster.table.next_message(1, only_news=True)
+    assert desired is not None
+    assert desired.files == {"outputs/.secret": "x"}
+    part = LogPart(source="a", offset=0, data=b"line")
+    cluster.exchange(logs={"inference.stdout": part})
+    assert cluster.table.new_logs() == [(1, "inference.stdout", part, None)]
+    mark = LogMark(source="a", offset=4)
+    cluster.table.note_copied(1, "inference.stdout", mark)
+    assert cluster.table.new_logs() == []
+    desired = cluster.table.next_message(1, only_news=True)
+    assert desired is not None
+    assert desired.copied == {"inference.stdout": mark}
+    later = LogPart(source="b", offset=0, data=b"of another file")
+    cluster.exchange(logs={"inference.stdout": later})
+    assert cluster.table.new_logs() == [(1, "inference.stdout", later, mark)]
+    cluster.table.begin_session(1)
+    assert cluster.table.new_logs() == []
 
 
 def test_signals_are_part_of_what_is_desired(cluster: Cluster) -> None:
