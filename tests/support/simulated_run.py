@@ -32,6 +32,7 @@ from trivet.weights.publish import publish
 from trivet.wire.batches import Batch
 from trivet.wire.events import Event, Publish, Start, Train
 from trivet.wire.rollouts import Rollout
+from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import FetchablePolicy, PolicyStatus, PolicyVersion, Step
 
 EXAMPLES = {"toy": [f"hash-{index}" for index in range(13)]}
@@ -107,7 +108,7 @@ class SimulatedServer:
         await self._answer(timeout_s or 300.0)
         return self.status
 
-    async def update_weights(self, directory: Path) -> PolicyStatus:
+    async def update_weights(self, directory: Path, *, transfer: TransferRound | None = None) -> PolicyStatus:
         await self._answer(300.0)
         manifest = read_manifest(directory)
         await self._work(self._rng.uniform(0.1, 3.0) if self.load_s is None else self.load_s)
@@ -207,7 +208,7 @@ class SimulatedTrainer:
     rng: random.Random
     queue: asyncio.Queue[Batch] = field(default_factory=asyncio.Queue)
 
-    async def say_alive(self) -> None:
+    async def say_alive(self, *, transfer: TransferRound | None = None) -> None:
         pass
 
     async def send(self, batch: Batch) -> None:

@@ -16,6 +16,7 @@ from trivet.process.sockets import key_pair
 from trivet.secret import RunSecret
 from trivet.transport.zeromq import KEY_PURPOSE, ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
+from trivet.wire.transfers import TransferRound
 
 Frames = list[bytes]
 Relay = Callable[[Frames, Callable[[Frames], bytes | None]], bytes | None]
@@ -134,7 +135,7 @@ class ReadyTrainer:
         self.batches: list[Batch] = []
         self.on_batch: Callable[[Batch], None] = lambda _: None
 
-    async def say_alive(self) -> None:
+    async def say_alive(self, *, transfer: TransferRound | None = None) -> None:
         pass
 
     async def send(self, batch: Batch) -> None:

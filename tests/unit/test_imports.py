@@ -19,7 +19,7 @@ LAYERS = [
     {"config"},
     {"secret", "gate", "step_directories"},
     {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints", "examples"},
-    {"schedulers"},
+    {"schedulers", "transfer"},
     {"evaluation", "inference", "trainer", "origin", "launcher"},
     {"orchestrator", "dialects"},
     {"history"},

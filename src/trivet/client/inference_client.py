@@ -20,6 +20,7 @@ from trivet.errors import ConfigError, InferenceError, InferenceTimeout, PolicyR
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.groups import server_root
+from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import FetchablePolicy, PolicyStatus, VersionRun
 
 _POLL_INTERVAL_S = 0.5
@@ -219,13 +220,18 @@ class InferenceClient:
         """Ask for the server's load; return None when it does not report all numbers."""
         return read_load((await self._request("GET", "/metrics")).text)
 
-    async def update_weights(self, directory: Path) -> PolicyStatus:
+    async def update_weights(self, directory: Path, *, transfer: TransferRound | None = None) -> PolicyStatus:
         """Make the server load the published policy in `directory`, which must have the same path on the server's machine.
+
+        Args:
+            transfer: the round in which the trainer sends the policy.
 
         Raises:
             PolicyRefused: the server refuses the policy, for example because its directory is not whole.
         """
-        body = {"weight_dir": str(directory.absolute())}  # noqa: ASYNC240  reads only the working directory
+        body: dict[str, Any] = {"weight_dir": str(directory.absolute())}  # noqa: ASYNC240  reads only the working directory
+        if transfer is not None:
+            body["transfer"] = msgspec.to_builtins(transfer)
         return await self._ask("POST", "/update_weights", PolicyStatus, body=body, token=self._find_token())
 
     async def fetch_weights(self, policy: FetchablePolicy) -> PolicyStatus:

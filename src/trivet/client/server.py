@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trivet.client.inference_client import InferenceClient
 from trivet.errors import ForeignPolicy, InferenceError, InferenceTimeout
+from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import START_VERSION, FetchablePolicy, PolicyStatus, PolicyVersion
 
 
@@ -20,6 +21,8 @@ class TargetPolicy:
     """The directory of the published policy; None for the start model."""
     offer: FetchablePolicy | None = None
     """The same policy for a server that should fetch it; None if servers read `directory`."""
+    transfer: TransferRound | None = None
+    """The round in which the trainer sends the policy to one server; None: the server reads its files."""
 
     def is_served(self, status: PolicyStatus) -> bool:
         """Return whether a server with `status` serves this policy. If the digest is None, only the version is compared."""
@@ -83,7 +86,7 @@ class Server:
             elif policy.directory is None:
                 status = await self.client.reload_weights()
             else:
-                status = await self.client.update_weights(policy.directory)
+                status = await self.client.update_weights(policy.directory, transfer=policy.transfer)
         finally:
             self.is_loading = False
             self.num_loads += 1

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from trivet.client.health import Resolve, ServerMonitor, resolve
 from trivet.client.inference_client import InferenceClient, ServerLoad
 from trivet.client.server import Server, TargetPolicy
+from trivet.client.transfer_rounds import TransferRounds
 from trivet.config.schema.inference import ClientConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused, ServerGone
 from trivet.gate import is_loopback
@@ -57,6 +58,7 @@ class ServerPool:
         make_client: Callable[[str], InferenceClient],
         write_event: Callable[[Event], None],
         origin: str | None = None,
+        transfers: TransferRounds | None = None,
         resolve: Resolve = resolve,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -66,11 +68,13 @@ class ServerPool:
         Args:
             make_client: makes the client of the server at an address.
             origin: the address from which servers fetch policies; None if they read directories.
+            transfers: plans how the trainer sends policies to the servers; None: they read the files.
             resolve: looks up `client.elastic.hostname`.
         """
         self._config = config
         self._write_event = write_event
         self._origin = origin
+        self._transfers = transfers
         self._clock = clock
         self._sleep = sleep
         self.target = TargetPolicy(version=START_VERSION, digest=None, directory=None)
@@ -158,6 +162,7 @@ class ServerPool:
                 server=server.root,
                 probe_mismatch=server.status.probe_mismatch,
                 probe_limit=server.status.probe_limit,
+                source=server.status.source,
             )
         )
 
@@ -347,12 +352,13 @@ class ServerPool:
         if not servers:
             return []
         begun, enough_ended, num_loaded, num_ended = self._clock(), asyncio.Event(), 0, 0
+        policies = await self._transfers.begin(servers, policy) if self._transfers is not None else {}
 
         async def load(server: Server) -> InferenceError | None:
             nonlocal num_loaded, num_ended
             is_error_of_run = True  # stays True when `_ensure_on` raises: the error ends the run
             try:
-                error = await self._ensure_on(server, policy)
+                error = await self._ensure_on(server, policies.get(server, policy))
                 num_loaded += error is None
                 is_error_of_run = False
                 return error
@@ -373,6 +379,8 @@ class ServerPool:
             await asyncio.gather(*loads, return_exceptions=True)
         for task in late:
             self.mark_unhealthy(loads[task], f"it did not load policy {policy.version} when half of the servers had")
+        if self._transfers is not None:
+            self._transfers.end(policy)
         return errors
 
     async def _ensure_on(self, server: Server, policy: TargetPolicy) -> InferenceError | None:

@@ -27,6 +27,7 @@ from trivet.config.schema.inference import InferenceConfig
 from trivet.config.schema.model import DebugModelConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
+from trivet.config.schema.shared import IN_MEMORY
 from trivet.config.schema.trainer import TrainingConfig
 
 _TRAINER, _ORCHESTRATOR, _SERVER, _TEACHER = ROOT.trainer, ROOT.orchestrator, ROOT.inference, ROOT.orchestrator.teacher_model
@@ -72,6 +73,7 @@ def _run_problems(config: RLConfig) -> Iterator[str]:
     if inference is not None:
         yield from inference_problems(inference, _SERVER)
         yield from _served_problems(config, inference)
+    yield from _transfer_problems(config)
     yield from _sleep_problems(config)
     ports = [(_TRAINER.rollout_transport.port, trainer.rollout_transport.port)]
     for at, server in ((_SERVER, inference), (ROOT.teacher_inference, config.teacher_inference)):
@@ -112,6 +114,25 @@ def _served_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[s
             f"{lora_key.modules_to_save} ({literal(lora.modules_to_save)}) cannot be served: servers load"
             f" low-rank adapters alone; remove it, or train all weights (without {lora_key})"
         )
+
+
+def _transfer_problems(config: RLConfig) -> Iterator[str]:
+    """Check that what is sent from the trainer's memory can arrive in that of the servers."""
+    transport, inference, key = config.trainer.weights.transport, config.inference, ROOT.weights.transport
+    if inference is not None and inference.weights_transport != transport:
+        own = _SERVER.weights_transport
+        yield f"{own} ({inference.weights_transport}) must be {key} ({transport}); remove {own}"
+    if transport not in IN_MEMORY:
+        return
+    files = f'set {key} = "files"'
+    if config.trainer.model.lora is not None:
+        yield f"{key} ({transport}) sends whole models, and {_TRAINER.model.lora} publishes adapters, which are small; {files}"
+    if config.orchestrator.sleep_servers:
+        yield f"{key} ({transport}) cannot reach a server that sleeps ({_ORCHESTRATOR.sleep_servers} = true); {files}"
+    if transport == "nccl" and config.deployment.is_multi_node:
+        yield f'{key} (nccl) works on one machine, and {ROOT.deployment.type} is "multi_node"; {files}, or "gloo"'
+    elif transport == "nccl" and inference is not None and set(config.inference_gpu_ids) & set(config.trainer_gpu_ids):
+        yield f'{key} (nccl) connects no two processes on one GPU, and trainer and server share one; {files}, or "gloo"'
 
 
 def _sleep_problems(config: RLConfig) -> Iterator[str]:

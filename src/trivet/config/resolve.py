@@ -223,6 +223,7 @@ class _Resolution:
                 values.derive("inference.enable_lora", True, "trainer.model.lora")
             self._fill("trainer.model.lora.rank", "inference.max_lora_rank", with_default=True)
         self._fill("trainer.router_replay", "inference.return_routed_experts")
+        self._fill("weights.transport", "inference.weights_transport")
         self._fill("inference.sleep_while_training", "orchestrator.sleep_servers", "trainer.release_gpu_memory")
         self._agree("trainer.tokenizer.chat_template", "inference.model.chat_template")
         self._agree_section("trainer.model.rope_scaling", "inference.model.rope_scaling")

@@ -64,6 +64,8 @@ RENAMED = {
     "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
     "rollout_transport": "trainer.rollout_transport",
     **{f"{role}weight_broadcast.type": f"{role}weights.transport" for role in _TRAINING_PREFIXES},
+    **{f"{role}weight_broadcast.timeout": f"{role}weights.transfer_timeout" for role in _TRAINING_PREFIXES},
+    "inference.weight_broadcast.type": "inference.weights_transport",
     **{f"{role}{section}.wandb": f"{role}wandb" for role in _TRAINING_PREFIXES for section in ("monitors", "tracking")},
     **{f"{role}resume.step": f"{role}ckpt.resume_step" for role in _TRAINING_PREFIXES},
     "trainer.enable_router_replay": "trainer.router_replay",
@@ -140,6 +142,11 @@ REFUSED = {
 """The text that says what replaced a key, by the beginning of the old key."""
 
 IGNORED = {
+    **_with_prefixes(
+        [f"{role}weight_broadcast." for role in _SHARED_PREFIXES],
+        ["host", "port", "inference_world_size"],
+        "servers and trainer find each other by themselves",
+    ),
     **_with_prefixes(_SHARED_PREFIXES, ["log.file"], "everything is written to files, in logs/"),
     **_with_prefixes(
         _SHARED_PREFIXES, ["log.vf_level", "log.env_worker_logs"], "what environments log is in logs/env_workers/"
@@ -189,7 +196,6 @@ SINGLE_VALUES = {
     "trainer.val.data.type": "sft",
     **_with_prefixes(_TRAINING_PREFIXES, ["events.sign"], "false"),
     **_with_prefixes(_TRAINING_PREFIXES, ["rollout_transport.type"], "zmq"),
-    "inference.weight_broadcast.type": "filesystem",
     "orchestrator.mask_env_responses": "true",
     **_with_prefixes(_EVAL_PREFIXES, ["per_rollout"], "false"),
     "orchestrator.buffer.skip_verification": "false",
@@ -294,7 +300,7 @@ def _current_value(kind: type[Section], entry: Entry) -> Entry:
     name, key, text = _full_name(kind, entry.path), find_key(kind, entry.path), str(entry.value)
     if name in SWITCHES and text.lower() in ("true", "false"):
         return replace(entry, value={} if text.lower() == "true" else None)
-    if name.endswith("weights.transport") and text == "filesystem":
+    if name.endswith(("weights.transport", "weights_transport")) and text == "filesystem":
         return replace(entry, value="files")
     if name == "orchestrator.advantage" and text == "None":
         return replace(entry, path=(*entry.path, "type"), value="none")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trivet.config.schema.inference import COMPUTED_VLLM_ARGUMENTS, VLLM_KEYS, InferenceConfig
+from trivet.config.schema.shared import IN_MEMORY
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.process.sockets import ServerShard
@@ -17,6 +18,7 @@ _REASON_OF_NODES = "set deployment.num_infer_nodes to start a server over severa
 _SERVER_OWNED = {
     "logprobs_mode": "log-probabilities must be those of the distribution sampled from",
     "worker_extension_cls": "it is how weights are loaded",
+    "weight_transfer_config": "set inference.weights_transport",
     "enable_scale_out": "/inference/v1/generate, which it enables, is how the server is asked for tokens",
     "generation_config": _REASON_OF_SAMPLING,
     "override_generation_config": _REASON_OF_SAMPLING,
@@ -35,6 +37,9 @@ _CPU_BLOCK_SIZE = 32
 """Tokens of a block of the KV cache. Requests share whole blocks of a prompt, and vLLM's own 128 on CPUs is longer than many
 prompts. Its attention for CPUs takes multiples of 32. Measured with 64 requests, 8 different prompts of 34 tokens and 64 new tokens
 each: 151 to 177 tokens/s with 128, 217 to 226 with 32 (SmolLM2, float32, AVX2, two cores)."""
+
+TRANSFER_ENGINE = "trivet-"
+"""The names of `weight_transfer.PolicyTransferEngine` in vLLM begin with this; `nccl` or `gloo` follows."""
 
 WORKER_EXTENSION = "trivet.inference.worker_extension.PolicyWorkerExtension"
 
@@ -109,6 +114,8 @@ def vllm_arguments(
     if config.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
     arguments |= _memory_arguments(config, is_cpu=is_cpu)
+    transfer = {"weight_transfer_config": {"backend": f"{TRANSFER_ENGINE}{config.weights_transport}"}}
+    arguments |= transfer if config.weights_transport in IN_MEMORY else {}
     if config.deterministic:
         # The rounding of a sum depends on the size of the batch and on how much of the prefix was cached.
         arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}

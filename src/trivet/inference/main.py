@@ -349,6 +349,7 @@ async def _serve_http(
         from trivet.inference.policy_loader import PolicyLoader
         from trivet.inference.routes import add_gate, add_routes, make_router
         from trivet.inference.vllm_names import build_app, init_app_state, serve_http
+        from trivet.transfer.group import KEY_PURPOSE, open_store
 
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -356,9 +357,11 @@ async def _serve_http(
         if not ended.done():
             ended.set_result(exit_code)
 
+    engine.transfer_key = secret.derive(KEY_PURPOSE)
     loader = PolicyLoader(
         engine, model_name=args.model, start_directory=_model_directory(args.model), roots=roots, on_broken=lambda: end(1)
     )
+    store, transfer_port = open_store(args.host) if engine.transfer_backend else (None, 0)
     await loader.prepare()
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
@@ -375,6 +378,7 @@ async def _serve_http(
         fetcher=PolicyFetcher(loader, cache),
         adapters=adapters,
         can_sleep=args.enable_sleep_mode,
+        transfer_port=transfer_port,
     )
     router.routes.append(PolicyFiles(cache.directory).route)
     add_routes(app, router)
@@ -405,6 +409,7 @@ async def _serve_http(
         logger.error("the engine died; its own error is above")
         end(1)
     await engine.stop()
+    del store  # closes it
     serving.cancel()
     await (await serving)  # serve_http returns a coroutine that closes the HTTP server
     return await ended

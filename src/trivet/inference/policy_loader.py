@@ -9,6 +9,8 @@ These are the steps of one policy from the orchestrator onto this server:
     → `engine_records.PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches`
     → `VersionedEngine.score`: the engine reproduces the policy's probe (`weights.probe`) → `.resume` → answer
 
+With a transfer (`inference.weights_transport`) the weights come from the trainer's memory, and from the files only if it fails.
+
 With `inference.sleep_while_training` the engine sleeps before the load. Its weights take GPU memory again before the load, its KV
 cache takes GPU memory after the load. While the trainer has not freed that memory, the load waits.
 If a step fails after the pause, the previous policy is loaded again in the same way. If that fails too, the server ends.
@@ -27,7 +29,8 @@ from trivet.faults import reach
 from trivet.key_names import key_name
 from trivet.telemetry import process_report
 from trivet.weights.adapters import base_of, is_adapter, is_same_model
-from trivet.weights.manifest import Manifest, make_start_manifest, verify
+from trivet.weights.manifest import Manifest, make_start_manifest, read_manifest, verify, verify_manifest
+from trivet.wire.transfers import TransferRound
 
 if TYPE_CHECKING:
     from trivet.inference.versioned_engine import VersionedEngine
@@ -48,6 +51,8 @@ read, and a trainer that was started again frees what it needed to load. Two suc
 previous one, must be shorter than the default of `client.admin_timeout`."""
 _WAKE_RETRY_INTERVAL_S = 2.0
 """Seconds between two attempts to take GPU memory."""
+
+_FILES = "files"
 
 EnginePart = Literal["weights", "kv_cache"]
 """A part of the engine's GPU memory, by vLLM's name."""
@@ -109,6 +114,10 @@ class PolicyLoader:
         """The manifest of the served policy; None before `prepare`."""
         self.probe_result: ProbeResult | None = None
         """How closely the engine reproduces the served policy's probe; None for a policy without one."""
+        self.source = _FILES
+        """Where the served policy came from: `files`, `nccl` or `gloo`."""
+        self._must_abort = False
+        """True after a transfer began to replace the weights and did not finish."""
         self._parts_asleep: set[EnginePart] = set()
         """The parts of the engine that have no GPU memory."""
 
@@ -136,8 +145,11 @@ class PolicyLoader:
         """The dtype that the engine computes in, by torch's name."""
         return self._engine.dtype
 
-    async def load(self, directory: Path) -> Manifest:
+    async def load(self, directory: Path, transfer: TransferRound | None = None) -> Manifest:
         """Serve the policy in `directory`; return its manifest.
+
+        Args:
+            transfer: a round in which the trainer sends the policy. If it fails in any phase, the files are loaded.
 
         Raises:
             WeightsError: `directory` is below none of the roots, much larger than the start model or not whole, or it has an
@@ -147,7 +159,10 @@ class PolicyLoader:
         """
         require_below(self._roots, directory)
         async with self._lock:
-            manifest = await asyncio.to_thread(verify, directory, max_bytes=self.max_bytes)
+            if transfer is not None and not await self._connect(transfer, directory):
+                transfer = None
+            check = verify if transfer is None else verify_manifest
+            manifest = await asyncio.to_thread(check, directory, max_bytes=self.max_bytes)
             if is_adapter(directory):
                 if not self._engine.serves_adapters:
                     raise WeightsError(
@@ -159,7 +174,7 @@ class PolicyLoader:
                         f"{key_name('inference.model.name')} = {base!r}"
                     )
             reach("reload.before", step=manifest.version)
-            await self._switch(directory, manifest)
+            await self._switch(directory, manifest, transfer)
             reach("reload.after", step=manifest.version)
             return manifest
 
@@ -215,21 +230,32 @@ class PolicyLoader:
                 self._on_broken()
                 raise InferenceError(f"the engine did not answer within {self._timeout_s:.0f} s: the server ends") from exc
 
-    async def _switch(self, directory: Path, manifest: Manifest) -> None:
+    async def _connect(self, transfer: TransferRound, directory: Path) -> bool:
+        """Connect for `transfer` while requests go on. Return False, after which the files are to be loaded, if that fails."""
+        try:
+            if not self._engine.transfer_backend or self._parts_asleep or not read_manifest(directory).fingerprint:
+                raise WeightsError("the server is asleep or was not started for transfers, or the policy has no fingerprint")
+            await self._engine.connect_transfer(transfer)
+        except Exception as exc:  # noqa: BLE001  vLLM passes on any error of a worker, and the files are still there
+            logger.warning("loading from files, not connected version=%s: %s: %s", transfer.version, type(exc).__name__, exc)
+            return False
+        return True
+
+    async def _switch(self, directory: Path, manifest: Manifest, transfer: TransferRound | None = None) -> None:
         """Pause the engine, load the policy and resume. If the load fails, load the previous policy again and raise."""
         started = self._clock()
         previous_directory, previous = self._directory, self.policy
         if not self._parts_asleep:
             await self._pause()
         try:
-            await self._replace(directory, manifest)
+            await self._replace(directory, manifest, transfer)
         except Exception as exc:  # noqa: BLE001  the engine may raise anything; a partly replaced policy must not sample
             logger.error("load failed directory=%s version=%s: %s", directory, manifest.version, exc)
             await self._restore(previous_directory, previous, failed=directory, cause=exc)
         await self._engine.resume()
         mismatch = f"{self.probe_result.mismatch:.3g}" if self.probe_result is not None else "not compared"
-        form = "policy loaded version=%s seconds=%.2f pause_s=%.3f probe_mismatch=%s"
-        logger.info(form, manifest.version, self._clock() - started, self._engine.pause_s, mismatch)
+        form = "policy loaded version=%s source=%s seconds=%.2f pause_s=%.3f probe_mismatch=%s"
+        logger.info(form, manifest.version, self.source, self._clock() - started, self._engine.pause_s, mismatch)
 
     async def _pause(self) -> None:
         try:
@@ -239,11 +265,11 @@ class PolicyLoader:
             self._on_broken()
             raise InferenceError(f"the engine did not pause ({type(exc).__name__}: {exc}): the server ends") from exc
 
-    async def _replace(self, directory: Path, manifest: Manifest) -> None:
+    async def _replace(self, directory: Path, manifest: Manifest, transfer: TransferRound | None = None) -> None:
         """Load the policy into the paused engine and compare its probe. The attributes change only when all of it succeeded."""
         async with asyncio.timeout(self._timeout_s):
             await self._wake("weights")
-            await self._load_missing(directory)
+            source = await self._load_missing(directory, manifest, transfer)
             reach("reload.during", step=manifest.version)
             self._engine.ledger.switch(manifest.version, at=self._clock())
             await self._engine.drop_caches()
@@ -257,7 +283,7 @@ class PolicyLoader:
                 # With data parallelism several engines computed the probe. The largest mismatch of them counts.
                 results = [compare(manifest.probe, logprobs, dtype=dtype, where=where) for logprobs in scores]
                 result = max(results, key=lambda result: result.mismatch)
-        self._directory, self._policy, self.probe_result = directory, manifest, result
+        self._directory, self._policy, self.probe_result, self.source = directory, manifest, result, source
 
     async def _wake(self, part: EnginePart) -> None:
         """Take GPU memory for a sleeping part; retry while another process holds that memory. An awake part stays as it is."""
@@ -275,17 +301,41 @@ class PolicyLoader:
                 logger.warning("waiting for GPU memory part=%s: %s", part, exc)
                 await self._sleep(_WAKE_RETRY_INTERVAL_S)
 
-    async def _load_missing(self, directory: Path) -> None:
-        """Load the part of the policy that the engine does not have: if it has the start model's weights, only the adapter."""
+    async def _load_missing(self, directory: Path, manifest: Manifest, transfer: TransferRound | None) -> str:
+        """Load the part of the policy that the engine does not have: if it has the start model's weights, only the adapter.
+
+        Return where the weights came from.
+        """
+        source = _FILES
         adapter = directory if is_adapter(directory) else None
         base = self._start_directory if adapter else directory
         has_base = self._engine.serves_adapters and base == self._base_directory == self._start_directory
         if not has_base:
             self._base_directory = None
-            await self._engine.load(base)
+            if transfer is not None and await self._receive(transfer, manifest):
+                source = self._engine.transfer_backend
+            else:
+                if self._must_abort:
+                    await self._engine.abort_transfer()
+                    self._must_abort = False
+                if transfer is not None:
+                    await asyncio.to_thread(verify, directory, max_bytes=self.max_bytes)
+                await self._engine.load(base)
             self._base_directory = base
         if self._engine.serves_adapters:
             await self._engine.load_adapter(adapter)
+        return source
+
+    async def _receive(self, transfer: TransferRound, manifest: Manifest) -> bool:
+        """Receive the policy; return False, after which the files are to be loaded, if that fails."""
+        self._must_abort = True
+        try:
+            await self._engine.receive(transfer, fingerprint=manifest.fingerprint)
+        except Exception as exc:  # noqa: BLE001  vLLM passes on any error of a worker
+            logger.warning("loading from files, not received version=%s: %s: %s", transfer.version, type(exc).__name__, exc)
+            return False
+        self._must_abort = False
+        return True
 
     async def _restore(self, directory: Path, manifest: Manifest, *, failed: Path, cause: Exception) -> NoReturn:
         """Load the previous policy, in `directory`, after `cause` made the load of `failed` fail. Then raise an error."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from trivet.config.schema.base import WebAddress
 from trivet.errors import TrivetError, WeightsError
@@ -22,6 +22,7 @@ from trivet.gate import Gate
 from trivet.inference.fetcher import PolicyFetcher
 from trivet.inference.policy_loader import PolicyLoader
 from trivet.key_names import key_name
+from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import FetchablePolicy, PolicyStatus
 
 if TYPE_CHECKING:
@@ -53,12 +54,18 @@ def _require_absolute(path: Path) -> Path:
     return path
 
 
+def _read_round(value: object) -> TransferRound | None:
+    return None if value is None else msgspec.convert(value, TransferRound)  # its error is a ValueError
+
+
 class UpdateWeights(BaseModel):
     """The body of POST /update_weights: serve the policy in a directory."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     weight_dir: Annotated[Path, AfterValidator(_require_absolute)]
     """A published `weights/step_N`, as the server sees it."""
+    transfer: Annotated[TransferRound | None, BeforeValidator(_read_round)] = None
+    """The round in which the trainer sends the policy. If it fails, the files are loaded."""
 
 
 class FetchWeights(BaseModel):
@@ -89,6 +96,7 @@ def make_router(
     fetcher: PolicyFetcher | None = None,
     adapters: "NamedAdapters | None" = None,
     can_sleep: bool = False,
+    transfer_port: int = 0,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
 ) -> APIRouter:
     """Make trivet's routes of one server.
@@ -98,6 +106,7 @@ def make_router(
         fetcher: fetches policies; None for a server that only reads directories.
         adapters: loads users' adapters; None for a server without adapters.
         can_sleep: the engine was started with `inference.sleep_while_training`.
+        transfer_port: the port of the server's store for transfers; 0: there is none.
     """
     router = APIRouter()
 
@@ -112,6 +121,9 @@ def make_router(
             dtype=loader.dtype,
             asleep=loader.is_asleep,
             is_fetching=fetcher is not None and fetcher.is_fetching,
+            source=loader.source,
+            num_workers=engine.num_workers,
+            transfer_port=transfer_port,
         )
         return JSONResponse({"status": "ok", "model": model_name, **msgspec.structs.asdict(status)})
 
@@ -162,7 +174,7 @@ def add_gate(app: FastAPI, *, token: str, host: str) -> None:
 async def _load(body: UpdateWeights | FetchWeights, loader: PolicyLoader, fetcher: PolicyFetcher | None) -> None:
     """Serve the policy that a request names, or begin to fetch it."""
     if isinstance(body, UpdateWeights):
-        await loader.load(body.weight_dir)
+        await loader.load(body.weight_dir, body.transfer)
     elif fetcher is None:
         raise WeightsError("this server fetches no policies; send the weight_dir of a published one")
     else:

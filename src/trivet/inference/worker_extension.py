@@ -23,11 +23,14 @@ from typing import Any
 
 import torch
 
+from trivet.config.schema.shared import IN_MEMORY
+from trivet.inference.arguments import TRANSFER_ENGINE
 from trivet.inference.vllm_names import (
     LogitsProcessorWithLoRA,
     LoRARequest,
     ParallelLMHead,
     VocabParallelEmbedding,
+    WeightTransferEngineFactory,
     current_platform,
     get_tensor_model_parallel_rank,
 )
@@ -35,6 +38,10 @@ from trivet.machine import Heap
 
 POLICY_ADAPTER_ID = 2**20
 """The adapter's id in vLLM. It is above the ids of adapters that users load, which vLLM counts from 1."""
+# Each worker imports this module before it creates its engine.
+for _transport in IN_MEMORY:
+    _engine = ("trivet.inference.weight_transfer", "PolicyTransferEngine")
+    WeightTransferEngineFactory.register_engine(f"{TRANSFER_ENGINE}{_transport}", *_engine)
 _heap = Heap()
 """The heap of this worker process. After a load its unused memory is given back to the system."""
 
@@ -52,6 +59,23 @@ class PolicyWorkerExtension:
         self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  a method of the worker that this extends
         repack_lm_heads(self.model_runner.get_model())
         _heap.trim_if_grown()
+
+    def is_transfer_connected(self) -> bool:
+        """Return whether the tensors of the transfer that was begun can be received; raise the error of the connection."""
+        return self.weight_transfer_engine.is_connected()  # type: ignore[attr-defined]  an attribute of the worker
+
+    def finish_transfer(self) -> None:
+        """Finish a transfer, and drop what the worker computed with the previous weights, as vLLM's `reload_weights` does."""
+        self.finish_weight_update()  # type: ignore[attr-defined]  a method of the worker
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
+        _heap.trim_if_grown()
+
+    def abort_transfer(self) -> None:
+        """End a transfer that failed, in whatever phase. The weights are arbitrary until the next load."""
+        worker: Any = self
+        worker._weight_update_active = False
+        worker.weight_transfer_engine.abort()
 
     def load_policy_adapter(self, directory: str | None) -> None:
         """Replace the policy's adapter by the one in `directory`, in place; None: by an adapter that changes nothing."""

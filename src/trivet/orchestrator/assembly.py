@@ -9,9 +9,11 @@ from collections.abc import Mapping
 
 from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
+from trivet.client.transfer_rounds import TransferRounds
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import ClientConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.shared import IN_MEMORY
 from trivet.environments.port import EnvironmentPool
 from trivet.evaluation.evaluate import Evaluator
 from trivet.orchestrator.advantage import make_advantage
@@ -193,14 +195,21 @@ def _lag_gauges(lag: LoopLag) -> Mapping[str, float]:
     return lag_metrics("event_loop_lag", lag.take(), ("min", "mean", "med", "p90", "max"))
 
 
-def make_servers(config: OrchestratorConfig, telemetry: Telemetry) -> ServerPool:
-    """Return the pool of the run's inference servers, with clients that may load policies on them. No request is sent yet."""
+def make_servers(config: OrchestratorConfig, telemetry: Telemetry, sender: BatchSender) -> ServerPool:
+    """Return the pool of the run's inference servers, with clients that may load policies on them. No request is sent yet.
+
+    Args:
+        sender: announces to the trainer which policies it should send to servers.
+    """
     client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
+    weights = config.weights
+    transfers = TransferRounds(lambda transfer: sender.say_alive(transfer=transfer), timeout_s=weights.transfer_timeout)
     return ServerPool(
         client,
         make_client=lambda url: inference_client(client, url, timeout_s=client.admin_timeout, secret=secret),
         write_event=telemetry.write_event,
         origin=config.weights.origin_url,
+        transfers=transfers if weights.transport in IN_MEMORY else None,
     )
 
 

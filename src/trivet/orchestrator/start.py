@@ -121,7 +121,7 @@ async def _begin_sampling(
         opened: closes the connections that are made here.
     """
     process_report.begin_waiting("servers that answer", on="inference")
-    servers, teacher = make_servers(config, telemetry), make_teacher(config)
+    servers, teacher = make_servers(config, telemetry, sender), make_teacher(config)
     opened.push_async_callback(servers.aclose)
     if teacher is not None:
         opened.push_async_callback(teacher.aclose)

@@ -8,6 +8,7 @@ import torch
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
+from trivet.config.schema.shared import IN_MEMORY
 from trivet.config.schema.trainer import TrainerConfig, TrainingConfig
 from trivet.faults import arm
 from trivet.process.lock import hold_role
@@ -21,6 +22,8 @@ from trivet.trainer.measurement.fake import FakeReceiver
 from trivet.trainer.model.initial_weights import read_config
 from trivet.trainer.model.supported import require_model
 from trivet.trainer.ranks.world import World, open_world
+from trivet.trainer.weight_sender import WeightSender
+from trivet.transfer.group import KEY_PURPOSE
 from trivet.transport.messages import BatchReceiver
 from trivet.transport.recording import RecordingReceiver, ReplayReceiver, discard_recorded_after, recorded_steps
 from trivet.transport.zeromq import ZmqReceiver
@@ -71,11 +74,13 @@ def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> Batch
             from_step=from_step,
         )
     layout = RunLayout(config.output_dir)
+    secret = find_secret(layout, environ=os.environ)
+    transfers = {}
+    if (transport := config.weights.transport) in IN_MEMORY:
+        device = world.device if transport == "nccl" else torch.device("cpu")
+        transfers = {"on_transfer": WeightSender(layout, device=device, key=secret.derive(KEY_PURPOSE)).begin}
     receiver = ZmqReceiver(
-        config.rollout_transport,
-        secret=find_secret(layout, environ=os.environ),
-        run=config.run,
-        on_wait=lambda: extend_wait_of_ranks(world),
+        config.rollout_transport, secret=secret, run=config.run, on_wait=lambda: extend_wait_of_ranks(world), **transfers
     )
     if not config.data.record:
         return receiver

@@ -22,6 +22,7 @@ from trivet.process.sockets import in_frames
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.batches import MAGIC, Alive, Batch, BatchHeader, BatchReply, BatchVerdict
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
+from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,12 @@ class BatchSender(Protocol):
         """
         ...
 
-    async def say_alive(self) -> None:
-        """Send a sign of life. The deadline of a trainer that waits for the next batch starts anew."""
+    async def say_alive(self, *, transfer: TransferRound | None = None) -> None:
+        """Send a sign of life. The deadline of a trainer that waits for the next batch starts anew.
+
+        Args:
+            transfer: a round that the trainer should begin. It does not if the message is lost.
+        """
         ...
 
     async def aclose(self) -> None:
@@ -198,18 +203,21 @@ class Inbox:
         *,
         run: RunIdentity,
         on_wait: Callable[[], None] = lambda: None,
+        on_transfer: Callable[[TransferRound], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start empty.
 
         Args:
             on_wait: called every 30 s by `take` while it waits.
+            on_transfer: called by `accept` with a round that the trainer should begin.
         """
         self.wanted: Step | None = None
         """The step that `take` waits for, or waited for last."""
         self._config = config
         self._run = run
         self._on_wait = on_wait
+        self._on_transfer = on_transfer
         self._clock = clock
         self._changed = threading.Condition()
         self._held: dict[Step, Batch] = {}
@@ -240,6 +248,8 @@ class Inbox:
                         self._last_alive = self._clock()
                         self._unread = None if alive.acknowledged == self._unread else self._unread
                         self._changed.notify_all()
+                        if alive.transfer is not None:
+                            self._on_transfer(alive.transfer)
                     return None
                 header = _read_header(frames[0] if frames else b"", BatchHeader)
                 self._last_arrival = (header.step, self._clock())

@@ -28,6 +28,7 @@ from trivet.secret import RunSecret
 from trivet.transport.messages import BatchMessage, Inbox, RepeatedWarning, is_acknowledged, make_message
 from trivet.wire.batches import Alive, Batch
 from trivet.wire.codec import encode
+from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
@@ -149,13 +150,13 @@ class ZmqSender:
             f"acknowledge batch {batch.step}; {remedy}"
         )
 
-    async def say_alive(self, *, acknowledged: Step | None = None) -> None:
+    async def say_alive(self, *, acknowledged: Step | None = None, transfer: TransferRound | None = None) -> None:
         """Send a sign of life, as `BatchSender.say_alive`.
 
         Args:
             acknowledged: the batch whose acknowledgement was just read; None when the message is only a sign of life.
         """
-        alive = Alive(run_id=self._run.id, attempt=self._run.attempt, acknowledged=acknowledged)
+        alive = Alive(run_id=self._run.id, attempt=self._run.attempt, acknowledged=acknowledged, transfer=transfer)
         # The message is left out while no trainer is connected, and while a batch is being sent: that is a sign of life too.
         with contextlib.suppress(zmq.Again, TimeoutError):
             async with asyncio.timeout(_LINGER_MS / 1000):
@@ -198,13 +199,15 @@ class ZmqReceiver:
         secret: RunSecret,
         run: RunIdentity,
         on_wait: Callable[[], None] = lambda: None,
+        on_transfer: Callable[[TransferRound], None] = lambda _: None,
     ) -> None:
         """Listen, and start the thread that answers.
 
         Args:
             on_wait: called every 30 s while `receive` waits, in the thread of its caller.
+            on_transfer: called with a round that the trainer should begin, in the thread that answers.
         """
-        self._inbox = Inbox(config, run=run, on_wait=on_wait)
+        self._inbox = Inbox(config, run=run, on_wait=on_wait, on_transfer=on_transfer)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -27,6 +27,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the run that published the policy."""
     probe: Probe | None = None
     """The log-probabilities that a server must reproduce after loading the policy; None: nothing is compared."""
+    fingerprint: str = ""
+    """The fingerprint of the files' tensors (`transfer.tensors`), for servers that get them from memory; may be empty."""
 
     @property
     def num_bytes(self) -> int:
@@ -78,6 +80,19 @@ def offer_policy(directory: Path, *, sources: Sequence[str]) -> FetchablePolicy:
     return FetchablePolicy(version=manifest.version, digest=manifest.digest, manifest_sha256=sha256, sources=tuple(sources))
 
 
+def verify_manifest(directory: Path, *, max_bytes: int | None = None) -> Manifest:
+    """Check the manifest of a published policy as `verify` does, without its files. Return the manifest."""
+    manifest = read_manifest(directory)
+    version = parse_step(directory.name)
+    if version not in (None, manifest.version):
+        raise WeightsError(f"{directory / MANIFEST} is of version {manifest.version}: it was copied from another directory")
+    if manifest.digest != digest_of(manifest.files):
+        raise WeightsError(f"{directory / MANIFEST} does not match its own digest: the manifest was altered")
+    if max_bytes is not None and manifest.num_bytes > max_bytes:
+        raise WeightsError(f"{directory} has {manifest.num_bytes} bytes, where at most {max_bytes} are loaded")
+    return manifest
+
+
 def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:
     """Compare every file of a published policy with its manifest, and return the manifest.
 
@@ -87,14 +102,7 @@ def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:
     Raises:
         WeightsError: the policy is unfinished, altered, or too large.
     """
-    manifest = read_manifest(directory)
-    version = parse_step(directory.name)
-    if version not in (None, manifest.version):
-        raise WeightsError(f"{directory / MANIFEST} is of version {manifest.version}: it was copied from another directory")
-    if manifest.digest != digest_of(manifest.files):
-        raise WeightsError(f"{directory / MANIFEST} does not match its own digest: the manifest was altered")
-    if max_bytes is not None and manifest.num_bytes > max_bytes:
-        raise WeightsError(f"{directory} has {manifest.num_bytes} bytes, where at most {max_bytes} are loaded")
+    manifest = verify_manifest(directory, max_bytes=max_bytes)
     for name in manifest.files:
         if (directory / name).is_symlink():
             raise WeightsError(f"{directory / name} is a link: a weights directory holds its own files")

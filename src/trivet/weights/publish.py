@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from trivet.algorithms.probe import Probe
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
 from trivet.errors import WeightsError
@@ -21,6 +23,7 @@ def publish(
     write: Callable[[Path], None],
     announce: Callable[[Manifest], None] = lambda _: None,
     probe: Probe | None = None,
+    fingerprint: Callable[[Path], str] = lambda _: "",
 ) -> Manifest:
     """Publish policy `version`.
 
@@ -32,6 +35,7 @@ def publish(
         write: writes the policy's files into the directory that it gets.
         announce: called when all files are written and no reader can see them yet, so no load precedes it.
         probe: the probe for the manifest.
+        fingerprint: computes the fingerprint for the manifest from the files in the directory that it gets.
     """
     final = layout.weights_step(version)
     # A process of an earlier attempt, whose machine was suspended, may still write the same version.
@@ -44,6 +48,7 @@ def publish(
     _require_flat_files(staging)
     sync_tree(staging)
     manifest = make_manifest(staging, version=version, run_id=run_id, probe=probe)
+    manifest = msgspec.structs.replace(manifest, fingerprint=fingerprint(staging))
     write_json_atomically(staging / MANIFEST, manifest)
     reach("weight_write.after", step=version, path=staging)
     announce(manifest)

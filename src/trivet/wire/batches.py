@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from trivet.wire.experts import RoutedExperts
+from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import GroupId, Step
 
 MAGIC = "trivet"
@@ -116,6 +117,8 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     acknowledged: Step | None = None
     """The batch whose acknowledgement the orchestrator has just read; None in a message that was sent for no acknowledgement."""
+    transfer: TransferRound | None = None
+    """A policy that the trainer should send to servers; None in a message that was sent for no transfer."""
 
 
 class BatchVerdict(StrEnum):

@@ -135,6 +135,8 @@ class Load(Event):
     """Mean difference, in nats, between the server's log-probabilities of the policy's probe and the trainer's; None: no probe."""
     probe_limit: float | None = None
     """The largest mean difference with which a server serves the policy."""
+    source: str = "files"
+    """Where the server got it from: `files`, or the trainer's memory by `nccl` or `gloo`."""
 
 
 class ProbeCompared(Event, tag="probe"):

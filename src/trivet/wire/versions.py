@@ -33,6 +33,12 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """True while the server answers no completion. It answers again once it has loaded a policy, the same or another."""
     is_fetching: bool = False
     """True while the server fetches a policy. If a request to load one is answered so, it must be sent again."""
+    source: str = "files"
+    """Where the policy came from: `files`, or the trainer's memory by `nccl` or `gloo`."""
+    num_workers: int = 0
+    """Workers that can receive policies from the trainer's memory; 0: none can."""
+    transfer_port: int = 0
+    """The port on the server's host at which the ranks of such a transfer can find each other; 0: none."""
 
 
 class FetchablePolicy(msgspec.Struct, frozen=True, kw_only=True):

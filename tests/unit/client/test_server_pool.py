@@ -171,7 +171,7 @@ def test_a_fetch_of_minutes_is_waited_for_and_a_server_that_is_much_later_is_adm
 
 def test_a_weights_directory_that_every_server_refuses_ends_the_run(layout):
     class Refusing(SimulatedServer):
-        async def update_weights(self, directory) -> PolicyStatus:
+        async def update_weights(self, directory, *, transfer=None) -> PolicyStatus:
             raise PolicyRefused("409: model.safetensors is altered")
 
     async def scenario() -> None:

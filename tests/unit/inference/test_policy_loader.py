@@ -15,6 +15,7 @@ from trivet.inference.policy_loader import EnginePart, PolicyLoader
 from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
+from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import PolicyVersion
 
 
@@ -29,9 +30,11 @@ class FakeEngine:
         cannot_suspend: bool = False,
         scores: list[list[list[float]]] | None = None,
         num_wakes_refused: int = 0,
+        transfer: str = "",
     ) -> None:
         """
         Args:
+            transfer: the phase in which a transfer fails; `never`; empty for an engine that takes part in none.
             scores: what each engine computes for the probe.
             num_wakes_refused: attempts to take GPU memory that fail before one succeeds.
         """
@@ -44,6 +47,23 @@ class FakeEngine:
         self.pause_s = 0.25
         self.scores = scores or [[[-1.0, -2.0]]]
         self.num_wakes_refused = num_wakes_refused
+        self.transfer = transfer
+        self.transfer_backend = "gloo" if transfer else ""
+
+    async def connect_transfer(self, transfer: TransferRound) -> None:
+        self.calls.append(f"connect {transfer.version}")
+        if self.transfer == "init":
+            raise RuntimeError("a rank is missing")
+
+    async def receive(self, transfer: TransferRound, *, fingerprint: str) -> None:
+        self.calls.append(f"receive {fingerprint}")
+        if self.transfer in ("update", "abort"):
+            raise RuntimeError("the trainer is lost")
+
+    async def abort_transfer(self) -> None:
+        self.calls.append("abort")
+        if self.transfer == "abort":
+            raise RuntimeError("the layers are lost")
 
     async def capture_experts(self) -> None:
         """Do nothing: no model of a test has experts."""
@@ -102,6 +122,7 @@ def layout(tmp_path: Path) -> RunLayout:
             run_id="test",
             write=lambda directory, content=content: (directory / "model.safetensors").write_bytes(content) and None,
             probe=PROBE if version == 3 else None,
+            fingerprint=lambda directory, version=version: f"fingerprint {version}",
         )
     start = tmp_path / "start"
     start.mkdir()
@@ -285,6 +306,81 @@ def test_loads_at_the_same_time_happen_one_after_the_other(layout: RunLayout) ->
 
     run(layout, engine, scenario)
     assert engine.calls == [*_LOAD_1, *_LOAD_2]
+
+
+@pytest.mark.parametrize(
+    ("engine", "source", "calls"),
+    [
+        (
+            {"transfer": "never"},
+            "gloo",
+            ["connect 3", "pause", "receive fingerprint 3", "drop_caches", "score [[1, 2, 3]]", "resume"],
+        ),
+        ({}, "files", ["pause", "load step_3", "drop_caches", "score [[1, 2, 3]]", "resume"]),
+        (
+            {"transfer": "init"},
+            "files",
+            ["connect 3", "pause", "load step_3", "drop_caches", "score [[1, 2, 3]]", "resume"],
+        ),
+        (
+            {"transfer": "update"},
+            "files",
+            [
+                "connect 3",
+                "pause",
+                "receive fingerprint 3",
+                "abort",
+                "load step_3",
+                "drop_caches",
+                "score [[1, 2, 3]]",
+                "resume",
+            ],
+        ),
+    ],
+    ids=["it succeeds", "the engine takes part in none", "it fails before the pause", "it fails in the middle"],
+)
+def test_what_an_engine_does_for_a_transfer(layout: RunLayout, engine: dict[str, Any], source: str, calls: list[str]) -> None:
+    fake = FakeEngine(**engine)
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.load(layout.weights_step(3), transfer_of(3))
+        assert loader.policy.version == 3
+        assert loader.source == source
+
+    assert run(layout, fake, scenario) == []
+    assert fake.calls == calls
+
+
+def transfer_of(version: int) -> TransferRound:
+    return TransferRound(version=PolicyVersion(version), group_id="g", host="h", port=1, world_size=2, timeout_s=1.0)
+
+
+def test_files_that_were_altered_are_not_loaded_in_place_of_a_failed_transfer(layout: RunLayout) -> None:
+    (layout.weights_step(2) / "model.safetensors").write_bytes(b"weights X")
+    fake = FakeEngine(transfer="update")
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.load(layout.weights_step(1))
+        with pytest.raises(WeightsError, match=r"altered|not what was published"):
+            await loader.load(layout.weights_step(2), transfer_of(2))
+        assert (loader.policy.version, loader.source) == (1, "files")
+
+    assert run(layout, fake, scenario) == []
+    assert fake.calls[len(_LOAD_1) :] == [
+        *["connect 2", "pause", "receive fingerprint 2", "abort", "undo_score", "load step_1", "drop_caches", "resume"]
+    ]
+
+
+def test_an_engine_that_a_failed_transfer_leaves_in_pieces_stays_paused(layout: RunLayout) -> None:
+    fake, broken = FakeEngine(transfer="abort"), list[str]()
+
+    async def scenario(loader: PolicyLoader) -> None:
+        with pytest.raises(InferenceError, match="the layers are lost"):
+            await loader.load(layout.weights_step(1), transfer_of(1))
+
+    run(layout, fake, scenario, broken=broken)
+    assert broken == ["broken"]
+    assert not [call for call in fake.calls if call == "resume" or call.startswith("load")]
 
 
 def publish_adapter(layout: RunLayout, version: int, *, base: str) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,6 +15,7 @@ from trivet.errors import FetchFailed, InferenceError, WeightsError
 from trivet.inference.arguments import vllm_arguments
 from trivet.inference.routes import add_gate, add_routes, make_router
 from trivet.weights.manifest import Manifest
+from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import FetchablePolicy, PolicyVersion
 
 SERVED = {
@@ -24,6 +26,9 @@ SERVED = {
     "is_fetching": False,
     "probe_mismatch": None,
     "probe_limit": None,
+    "source": "files",
+    "num_workers": 2,
+    "transfer_port": 0,
 }
 
 
@@ -36,11 +41,14 @@ class FakeLoader:
         self.probe_result: ProbeResult | None = None
         self.dtype = "float32"
         self.is_asleep = False
+        self.source = "files"
+        self.transfer: TransferRound | None = None
         self.num_starts = 0
         self._error = error
 
-    async def load(self, directory: Path) -> Manifest:
+    async def load(self, directory: Path, transfer: TransferRound | None = None) -> Manifest:
         self.directories.append(directory)
+        self.transfer = transfer
         if self._error is not None:
             raise self._error
         return self.policy
@@ -62,6 +70,8 @@ class FakeLoader:
 
 
 class FakeEngine:
+    num_workers = 2
+
     def __init__(self, *, error: Exception | None = None, is_stuck: bool = False) -> None:
         self._error = error
         self._is_stuck = is_stuck
@@ -196,7 +206,26 @@ def test_a_refused_update_gives_the_whole_reason(error: Exception, status_code: 
     assert response.json()["reason"] == str(error)
 
 
-@pytest.mark.parametrize("body", [{}, {"weight_dir": "w/step_3"}, {"weight_dir": "/w/step_3", "version": 3}])
+def test_an_update_by_a_transfer_hands_the_round_on() -> None:
+    transfer = TransferRound(
+        version=PolicyVersion(3), group_id="g", host="h", port=7, world_size=3, timeout_s=2.0, rank_offset=1
+    )
+    loader = FakeLoader()
+    body = {"weight_dir": "/w/step_3", "transfer": msgspec.to_builtins(transfer)}
+    assert ask("POST", "/update_weights", loader=loader, body=body).status_code == 200
+    assert loader.transfer == transfer
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"weight_dir": "w/step_3"},
+        {"weight_dir": "/w/step_3", "version": 3},
+        {"weight_dir": "/w/step_3", "transfer": {"version": 3}},
+        {"weight_dir": "/w/step_3", "transfer": "now"},
+    ],
+)
 def test_a_body_that_is_not_exactly_an_absolute_directory_is_refused(body: dict[str, Any]) -> None:
     assert ask("POST", "/update_weights", body=body).status_code == 422
 

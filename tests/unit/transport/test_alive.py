@@ -13,9 +13,11 @@ from trivet.transport.messages import Inbox
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.batches import Alive
 from trivet.wire.codec import encode
-from trivet.wire.versions import Step
+from trivet.wire.transfers import TransferRound
+from trivet.wire.versions import PolicyVersion, Step
 
 RUN = RunIdentity(id="run", attempt=2)
+TRANSFER = TransferRound(version=PolicyVersion(3), group_id="g", host="h", port=1, world_size=2, timeout_s=1.0)
 
 
 class Clock:
@@ -68,8 +70,17 @@ def test_a_waiting_trainer_is_called_now_and_then_until_the_wait_is_over():
     assert all(later - earlier >= 30 for earlier, later in pairwise(calls))
 
 
+def test_a_round_that_is_announced_reaches_the_trainer_of_the_same_run():
+    found: list[TransferRound] = []
+    inbox = Inbox(TransportConfig(), run=RUN, on_transfer=found.append)
+    for attempt, announced in ((RUN.attempt, None), (RUN.attempt + 1, TRANSFER), (RUN.attempt, TRANSFER)):
+        assert inbox.accept([encode(Alive(run_id=RUN.id, attempt=attempt, transfer=announced))]) is None
+    assert found == [TRANSFER]
+
+
 def test_a_sign_reaches_a_trainer_that_waits_and_is_left_out_without_one():
     config = TransportConfig(port=find_free_port(), timeout_s=60)
+    announced: list[TransferRound] = []
 
     async def speak(receiver):
         sender = ZmqSender(config, secret=SECRET, run=RUN)
@@ -79,15 +90,17 @@ def test_a_sign_reaches_a_trainer_that_waits_and_is_left_out_without_one():
                     await sender.say_alive()
                 return
             async with asyncio.timeout(20):
-                while receiver._inbox._last_alive == float("-inf"):
-                    await sender.say_alive()
+                while not announced:
+                    await sender.say_alive(transfer=TRANSFER)
                     await asyncio.sleep(0.01)
         finally:
             await sender.aclose()
 
     asyncio.run(speak(None))
-    receiver = ZmqReceiver(config, secret=SECRET, run=RUN)
+    receiver = ZmqReceiver(config, secret=SECRET, run=RUN, on_transfer=announced.append)
     try:
         asyncio.run(speak(receiver))
+        assert receiver._inbox._last_alive > float("-inf")
     finally:
         receiver.close()
+    assert announced[0] == TRANSFER

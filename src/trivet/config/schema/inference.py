@@ -8,7 +8,7 @@ from pydantic import Field
 
 from trivet.config.schema.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Host, Section, ServerAddress
 from trivet.config.schema.model import MAX_RANK, RopeScalingConfig
-from trivet.config.schema.shared import DEFAULT_MODEL, RoleConfig
+from trivet.config.schema.shared import DEFAULT_MODEL, RoleConfig, WeightsTransport
 from trivet.wire.groups import ServerAccess, server_root
 
 VLLM_KEYS = {
@@ -209,6 +209,8 @@ class InferenceConfig(RoleConfig):
     """Largest rank of an adapter, rounded up to one that vLLM has. A run takes it from trainer.model.lora.rank."""
     return_routed_experts: bool = False
     """Return the experts that a mixture chose for each token, with every answer. A run with trainer.router_replay sets it."""
+    weights_transport: WeightsTransport = "files"
+    """How the server can receive policies. A run with weights.transport sets it; a server for such a run needs the same value."""
     seed: int = Field(default=0, ge=0)
     """Seeds sampling of requests that carry no seed."""
     deterministic: bool = False

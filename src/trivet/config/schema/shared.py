@@ -221,13 +221,22 @@ class OriginConfig(Section):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
+WeightsTransport = Literal["files", "http", "nccl", "gloo"]
+IN_MEMORY: tuple[WeightsTransport, ...] = ("nccl", "gloo")
+"""The ways that send a policy from the trainer's memory."""
+
+
 class WeightsConfig(Section):
     """How policies reach the servers, and how they are proven on their way."""
 
-    transport: Literal["files", "http"] = "files"
+    transport: WeightsTransport = "files"
     """`files`: servers read `weights/`, at the same path on every machine. `http`: each machine fetches a policy from the origin or
-    from another server while its servers still generate; no shared directory is needed."""
+    from another server while its servers still generate; no shared directory is needed. `nccl`, `gloo`: the trainer sends a
+    published policy into the servers' memory, by NCCL between GPUs or else by gloo, unencrypted; who misses it reads `weights/`."""
     origin: OriginConfig = OriginConfig()
+    transfer_timeout: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
+    """nccl and gloo: longest wait for the other ranks, in each phase and for each 64 MiB of weights, seconds. The engine is paused
+    meanwhile if a rank is lost in mid-transfer."""
 
     probe_tokens: int = Field(default=64, ge=0, le=4096)
     """Tokens whose log-probabilities a server must reproduce before it serves a policy. 0: nothing is compared."""

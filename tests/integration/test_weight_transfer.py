@@ -1,0 +1,224 @@
+"""Policies that the trainer sends into the memory of real servers, over real gloo; and what is left of a server that misses them.
+
+The trainer's end is a real `WeightSender`, in this process or, to be killed, in another. `support.transfers.Rounds` is the
+orchestrator's end.
+"""
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.families import FAMILIES
+from support.histories import assert_proven
+from support.rl_run import Run
+from support.served import PROMPTS, busy, greedy
+from support.servers import ServerProcess, open_client, run_server
+from support.transfers import Rounds, SenderProcess, open_weight_sender, publish_for_transfer
+from trivet.client.inference_client import Generation
+from trivet.config.layout import RunLayout
+from trivet.errors import InferenceError
+from trivet.examples.tiny_model import make_tokenizer
+from trivet.history.check import check_run
+from trivet.telemetry.events import read_events
+from trivet.trainer import weight_sender
+from trivet.transfer.tensors import fingerprint_files
+from trivet.weights.manifest import read_manifest
+from trivet.weights.publish import publish
+from trivet.wire.events import Load
+from trivet.wire.versions import PolicyStatus, PolicyVersion
+
+MakeRun = Callable[..., Run]
+pytestmark = pytest.mark.vllm
+
+PHASES = ("init", "start", "update", "finish")
+
+
+def answers(base_url: str) -> list[tuple[list[int], list[float]]]:
+    """Return tokens and log-probabilities of each prompt, asked one after the other."""
+
+    async def scenario() -> list[Generation]:
+        async with aclosing(open_client(base_url, timeout_s=240)) as client:
+            return [await greedy(client, prompt) for prompt in PROMPTS]
+
+    return [(list(each.token_ids), list(each.logprobs)) for each in asyncio.run(scenario())]
+
+
+def start_server(stack: ExitStack, model: Path, directory: Path, **flags: str) -> ServerProcess:
+    """Start a server for transfers whose run is `directory`: servers of one directory have one secret."""
+    log = directory / f"inference-{len(list(directory.glob('*.stdout')))}.stdout"
+    return stack.enter_context(run_server(model, log=log, weights_transport="gloo", **flags))
+
+
+def sources(found: list[PolicyStatus | InferenceError]) -> list[str]:
+    return [each.source if isinstance(each, PolicyStatus) else "failed" for each in found]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def test_servers_of_a_mixture_equal_a_fresh_one_to_the_last_bit(stack: ExitStack, tmp_path: Path) -> None:
+    """Experts and the head of its own are what the CPU needs packed again."""
+    family = next(each for each in FAMILIES if each.key == "qwen3-moe")
+
+    def write(directory: Path, *, seed: int) -> None:
+        family.save(directory, **family.served_changes)
+        generator = torch.Generator().manual_seed(seed)
+        for file in directory.glob("*.safetensors"):
+            tensors = load_file(file)
+            noise = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+            save_file({name: tensor + 0.02 * noise[name] for name, tensor in tensors.items()}, file, {"format": "pt"})
+        make_tokenizer().save_pretrained(directory)
+
+    layout = RunLayout(tmp_path / "run")
+    write(tmp_path / "start", seed=1)
+    for version in (1, 2):
+        publish(
+            layout,
+            version=PolicyVersion(version),
+            run_id="test",
+            write=lambda directory, version=version: write(directory, seed=10 + version),
+            fingerprint=fingerprint_files,
+        )
+    dtype = {"model.dtype": family.served_dtype}
+    first = start_server(stack, tmp_path / "start", tmp_path, **dtype)
+    second = start_server(stack, layout.weights_step(1), tmp_path, **dtype)
+    before, fresh = answers(first.base_url), answers(second.base_url)
+    assert before != fresh
+    sender = open_weight_sender(layout, first.base_url)
+    rounds = Rounds(layout, [first.base_url, second.base_url], announce=sender.begin)
+    for version in (1, 2, 1):
+        found = rounds.load(version)
+        assert sources(found) == ["gloo", "gloo"]
+        of_first, of_second = answers(first.base_url), answers(second.base_url)
+        assert of_first == of_second
+        assert (of_first == fresh) is (version == 1)
+    assert len({each.group_id for each in rounds.announced}) == 1, "the connections are used again"
+
+
+def test_a_server_killed_in_any_phase_comes_back_from_the_files(
+    stack: ExitStack, tiny_model_untied: Path, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path / "run")
+    for version in range(1, len(PHASES) + 2):
+        publish_for_transfer(layout, version=version, tied=False)
+    schedule = tmp_path / "faults.json"
+    faults = [
+        {"name": phase, "point": f"transfer.{phase}", "action": "kill", "step": version}
+        for version, phase in enumerate(PHASES, start=1)
+    ]
+    schedule.write_text(json.dumps({"seed": 0, "faults": faults}))
+    healthy = start_server(stack, tiny_model_untied, tmp_path)
+    sender = open_weight_sender(layout, healthy.base_url)
+    rounds = Rounds(layout, [healthy.base_url], announce=sender.begin, timeout_s=5)
+    for version, phase in enumerate(PHASES, start=1):
+        with ExitStack() as mortal:
+            doomed = start_server(mortal, tiny_model_untied, tmp_path, **{"faults.schedule": str(schedule)})
+            rounds.urls[1:] = [doomed.base_url]
+            found = rounds.load(version)
+            assert doomed.process.wait(60) == -signal.SIGKILL, phase
+            assert isinstance(found[1], InferenceError)
+            assert isinstance(found[0], PolicyStatus)
+            assert found[0].version == version
+            # A server that is lost before it receives may be noticed once the other one has everything.
+            allowed = {"init": {"files"}, "finish": {"gloo"}}.get(phase, {"files", "gloo"})
+            assert found[0].source in allowed, phase
+        with ExitStack() as mortal:
+            again = start_server(mortal, layout.weights_step(version), tmp_path)
+            assert answers(again.base_url) == answers(healthy.base_url), phase
+            if phase == PHASES[-1]:
+                rounds.urls[1:] = [again.base_url]
+                assert sources(rounds.load(version + 1)) == ["gloo", "gloo"], "the group is made again with the new server"
+                assert answers(again.base_url) == answers(healthy.base_url)
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_trainer_lost_in_mid_transfer_leaves_the_servers_with_the_files(
+    stack: ExitStack, tiny_model_untied: Path, tmp_path: Path, action: str
+) -> None:
+    layout = RunLayout(tmp_path / "run")
+    publish_for_transfer(layout, version=1, tied=False)
+    servers = [start_server(stack, model, tmp_path) for model in (tiny_model_untied, layout.weights_step(1))]
+    fresh = answers(servers[1].base_url)
+    sender = stack.enter_context(SenderProcess(layout, servers[0].base_url, action=action))
+    rounds = Rounds(layout, [server.base_url for server in servers], announce=sender.begin, timeout_s=5)
+    assert sources(rounds.load(1)) == ["files", "files"]
+    assert [answers(server.base_url) for server in servers] == [fresh, fresh]
+
+
+def test_tensors_that_are_not_those_of_the_manifest_are_not_served(
+    stack: ExitStack, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = RunLayout(tmp_path / "run")
+    publish_for_transfer(layout, version=1)
+    server = start_server(stack, tiny_model, tmp_path)
+
+    def with_a_flipped_bit(directory: Path) -> dict[str, Any]:
+        tensors = {name: tensor.clone() for name, tensor in map_tensors(directory).items()}
+        tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+        return tensors
+
+    map_tensors = weight_sender.map_tensors
+    monkeypatch.setattr(weight_sender, "map_tensors", with_a_flipped_bit)
+    sender = open_weight_sender(layout, server.base_url)
+    rounds = Rounds(layout, [server.base_url], announce=sender.begin)
+    assert sources(rounds.load(1)) == ["files"]
+    assert "their fingerprint is another" in server.log.read_text()
+    altered = answers(server.base_url)
+    monkeypatch.setattr(weight_sender, "map_tensors", map_tensors)
+    assert sources(rounds.load(1)) == ["gloo"]
+    assert answers(server.base_url) == altered, "both are the published policy"
+
+
+def test_a_policy_that_the_trainer_lacks_is_loaded_from_files_without_a_pause(
+    stack: ExitStack, tiny_model: Path, tmp_path: Path
+) -> None:
+    layout, of_trainer = RunLayout(tmp_path / "run"), RunLayout(tmp_path / "elsewhere")
+    publish_for_transfer(layout, version=1)
+    server = start_server(stack, tiny_model, tmp_path)
+    sender = open_weight_sender(of_trainer, server.base_url)
+    rounds = Rounds(layout, [server.base_url], announce=sender.begin)
+    assert sources(rounds.load(1)) == ["files"]
+    assert "the trainer does not have it" in server.log.read_text()
+
+
+def test_requests_go_on_while_workers_wait_for_the_trainer(stack: ExitStack, tiny_model: Path, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    publish_for_transfer(layout, version=1)
+    server = start_server(stack, tiny_model, tmp_path)
+    rounds = Rounds(layout, [server.base_url], announce=lambda _: None, timeout_s=20)
+
+    async def scenario() -> None:
+        loading = asyncio.create_task(asyncio.to_thread(rounds.load, 1))
+        while not rounds.announced:  # noqa: ASYNC110  another thread fills it
+            await asyncio.sleep(0.01)
+        async with busy(server.base_url, num_tokens=40):
+            assert not loading.done(), "no trainer comes, and the engine samples"
+        assert sources(await loading) == ["files"]
+
+    asyncio.run(scenario())
+
+
+def test_every_policy_of_a_run_is_sent_from_memory_and_the_run_is_proven(make_run: MakeRun) -> None:
+    run = make_run(max_steps=6)
+    run.start("--weights.transport", "gloo")
+    assert run.await_exit() == 0, run.output[-4000:]
+    loads = [each for each in read_events(run.layout.events) if isinstance(each, Load) and each.version]
+    assert {each.source for each in loads} == {"gloo"}
+    versions = [each.version for each in loads]
+    assert versions == sorted(set(versions))
+    assert len(versions) >= 3, "a policy that a newer one overtakes is not loaded"
+    assert_proven(check_run(run.layout))
+    manifest = read_manifest(run.layout.weights_step(6))
+    assert manifest.fingerprint == fingerprint_files(run.layout.weights_step(6))
+    assert manifest.probe is not None, "each policy was compared with the trainer's log-probabilities before it was served"
