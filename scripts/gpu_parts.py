@@ -19,6 +19,7 @@ _ROWS = "scripts/bench/gpu_rows.py"
 _SMALL = ("--shape", "Qwen3-tiny", "--seq-len", "256")
 """Flags of the rows for a CPU, which computes each in a second."""
 _RELOAD_TEST = "tests/integration/test_reload_on_devices.py"
+_TRANSFER_TEST = "tests/integration/test_weight_transfer.py"
 _MAX_NAMED_TESTS = 30
 """Failed and skipped tests of a part that are recorded."""
 
@@ -232,6 +233,12 @@ def _with_server(machine: Machine, scratch: Path, no_device: str | None) -> list
             limit_s=400,
             missing=no_vllm,
             read_result=last_json,
+        ),
+        _pytest(
+            "transfer",
+            [_TRANSFER_TEST, "-m", "gpu", "-k", "nccl"],
+            limit_s=600,
+            missing=no_vllm or _why_one_gpu(machine),
         ),
         _pytest(
             "tensor-parallel",

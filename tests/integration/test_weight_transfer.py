@@ -21,6 +21,7 @@ from support.histories import assert_proven
 from support.rl_run import Run
 from support.served import PROMPTS, busy, greedy
 from support.servers import ServerProcess, open_client, run_server
+from support.tiny_models import tiny_model_writer
 from support.transfers import Rounds, SenderProcess, open_weight_sender, publish_for_transfer
 from trivet.client.inference_client import Generation
 from trivet.config.layout import RunLayout
@@ -54,7 +55,7 @@ def answers(base_url: str) -> list[tuple[list[int], list[float]]]:
 def start_server(stack: ExitStack, model: Path, directory: Path, **flags: str) -> ServerProcess:
     """Start a server for transfers whose run is `directory`: servers of one directory have one secret."""
     log = directory / f"inference-{len(list(directory.glob('*.stdout')))}.stdout"
-    return stack.enter_context(run_server(model, log=log, weights_transport="gloo", **flags))
+    return stack.enter_context(run_server(model, log=log, **{"weights_transport": "gloo", **flags}))
 
 
 def sources(found: list[PolicyStatus | InferenceError]) -> list[str]:
@@ -222,3 +223,34 @@ def test_every_policy_of_a_run_is_sent_from_memory_and_the_run_is_proven(make_ru
     manifest = read_manifest(run.layout.weights_step(6))
     assert manifest.fingerprint == fingerprint_files(run.layout.weights_step(6))
     assert manifest.probe is not None, "each policy was compared with the trainer's log-probabilities before it was served"
+
+
+@pytest.mark.gpu
+def test_a_policy_that_nccl_sends_equals_a_fresh_engine(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's end is on the first GPU, the servers are on the second. NCCL connects no two processes on one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torch.cuda.init()
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    layout = RunLayout(tmp_path / "run")
+    for version in (1, 2):
+        publish_for_transfer(layout, version=version, hidden_size=256)
+    tiny_model_writer(hidden_size=256)(tmp_path / "start")
+    flags = {
+        "weights_transport": "nccl",
+        "model.dtype": "bfloat16",
+        "model.enforce-eager": "false",
+        "gpu-memory-utilization": "0.3",
+    }
+    server = start_server(stack, tmp_path / "start", tmp_path, **flags)
+    fresh = start_server(stack, layout.weights_step(1), tmp_path, **flags)
+    sender = open_weight_sender(layout, server.base_url, device="cuda:0")
+    rounds = Rounds(layout, [server.base_url], announce=sender.begin)
+    before = answers(server.base_url)
+    for version in (1, 2, 1):
+        assert sources(rounds.load(version)) == ["nccl"]
+        assert (answers(server.base_url) == answers(fresh.base_url)) is (version == 1)
+    assert before != answers(fresh.base_url)

@@ -35,10 +35,10 @@ def publish_for_transfer(layout: RunLayout, *, version: int, **options: int | bo
     return publish(layout, version=PolicyVersion(version), run_id="test", write=write, fingerprint=fingerprint_files)
 
 
-def open_weight_sender(layout: RunLayout, base_url: str) -> WeightSender:
+def open_weight_sender(layout: RunLayout, base_url: str, *, device: str = "cpu") -> WeightSender:
     """Return a trainer's sender with the secret of the server at `base_url`."""
     key = make_secret(secret_file(base_url)).derive(KEY_PURPOSE)
-    return WeightSender(layout, device=torch.device("cpu"), key=key)
+    return WeightSender(layout, device=torch.device(device), key=key)
 
 
 class SenderProcess:
