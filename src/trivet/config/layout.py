@@ -9,6 +9,10 @@ from trivet.key_names import NAMES_VARIABLE
 STABLE = "STABLE"
 COMMITTED = "COMMITTED"
 MANIFEST = "manifest.json"
+DELTA = "policy.delta"
+"""The file beside a policy's own files that makes them from those of an earlier policy (`weights.delta`)."""
+NOT_OF_POLICY = (MANIFEST, STABLE, DELTA)
+"""The files in a policy's directory that are not part of the policy."""
 SECRET_FILE = "TRIVET_SECRET_FILE"
 """The variable that names the file of the run's secret."""
 JOB_RETRIED = "JOB_RETRIED"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trivet.checkpoints.run_record import read_run
-from trivet.config.layout import MANIFEST, STABLE, RunLayout
+from trivet.config.layout import NOT_OF_POLICY, STABLE, RunLayout
 from trivet.config.tables import as_table
 from trivet.step_directories import list_steps
 from trivet.storage.durable import remove_directory, sync_tree, write_json_atomically
@@ -136,7 +136,7 @@ class VfCheckpoints:
         remove_directory(staging)
         staging.mkdir()
         for path in sorted(self._layout.weights_step(step).iterdir()):
-            if path.name not in (MANIFEST, STABLE):
+            if path.name not in NOT_OF_POLICY:
                 try:
                     os.link(path, staging / path.name)  # a published file is never written to
                 except OSError:  # the file system has no hard links

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trivet.config.layout import MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
+from trivet.config.layout import NOT_OF_POLICY, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.errors import HistoryError, WeightsError
 from trivet.library.hub import upload, write_card
 from trivet.process.lifetime import module_command
@@ -122,7 +122,7 @@ class Policy:
                 if merged and is_adapter(self.directory):
                     self._merge(staging)
                 else:
-                    shutil.copytree(self.directory, staging, ignore=shutil.ignore_patterns(MANIFEST, STABLE))
+                    shutil.copytree(self.directory, staging, ignore=shutil.ignore_patterns(*NOT_OF_POLICY))
                     _name_base_absolutely(staging)
             sync_tree(staging)
             staging.rename(target)

@@ -57,7 +57,7 @@ from trivet.trainer.step import Learner, StepResult
 from trivet.transfer.tensors import fingerprint_files
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import Manifest
-from trivet.weights.publish import publish
+from trivet.weights.publish import DeltaPublisher, publish
 from trivet.weights.retention import LiveReaders, needed_to_resume, reference_version_after, retirable, retire
 from trivet.wire.batches import MicroBatch
 from trivet.wire.events import Commit, Publish, Retire
@@ -100,6 +100,7 @@ class Session:
     """The reason in the Stop event when no error ended the session."""
     policy_writer: BackgroundWriter = field(init=False)
     checkpoint_writer: BackgroundWriter = field(init=False)
+    _deltas: DeltaPublisher | None = field(init=False)
     _readers: LiveReaders = field(init=False)
     _heap: Heap = field(init=False, default_factory=Heap)
     _shards: ShardFile = field(init=False)
@@ -111,6 +112,8 @@ class Session:
         is_async = self.config.ckpt.async_write
         self.policy_writer = BackgroundWriter("publisher", is_async=is_async)
         self.checkpoint_writer = BackgroundWriter("checkpoint-writer", is_async=is_async)
+        weights = self.config.weights
+        self._deltas = DeltaPublisher(self.layout, weights.anchor_interval) if weights.delta else None
         self._readers = LiveReaders(self.layout)
         self._shards = ShardFile(self.world)
         self._group = open_group(self.world, timeout_s=max(_WRITE_TIMEOUT_S, self.config.dist_timeout_seconds))
@@ -167,6 +170,7 @@ class Session:
                 write=lambda directory: self.exporter.write(directory, weights),
                 probe=probe,
                 **({"fingerprint": fingerprint_files} if self.config.weights.transport in IN_MEMORY else {}),
+                deltas=self._deltas,
             )
         logger.info("policy published version=%s digest=%s", step, manifest.digest[:12])
 
@@ -321,6 +325,9 @@ class Session:
             if (times := writer.take_times()) is not None:
                 wall_s, processor_s = times
                 metrics |= {f"time/{name}": wall_s, f"time/{name}_cpu": processor_s}
+        if self._deltas is not None:
+            newest, self._deltas.metrics = self._deltas.metrics, {}
+            metrics |= newest
         metrics |= speed_metrics(
             rows,
             num_computed_tokens=result.num_computed_tokens,

@@ -17,10 +17,11 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import xxhash
 from filelock import lock_descriptor
 
-from trivet.config.layout import MANIFEST, STABLE, step_name
+from trivet.config.layout import DELTA, MANIFEST, STABLE, step_name
 from trivet.errors import FetchFailed, WeightsError
 from trivet.key_names import key_name
 from trivet.machine import make_private_directory
@@ -28,7 +29,8 @@ from trivet.process.lock import remove_if_free, share_directory
 from trivet.step_directories import list_steps
 from trivet.storage.disk import format_bytes, free_bytes, is_full_disk
 from trivet.storage.durable import FileRecord, hash_file, remove_directory
-from trivet.weights.manifest import MAX_MANIFEST_BYTES, Manifest, read_manifest_file, verify
+from trivet.weights.delta import MAX_DELTA_SHARE, apply_deltas
+from trivet.weights.manifest import MAX_MANIFEST_BYTES, Manifest, read_manifest, read_manifest_file, verify
 from trivet.weights.sources import PolicySource, Problem, SourceChoice, SourceProblem
 from trivet.wire.versions import FetchablePolicy, PolicyVersion
 
@@ -253,14 +255,20 @@ class PolicyCache:
     def _fetch_files(self, policy: FetchablePolicy, partial: Path, *, max_bytes: int) -> None:
         """Fetch the policy into the directory `partial`, so that it is complete."""
         sources = {address: self._make_source(address) for address in policy.sources}
-        fetch = PolicyFetch(policy, partial, sources, is_wanted=lambda: self._wanted == policy, rng=self._rng)
+
+        def begin(version: PolicyVersion, digest: str, directory: Path) -> PolicyFetch:
+            directory.mkdir(parents=True, exist_ok=True)
+            wanted = msgspec.structs.replace(policy, version=version, digest=digest)
+            return PolicyFetch(wanted, directory, sources, is_wanted=lambda: self._wanted == policy, rng=self._rng)
+
         try:
-            partial.mkdir(exist_ok=True)
+            fetch = begin(policy.version, policy.digest, partial)
             manifest = fetch.fetch_manifest()
             if manifest.num_bytes > max_bytes:
                 raise WeightsError(f"policy {policy.version} has {manifest.num_bytes} bytes, more than the {max_bytes} allowed")
+            missing = [] if self._make_from_deltas(manifest, partial, begin) else list(manifest.files)
             # In another order on each machine, so that machines soon have different files to give to each other.
-            for name in self._rng.sample(list(manifest.files), len(manifest.files)):
+            for name in self._rng.sample(missing, len(missing)):
                 fetch.fetch_file(name, manifest.files[name])
             (partial / STABLE).touch()
         except OSError as exc:
@@ -271,6 +279,38 @@ class PolicyCache:
                 f"policy {policy.version} could not be written below {self.directory} ({exc.strerror}, {free} free): free disk "
                 f"space there, or set {key_name('inference.weight_cache')} to a directory on a larger disk"
             ) from exc
+
+    def _make_from_deltas(
+        self, manifest: Manifest, partial: Path, begin: Callable[[PolicyVersion, str, Path], PolicyFetch]
+    ) -> bool:
+        """Make the policy from an earlier one in the cache, if small deltas lead from it. Return whether it is complete."""
+        held = [number for number, delta in enumerate(manifest.deltas) if self._holds(delta.base_version, delta.base_digest)]
+        chain = manifest.deltas[held[-1] :] if held else ()
+        if not chain or sum(delta.file.num_bytes for delta in chain) > MAX_DELTA_SHARE * manifest.num_bytes:
+            return False
+        results = [*((delta.base_version, delta.base_digest) for delta in chain[1:]), (manifest.version, manifest.digest)]
+        scratch = partial.with_name(f"{partial.name}.deltas{_PARTIAL}")
+        # The last delta is fetched into `partial`, from where others can fetch it.
+        directories = [*(scratch / str(version) for version, _ in results[:-1]), partial]
+        try:
+            for delta, result, directory in zip(chain, results, directories, strict=True):
+                begin(*result, directory).fetch_file(DELTA, delta.file)
+            (scratch / "result").mkdir(parents=True)
+            base, paths = self.directory / step_name(chain[0].base_version), [directory / DELTA for directory in directories]
+            apply_deltas(paths, base, scratch / "result", base_digest=chain[0].base_digest, manifest=manifest)
+            for name in manifest.files:
+                (scratch / "result" / name).rename(partial / name)
+            return True
+        except (FetchFailed, WeightsError) as exc:
+            logger.warning("fetching policy %s whole, because its delta is of no use: %s", manifest.version, exc)
+            return False
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _holds(self, version: PolicyVersion, digest: str) -> bool:
+        with suppress(WeightsError, OSError):
+            return read_manifest(self.directory / step_name(version)).digest == digest
+        return False
 
     @staticmethod
     def _has_whole(directory: Path, policy: FetchablePolicy) -> bool:

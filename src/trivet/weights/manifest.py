@@ -10,10 +10,19 @@ from pathlib import Path
 import msgspec
 
 from trivet.algorithms.probe import Probe
-from trivet.config.layout import MANIFEST, STABLE, parse_step
+from trivet.config.layout import MANIFEST, NOT_OF_POLICY, STABLE, parse_step
 from trivet.errors import WeightsError
 from trivet.storage.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, hash_files
 from trivet.wire.versions import START_VERSION, FetchablePolicy, PolicyVersion
+
+
+class DeltaRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A published delta. Its file lies in the directory of the policy that it makes."""
+
+    base_version: PolicyVersion
+    """The policy that it applies to."""
+    base_digest: str
+    file: FileRecord
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +38,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The log-probabilities that a server must reproduce after loading the policy; None: nothing is compared."""
     fingerprint: str = ""
     """The fingerprint of the files' tensors (`transfer.tensors`), for servers that get them from memory; may be empty."""
+    deltas: tuple[DeltaRecord, ...] = ()
+    """The newest deltas that lead to this policy. The last one makes it, and each other one makes the base of the next."""
 
     @property
     def num_bytes(self) -> int:
@@ -42,7 +53,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 def make_manifest(directory: Path, *, version: PolicyVersion, run_id: str = "", probe: Probe | None = None) -> Manifest:
     """Hash every file of `directory`, except manifest and marker, and make their manifest."""
-    names = [path.name for path in directory.iterdir() if path.is_file() and path.name not in (MANIFEST, STABLE)]
+    names = [path.name for path in directory.iterdir() if path.is_file() and path.name not in NOT_OF_POLICY]
     files = hash_files(directory, names)
     return Manifest(version=version, files=files, digest=digest_of(files), run_id=run_id, probe=probe)
 

@@ -1,18 +1,34 @@
 """Publishes a policy, so that its directory appears under its final name whole or not at all. Called by the trainer's rank 0."""
 
+import logging
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from trivet.algorithms.probe import Probe
-from trivet.config.layout import MANIFEST, STABLE, RunLayout
+from trivet.config.layout import DELTA, MANIFEST, STABLE, RunLayout
 from trivet.errors import WeightsError
 from trivet.faults import reach
-from trivet.storage.durable import remove_directory, sync_directory, sync_tree, write_atomically, write_json_atomically
-from trivet.weights.manifest import Manifest, make_manifest
+from trivet.storage.durable import (
+    hash_file,
+    remove_directory,
+    sync_directory,
+    sync_tree,
+    write_atomically,
+    write_json_atomically,
+)
+from trivet.weights.delta import write_delta
+from trivet.weights.manifest import DeltaRecord, Manifest, make_manifest
 from trivet.wire.versions import PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+_MAX_CHAIN = 8
+"""Most deltas in a manifest. A server that is further behind fetches the whole policy."""
 
 
 def publish(
@@ -24,6 +40,7 @@ def publish(
     announce: Callable[[Manifest], None] = lambda _: None,
     probe: Probe | None = None,
     fingerprint: Callable[[Path], str] = lambda _: "",
+    deltas: "DeltaPublisher | None" = None,
 ) -> Manifest:
     """Publish policy `version`.
 
@@ -36,6 +53,7 @@ def publish(
         announce: called when all files are written and no reader can see them yet, so no load precedes it.
         probe: the probe for the manifest.
         fingerprint: computes the fingerprint for the manifest from the files in the directory that it gets.
+        deltas: adds the delta from the policy before.
     """
     final = layout.weights_step(version)
     # A process of an earlier attempt, whose machine was suspended, may still write the same version.
@@ -46,9 +64,11 @@ def publish(
     write(staging)
     reach("weight_write.during", step=version, path=staging)
     _require_flat_files(staging)
-    sync_tree(staging)
     manifest = make_manifest(staging, version=version, run_id=run_id, probe=probe)
     manifest = msgspec.structs.replace(manifest, fingerprint=fingerprint(staging))
+    if deltas is not None:
+        manifest = deltas.add(staging, manifest)
+    sync_tree(staging)
     write_json_atomically(staging / MANIFEST, manifest)
     reach("weight_write.after", step=version, path=staging)
     announce(manifest)
@@ -59,6 +79,42 @@ def publish(
     sync_directory(layout.weights)
     reach("stable.after", step=version, path=final)
     return manifest
+
+
+@dataclass(slots=True)
+class DeltaPublisher:
+    """Adds to each policy the delta from the one before it. A policy without one is an anchor, as a session's first always is."""
+
+    layout: RunLayout
+    anchor_interval: int
+    """Policies of every multiple of this are anchors."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """Figures of the newest delta, by the names of metrics. Whoever reports them empties it."""
+    _base: Manifest | None = None
+    _next_version: int = 0
+    """The first version that gets a delta again, after one that got none because it would have been too large or for an error."""
+
+    def add(self, directory: Path, manifest: Manifest) -> Manifest:
+        """Write the delta to the policy in `directory`; return the policy's manifest, with the delta if there is one."""
+        base, self._base = self._base, manifest
+        version, path, started = manifest.version, directory / DELTA, time.monotonic()
+        if base is None or base.version >= version or version % self.anchor_interval == 0 or version < self._next_version:
+            return manifest
+        try:
+            index = write_delta(self.layout.weights_step(base.version), directory, path, old=base, new=manifest)
+        except (OSError, WeightsError) as exc:  # the policy is complete without its delta
+            logger.info("policy published without delta version=%s reason=%s", version, exc)
+            self._next_version = version + self.anchor_interval
+            path.unlink(missing_ok=True)
+            return manifest
+        record = DeltaRecord(base_version=base.version, base_digest=base.digest, file=hash_file(path))
+        self.metrics = {
+            "weights/delta_bytes": record.file.num_bytes,
+            "weights/changed_share": index.changed_share(),
+            "time/write_delta": time.monotonic() - started,
+        }
+        self._base = msgspec.structs.replace(manifest, deltas=(*base.deltas, record)[-_MAX_CHAIN:])
+        return self._base
 
 
 def _require_flat_files(staging: Path) -> None:

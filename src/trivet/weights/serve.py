@@ -1,7 +1,7 @@
 """Serves files of policies over HTTP, read-only: the origin from `weights/`, an inference server from its cache.
 
-`GET /weights/VERSION/DIGEST/NAME`, with `Range: bytes=N-` for the rest of a file. Only the manifest of exactly this policy and the
-files that it names are served. The caller puts a `Gate` around the route, which requires the run's secret.
+`GET /weights/VERSION/DIGEST/NAME`, with `Range: bytes=N-` for the rest of a file. Only the manifest of exactly this policy, the
+files that it names and its delta are served. The caller puts a `Gate` around the route, which requires the run's secret.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from trivet.config.layout import MANIFEST, parse_step, step_name
+from trivet.config.layout import DELTA, MANIFEST, parse_step, step_name
 from trivet.errors import WeightsError
 from trivet.storage.durable import open_regular
 from trivet.weights.fetch import partial_directory
@@ -73,7 +73,7 @@ class PolicyFiles:
             for directory in (self._directory / step_name(number), partial_directory(self._directory, number, digest)):
                 if (directory / MANIFEST).exists():
                     manifest = read_manifest_file(directory / MANIFEST)
-                    if manifest.digest == digest and name in (MANIFEST, *manifest.files):
+                    if manifest.digest == digest and name in (MANIFEST, DELTA, *manifest.files):
                         return directory / name
         raise WeightsError(f"no policy here has version {version}, digest {digest} and a file {name}")
 

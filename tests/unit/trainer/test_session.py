@@ -327,3 +327,20 @@ def test_a_report_has_the_steps_values_times_totals_and_each_write_that_ended_in
     session.policy_writer.wait()
     assert {"time/write_weights", "time/write_weights_cpu"} <= report(2).keys()
     assert "time/write_weights" not in report(3)
+
+
+def test_a_report_has_the_figures_of_each_delta_once(make_session) -> None:
+    session = make_session(weights={"delta": True, "transport": "http"})
+
+    def report(step: int) -> int:
+        with session.timed("step"):
+            pass
+        session.report(Step(step), RESULT, fake_rows(step, seed=0, seq_len=8, vocab_size=10))
+        return len({"weights/delta_bytes", "weights/changed_share", "time/write_delta"} & session.telemetry.steps[-1][1].keys())
+
+    for step, expected in [(1, 0), (2, 3)]:  # the first policy of a session has no delta
+        session.publish(Step(step))
+        await_policy(session)
+        assert report(step) == expected
+    assert report(3) == 0
+    assert not make_session()._deltas
