@@ -6,6 +6,7 @@ Log-probabilities are the model's own, as if it had sampled the text; advantages
 is the update. The model computes in bfloat16, over float32 master weights.
 
     uv run python scripts/bench/delta.py [--smollm2 models/smollm2] [--steps 5] [--tokens 1024] [--cases NAME ...]
+        [--dtypes bfloat16 float32]
 
 The floor of a bfloat16 delta is the entropy of which values changed, plus one bit for the direction of each change: 0.6 % of the
 policy's bytes at 1 % changed. Bars: at most 5 % there, and less time to apply than the whole policy takes at 1 Gbit/s. Times whose
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,14 +150,16 @@ class TimedDeltas(DeltaPublisher):
         return found[0]
 
 
-def measure(case: Case, model: Path, directory: Path, *, steps: int, tokens: int) -> list[dict[str, Any]]:
+def measure(
+    case: Case, model: Path, directory: Path, *, dtypes: Sequence[Dtype], steps: int, tokens: int
+) -> list[dict[str, Any]]:
     """Train, publish and apply; return the figures of one case in each dtype."""
-    publishers = {dtype: TimedDeltas(RunLayout(directory / dtype), anchor_interval=1 << 30) for dtype in _DTYPES}
-    rows: dict[str, list[dict[str, float]]] = {dtype: [] for dtype in _DTYPES}
+    publishers = {dtype: TimedDeltas(RunLayout(directory / dtype), anchor_interval=1 << 30) for dtype in dtypes}
+    rows: dict[str, list[dict[str, float]]] = {dtype: [] for dtype in dtypes}
     with open_world(device="auto", timeout_s=600) as world:
         tokenizer = AutoTokenizer.from_pretrained(model)
         learner = make_learner(case, model, world)
-        exporters = {d: Exporter(model=learner.model, tokenizer=tokenizer, dtype=torch_dtype(d)) for d in _DTYPES}
+        exporters = {d: Exporter(model=learner.model, tokenizer=tokenizer, dtype=torch_dtype(d)) for d in dtypes}
         for step, samples in zip(range(steps + 1), read_samples(tokenizer, tokens), strict=False):
             if step:
                 take_step(learner, samples, step)
@@ -172,7 +175,7 @@ def measure(case: Case, model: Path, directory: Path, *, steps: int, tokens: int
                 if step:
                     rows[dtype].append(measure_step(publishers[dtype].layout, manifest, publishers[dtype]))
                     print(case.name, dtype, step, rows[dtype][-1], file=sys.stderr, flush=True)
-    return [{"case": case.name, "dtype": dtype, "first_step": rows[dtype][0], **summarize(rows[dtype])} for dtype in _DTYPES]
+    return [{"case": case.name, "dtype": dtype, "first_step": rows[dtype][0], **summarize(rows[dtype])} for dtype in dtypes]
 
 
 def summarize(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -216,6 +219,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1024, help="a step's")
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES], help="names of cases, or parts of names")
+    parser.add_argument("--dtypes", nargs="+", choices=_DTYPES, default=_DTYPES, help="in which policies are published")
     args = parser.parse_args()
     delta_module.MAX_DELTA_SHARE = 2.0
     results: list[dict[str, Any]] = []
@@ -224,7 +228,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "trivet.examples.tiny_model", tiny], check=True, stdout=subprocess.DEVNULL)
         for number, case in enumerate(case for case in CASES if any(part in case.name for part in args.cases)):
             model, directory = args.smollm2 if case.model == "smollm2" else tiny, Path(scratch) / str(number)
-            results.extend(measure(case, model, directory, steps=args.steps, tokens=args.tokens))
+            results.extend(measure(case, model, directory, dtypes=args.dtypes, steps=args.steps, tokens=args.tokens))
             shutil.rmtree(directory)
     print(
         json.dumps(

@@ -33,7 +33,7 @@ _UV_RUN = re.compile(r"uv run (?:--project \S+ |--no-sync )?([a-z][\w-]*)(?: ([a
 _SCRIPT = re.compile(r"scripts/[\w/]+\.(?:py|sh)")
 _OTHER_NAMES = {"trivet", "torch", "datasets", "inputs", "trace", "kernel", "user"}
 """First parts of dotted names that are no keys: packages, arguments of a loss, a file, settings of Linux."""
-_FILE_SUFFIXES = {"gz", "jsonl", "json", "toml", "yaml", "py", "md", "safetensors", "stdout", "log", "sh"}
+_FILE_SUFFIXES = {"delta", "gz", "jsonl", "json", "toml", "yaml", "py", "md", "safetensors", "stdout", "log", "sh"}
 
 
 def _page(path: Path) -> object:
