@@ -91,6 +91,10 @@ def test_links_that_lead_in_a_circle_are_refused(tmp_path: Path, capsys: pytest.
     assert "symbolic links" in refusal(capsys, "--output-dir", str(loop / "outputs"))
 
 
+def test_deltas_need_servers_that_fetch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 'weights is not valid: delta is for transport = "http"' in refusal(capsys, "--weights.delta", "true")
+
+
 def test_files_that_inherit_from_each_other_without_end_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(30):
         (tmp_path / f"{number}.toml").write_text(f'toml_files = ["{number + 1}.toml", "{number + 1}.toml"]')

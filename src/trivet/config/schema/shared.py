@@ -1,5 +1,6 @@
 """Sections and keys that several roles share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
