@@ -97,6 +97,7 @@ class SimulatedServer:
         self.is_down = False
         self.is_frozen = False
         self.num_running = 0
+        self.kv_usage = 0.5
 
     async def wait_ready(self, timeout_s: float) -> None:
         await self.check_health(timeout_s=timeout_s)
@@ -133,7 +134,7 @@ class SimulatedServer:
 
     async def server_load(self) -> ServerLoad:
         await self._answer(30.0)
-        return ServerLoad(num_running=min(self.num_running, 4), num_waiting=0, num_preemptions=0)
+        return ServerLoad(num_running=min(self.num_running, 4), num_waiting=0, num_preemptions=0, kv_usage=self.kv_usage)
 
     async def aclose(self) -> None:
         pass

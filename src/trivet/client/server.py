@@ -1,6 +1,7 @@
 """Defines one inference server of a run: its client and its last known state. Loads a policy on it and checks which it serves."""
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +48,8 @@ class Server:
     """Finished calls of `ensure_policy`. A check compares the number before and after, to notice a load in between."""
     num_in_flight: int = 0
     """Rollouts that were sent to the server and have not ended."""
+    capacity: float = math.inf
+    """Rollouts that the server computed when its load was last read and it was full. Infinite for any other server."""
     num_timeouts: int = 0
     """Checks in a row that the server did not answer in time."""
     num_attempts: int = 0

@@ -21,6 +21,7 @@ Writes Load, ServerUp and ServerDown events. During a run only this package asks
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -169,9 +170,11 @@ class ServerPool:
     def pick(self, *, num_rollouts: int) -> str | None:
         """Return the address of the admitted server with the fewest rollouts in flight, and count `num_rollouts` more there.
 
-        Return None while no server is admitted.
+        Servers that are full, by their last load, come last. Return None while no server is admitted.
         """
-        server = min(self.admitted, key=lambda server: server.num_in_flight, default=None)
+        server = min(
+            self.admitted, key=lambda server: (server.num_in_flight >= server.capacity, server.num_in_flight), default=None
+        )
         if server is None:
             return None
         server.num_in_flight += num_rollouts
@@ -330,14 +333,22 @@ class ServerPool:
         mismatches = [status.probe_mismatch for status in statuses if status.probe_mismatch is not None]
         return {"probe/mismatch": max(mismatches)} if mismatches else {}
 
-    async def server_loads(self) -> list[ServerLoad]:
-        """Return the load of each admitted server. A server that does not report it, or fails, is left out."""
-        requests = [server.client.server_load() for server in self.admitted]
+    async def server_loads(self, *, does_limit: bool = False) -> list[ServerLoad]:
+        """Return the load of each admitted server. A server that does not report it, or fails, is left out.
+
+        Args:
+            does_limit: from now on prefer other servers to one that has no capacity, until it has or fewer rollouts than now run.
+        """
+        servers = self.admitted
+        requests = [server.client.server_load() for server in servers]
         results = await asyncio.gather(*requests, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, InferenceError):
                 raise result
-        return [result for result in results if isinstance(result, ServerLoad)]
+        loads = [(server, load) for server, load in zip(servers, results, strict=True) if isinstance(load, ServerLoad)]
+        for server, load in loads if does_limit else ():
+            server.capacity = math.inf if load.has_capacity else server.num_in_flight - load.num_waiting
+        return [load for _, load in loads]
 
     async def aclose(self) -> None:
         """Close every client. May be called again."""

@@ -204,6 +204,8 @@ class Dispatcher:
         """The policy that was loaded last. Every server serves it or a newer one."""
         self.max_in_flight = min(self._rollouts_per_step, config.max_concurrent or self._rollouts_per_step)
         """Limit of rollouts in flight. `LoadWatcher` adapts it to the servers' load."""
+        self.highest_in_flight = config.max_concurrent or self._rollouts_per_step * (config.max_async_level + 1)
+        """Highest value of the limit. Without `max_concurrent` all rollouts are in flight that `may_dispatch` lets start."""
         servers.subscribe(on_down=self.server_down, on_up=self.changed.notify)
 
     @property

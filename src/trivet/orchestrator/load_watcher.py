@@ -33,7 +33,7 @@ class LoadWatcher:
         self._servers = servers
         self._dispatcher = dispatcher
         self._sleep = sleep
-        self._ceiling = dispatcher.max_in_flight
+        self._ceiling = dispatcher.highest_in_flight
         self._floor = min(config.min_inflight, self._ceiling)
         self._last_counts: tuple[int, int] | None = None
         """Number of servers and the sum of their preemptions at the last read; None before the first."""
@@ -45,7 +45,7 @@ class LoadWatcher:
         """Read the servers' load at each interval and adapt the limit, until cancelled."""
         while True:
             await self._sleep(self._config.interval)
-            loads = await self._servers.server_loads()
+            loads = await self._servers.server_loads(does_limit=self._config.adaptive)
             if loads:
                 self._adapt(loads)
 
@@ -68,6 +68,7 @@ class LoadWatcher:
             num_running=sum(load.num_running for load in loads),
             num_waiting=sum(load.num_waiting for load in loads),
             num_preempted=max(0, total - before),  # a restarted server counts from 0 again, so the sum may fall
+            has_capacity=any(load.has_capacity for load in loads),
         )
         self._last_counts = len(loads), total
         if not self._config.adaptive:

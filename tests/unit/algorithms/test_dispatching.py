@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from trivet.algorithms.dispatching import (
     CombinedLoad,
     TokenBucket,
+    has_capacity,
     is_stale,
     may_dispatch,
     next_limit,
@@ -54,8 +55,9 @@ def test_what_may_start_is_recent_enough_for_the_batch_it_lands_in(step, version
         assert staleness(step=step + ahead // per_step, oldest=version) <= level
 
 
-def load(*, running: int, waiting: int = 0, preempted: int = 0) -> CombinedLoad:
-    return CombinedLoad(num_running=running, num_waiting=waiting, num_preempted=preempted)
+def load(*, running: int, waiting: int = 0, preempted: int = 0, kv_usage: float = 0.5) -> CombinedLoad:
+    is_free = has_capacity(num_running=running, num_waiting=waiting, kv_usage=kv_usage)
+    return CombinedLoad(num_running=running, num_waiting=waiting, num_preempted=preempted, has_capacity=is_free)
 
 
 @given(
@@ -81,7 +83,19 @@ def test_a_run_that_fits_keeps_everything_that_is_allowed():
 
 
 def test_sequences_thrown_out_of_the_cache_cut_the_limit():
-    assert next_limit(100, load(running=80, waiting=5, preempted=3), in_flight=100, floor=16, ceiling=100) == 80
+    seen = load(running=80, waiting=5, preempted=3, kv_usage=0.97)
+    assert next_limit(100, seen, in_flight=100, floor=16, ceiling=100) == 85
+    assert next_limit(60, seen, in_flight=100, floor=16, ceiling=100) == 60, "it was cut before, and rollouts still end"
+
+
+def test_a_server_that_preempts_leaves_the_limit_to_others_that_have_capacity():
+    seen = CombinedLoad(num_running=80, num_waiting=5, num_preempted=3, has_capacity=True)
+    assert next_limit(100, seen, in_flight=100, floor=16, ceiling=200) == 110
+
+
+def test_a_cache_that_is_nearly_full_gets_no_more_before_it_preempts():
+    assert next_limit(100, load(running=100, kv_usage=0.95), in_flight=100, floor=16, ceiling=200) == 100
+    assert next_limit(100, load(running=100, kv_usage=0.5), in_flight=100, floor=16, ceiling=200) == 110
 
 
 def test_a_long_queue_is_cut_down_to_a_quarter_of_what_runs():

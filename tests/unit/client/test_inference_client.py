@@ -254,10 +254,12 @@ vllm:num_requests_running{engine="1",model_name="m"} 8.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
 vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 99.0
 vllm:num_preemptions_total{engine="0",model_name="m"} 4.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
 vllm:num_preemptions_created{engine="0",model_name="m"} 1.7e+09
 """
 
 
 def test_the_loads_of_a_servers_engines_are_summed_and_one_that_does_not_say_has_none():
-    assert read_load(METRICS) == ServerLoad(num_running=20, num_waiting=3, num_preemptions=4)
+    assert read_load(METRICS) == ServerLoad(num_running=20, num_waiting=3, num_preemptions=4, kv_usage=0.75)
     assert read_load("process_cpu_seconds_total 1.0\n") is None

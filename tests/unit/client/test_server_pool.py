@@ -36,6 +36,21 @@ async def test_rollouts_go_to_the_server_with_the_fewest(site: Site) -> None:
     assert site.pool.pick(num_rollouts=1) == A
 
 
+@simulated(A, B, limit_s=60)
+async def test_a_full_server_comes_after_one_that_has_capacity(site: Site) -> None:
+    assert [site.pool.pick(num_rollouts=4) for _ in range(2)] == [A, B]
+    site.servers[A].kv_usage = 0.95
+    await site.pool.server_loads()
+    assert [site.pool.pick(num_rollouts=1) for _ in range(2)] == [A, B], "nobody asked for limits"
+    await site.pool.server_loads(does_limit=True)
+    assert [site.pool.pick(num_rollouts=1) for _ in range(3)] == [B, B, B]
+    site.pool.release(A, num_rollouts=1)
+    assert site.pool.pick(num_rollouts=1) == A
+    site.servers[B].kv_usage = 0.95
+    await site.pool.server_loads(does_limit=True)
+    assert site.pool.pick(num_rollouts=1) == A, "both are full, and it has fewer"
+
+
 @simulated(A, B, limit_s=200)
 async def test_a_server_that_crashed_takes_rollouts_again_only_once_it_holds_what_the_others_hold(site: Site, layout) -> None:
     await site.pool.ensure_policy(policy(layout, 1))

@@ -244,7 +244,7 @@ def test_vllm_publishes_the_metrics_that_tell_the_load(found: dict) -> None:
     # Prometheus' client adds `_total` to the name of a counter.
     published = {*found["metrics"], *(f"{name}_total" for name in found["metrics"])}
     text = "".join(f'vllm:{name}{{engine="0"}} 3.0\n' for name in published)
-    assert read_load(text) == ServerLoad(num_running=3, num_waiting=3, num_preemptions=3)
+    assert read_load(text) == ServerLoad(num_running=3, num_waiting=3, num_preemptions=3, kv_usage=3.0)
 
 
 def test_vllm_gives_the_server_the_batch_limits_of_a_large_gpu(found: dict) -> None:

@@ -13,6 +13,7 @@ class Flow:
     """A stand-in for the dispatcher with the allowed number of rollouts in flight."""
 
     max_in_flight: int
+    highest_in_flight: int = 1000
     changed: ChangeEvent = field(default_factory=ChangeEvent)
 
     @property
@@ -28,15 +29,22 @@ class Engine:
     capacity: int
     num_preemptions: int = 0
 
-    async def server_loads(self) -> list[ServerLoad]:
+    async def server_loads(self, *, does_limit: bool = False) -> list[ServerLoad]:
         too_many = max(0, self.flow.max_in_flight - self.capacity)
         self.num_preemptions += too_many
         running = min(self.flow.max_in_flight, self.capacity)
-        return [ServerLoad(num_running=running, num_waiting=too_many, num_preemptions=self.num_preemptions)]
+        return [
+            ServerLoad(
+                num_running=running,
+                num_waiting=too_many,
+                num_preemptions=self.num_preemptions,
+                kv_usage=running / self.capacity,
+            )
+        ]
 
 
 class Silent:
-    async def server_loads(self) -> list[ServerLoad]:
+    async def server_loads(self, *, does_limit: bool = False) -> list[ServerLoad]:
         return []
 
 
@@ -65,14 +73,14 @@ class Veterans:
     def __init__(self) -> None:
         self.num_asked = 0
 
-    async def server_loads(self) -> list[ServerLoad]:
+    async def server_loads(self, *, does_limit: bool = False) -> list[ServerLoad]:
         self.num_asked += 1
-        load = ServerLoad(num_running=64, num_waiting=0, num_preemptions=1000)
+        load = ServerLoad(num_running=64, num_waiting=0, num_preemptions=1000, kv_usage=0.5)
         return [load] if self.num_asked == 3 else [load, load]
 
 
 def test_what_servers_counted_before_they_were_asked_lowers_nothing():
-    flow = Flow(max_in_flight=128)
+    flow = Flow(max_in_flight=128, highest_in_flight=128)
     servers = Veterans()
     watcher = watch(ConcurrencyConfig(interval=1.0), flow, servers, seconds=6.5)
     assert (servers.num_asked, flow.max_in_flight) == (6, 128)

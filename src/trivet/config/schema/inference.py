@@ -116,17 +116,18 @@ class ClientConfig(Section):
 class ConcurrencyConfig(Section):
     """Rollouts in flight, adapted to the servers' load as their `/metrics` report it.
 
-    The limit starts at what `oversampling_factor` and `max_concurrent` allow. It falls only when the servers evict sequences from
-    their cache and compute them again, or when more requests wait than run. It never falls below the number of requests that
-    run, so that a run that fits is never slowed.
+    The limit starts at what `oversampling_factor` and `max_concurrent` allow. It grows while servers have a short queue and free
+    space in their cache, up to `max_concurrent`, or without it to as many as `max_async_level` lets start. It falls when all
+    servers are full and evict sequences, which they compute again, or when more requests wait than run. A full server gets a
+    rollout only when all others are full too, or as many of its own have ended.
     """
 
     adaptive: bool = True
-    """Adapt the limit; false keeps the first one. Servers without `/metrics` are not considered."""
+    """Adapt the limit; false keeps the first one, and spreads rollouts evenly. Servers without `/metrics` are not considered."""
     initial_inflight: int | None = Field(default=None, ge=1)
     """Rollouts in flight at the start; unset: as many as allowed."""
-    min_inflight: int = Field(default=16, ge=1)
-    """The limit never falls below this."""
+    min_inflight: int = Field(default=1, ge=1)
+    """The limit never falls below this. A group always starts whole. A CPU may be fastest with few long rollouts."""
     interval: float = Field(default=5.0, gt=0)
     """Time between two readings of the servers' load, seconds."""
 
