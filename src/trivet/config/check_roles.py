@@ -6,7 +6,7 @@ if the role has a configuration of its own.
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import isclose, prod
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from trivet.config.dump import literal
@@ -39,8 +39,8 @@ _HARMLESS_VLLM_ARGUMENTS = """
     exclude_tools_when_tool_choice_none kv_cache_memory_bytes kv_cache_metrics kv_events_config kv_offloading
     limit_mm_per_prompt log_ max_ num_gpu_blocks_override numa_bind optimization_level otlp_traces_endpoint
     performance_mode pipeline_parallel_size prefix_caching_hash_algo reasoning_parser_plugin root_path safetensors_
-    scheduling_policy ssl_ stream_interval swap_space tool_parser_plugin trust_request_chat_template use_tqdm_on_load
-    uvicorn_
+    scheduling_policy speculative_config ssl_ stream_interval swap_space tool_parser_plugin trust_request_chat_template
+    use_tqdm_on_load uvicorn_
 """
 """Beginnings of the vLLM arguments that affect where, when and how fast tokens are sampled, but not which tokens."""
 
@@ -272,6 +272,8 @@ def inference_problems(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]
     for name, value in config.vllm_args.items():
         if key := VLLM_KEYS.get(name.replace("-", "_")):
             yield f"{at.vllm_args[name]} ({value}) has a key of its own: set {at[key]} instead"
+        if name.replace("-", "_") == "speculative_config":
+            yield from _speculative_problems(name, value, config, at)
     if config.return_routed_experts and config.deterministic:
         yield (
             f"{at.return_routed_experts} needs the prefix cache, which {at.deterministic} turns off: vLLM keeps experts with it;"
@@ -282,6 +284,18 @@ def inference_problems(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]
             f"{at.max_cpu_loras} ({config.max_cpu_loras}) must be >= {at.max_loras} ({config.max_loras}): adapters in"
             " use must stay loaded; raise the first or lower the second"
         )
+
+
+def _speculative_problems(name: str, value: Any, config: InferenceConfig, at: Key) -> Iterator[str]:
+    """Yield the problems of speculative decoding: drafts must change how fast tokens are sampled, and nothing else."""
+    if isinstance(value, dict) and cast("dict[str, object]", value).get("rejection_sample_method") == "synthetic":
+        yield (
+            f'{at.vllm_args[name]}.rejection_sample_method = "synthetic" accepts drafts whatever the policy thinks of them, so'
+            ' log-probabilities are not those of the distribution sampled from; set "standard" or "block"'
+        )
+    for key, is_set in ((at.deterministic, config.deterministic), (at.return_routed_experts, config.return_routed_experts)):
+        if is_set:
+            yield f"{key} = true does not go with drafts, which are computed and may be refused: remove {at.vllm_args[name]}"
 
 
 def _name_problems(envs: Sequence[EnvConfig], at: Key) -> Iterator[str]:

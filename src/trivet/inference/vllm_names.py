@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor as Executor
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor as MultiprocExecutor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor as UniProcExecutor
+    from vllm.v1.sample.rejection_sampler import apply_sampling_constraints as apply_sampling_constraints
 
 MODULE_BY_NAME = {
     alias.name: node.module or ""

@@ -31,6 +31,7 @@ from trivet.inference.vllm_names import (
     ParallelLMHead,
     VocabParallelEmbedding,
     WeightTransferEngineFactory,
+    apply_sampling_constraints,
     current_platform,
     get_tensor_model_parallel_rank,
 )
@@ -44,6 +45,21 @@ for _transport in IN_MEMORY:
     WeightTransferEngineFactory.register_engine(f"{TRANSFER_ENGINE}{_transport}", *_engine)
 _heap = Heap()
 """The heap of this worker process. After a load its unused memory is given back to the system."""
+
+
+def expand_to_drafts(
+    values: torch.Tensor, ends: torch.Tensor, num_drafts: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat the value of each request, such as its temperature, for each of its drafts. `ends` are their cumulative numbers.
+
+    Replaces a function of vLLM 0.32 that returns uninitialized memory on a CPU, because its kernel fills a copy.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    return torch.where(values == replace_from, replace_to, values).repeat_interleave(counts, output_size=num_drafts)
+
+
+if current_platform.is_cpu():
+    apply_sampling_constraints.__globals__["expand_batch_to_tokens"] = expand_to_drafts
 
 
 class PolicyWorkerExtension:

@@ -13,6 +13,7 @@ from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.sft import SftConfig, SftDataConfig
 from trivet.config.schema.trainer import TokenizerConfig, TrainerConfig, TrainerModelConfig
+from trivet.errors import ConfigError
 from trivet.wire.groups import biasing_fields
 
 GROUPED = ("--orchestrator.rollouts-per-example", "2", "--max-steps", "10", "--max-model-len", "2048")
@@ -109,10 +110,30 @@ def test_a_value_that_is_long_is_cut_in_a_notice() -> None:
     assert "(" + str(list(range(1000)))[:60] + "...)" in notice
 
 
-@pytest.mark.parametrize("name", ["quantization", "hf_overrides", "kv_cache_dtype", "speculative_config"])
+@pytest.mark.parametrize("name", ["quantization", "hf_overrides", "kv_cache_dtype"])
 def test_an_argument_of_the_engine_that_may_change_tokens_is_said(name: str) -> None:
     (notice,) = notices(f"--inference.vllm-args.{name}", "x")
     assert f"inference.vllm_args.{name} (" in notice
+
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
+@pytest.mark.parametrize(
+    ("value", "others", "words"),
+    [
+        (NGRAM[:-1] + ', "rejection_sample_method": "synthetic"}', [], "rejection_sample_method"),
+        (NGRAM, ["--inference.deterministic"], "inference.deterministic = true"),
+        (NGRAM, ["--inference.return-routed-experts"], "inference.return_routed_experts = true"),
+    ],
+)
+def test_drafts_that_would_change_what_is_sampled_are_refused(value: str, others: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load("--inference.vllm-args.speculative_config", value, *others)
+
+
+def test_drafts_that_change_nothing_but_the_speed_are_not_said() -> None:
+    assert notices("--inference.vllm-args.speculative-config", NGRAM) == []
 
 
 def test_every_key_of_the_sampling_section_is_reproducible_or_off_by_default() -> None:
