@@ -201,25 +201,6 @@ def require_known_arguments(names: Iterable[str], *, known: Iterable[str]) -> No
         )
 
 
-def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
-    """Return the environment of a server that computes on the CPU. It must be set before Python starts.
-
-    Args:
-        preload: shared libraries to load first, separated by colons.
-    """
-    return {
-        "OMP_NUM_THREADS": str(num_threads),
-        "LD_PRELOAD": preload,
-        # Threads that wait by spinning take the cores from the trainer, and from the one they wait for: with two cores in use
-        # by others, 64 requests at a time got 420-950 tokens/s by spinning and 2,600-5,700 by sleeping (tiny model).
-        "OMP_WAIT_POLICY": "PASSIVE",
-        # Worker processes for compilation cannot be started by a daemonic process.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # Compiled kernels ask for the number of threads instead of fixing it.
-        "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1",
-    }
-
-
 PLAIN_ATTENTION_ENVIRONMENT = {"VLLM_MLA_DISABLE": "1"}
 """Set on the CPU, where vLLM's latent attention knows one size of heads, and in float32 ends the server if the CPU has AMX. Plain
 attention computes the same from a larger KV cache."""

@@ -6,13 +6,12 @@ ready after 59 s. vLLM does so to give the worker the variables that OpenMP read
 with these variables (`restart_with_environment`), and the forked engine has them too.
 """
 
-import importlib.util
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from trivet.errors import InferenceError
@@ -37,6 +36,28 @@ def restart_with_environment(environment: Mapping[str, str]) -> None:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **environment})
 
 
+@contextmanager
+def skip_unused_imports() -> Iterator[None]:
+    """Let vLLM, whose import begins in the block, leave out what a server never uses that compiles nothing.
+
+    For other servers the block changes nothing. vLLM tries to import these modules and goes on without them. Their imports take
+    1.3 s of CPU time.
+    """
+    unused: list[str] = []
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        import torch  # imported late, because torch takes long to import
+
+        # The decorator would import the compiler, and compile nothing afterwards.
+        torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
+        unused = ["ray", "torch._inductor.lowering"]
+    sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]  None makes an import fail
+    try:
+        yield
+    finally:
+        for name in unused:
+            del sys.modules[name]
+
+
 def end_with_api_server() -> None:
     """Tie this process, the engine's, to the API server that started it: it ends too, even when SIGKILL ends the API server."""
     die_with_parent()
@@ -54,41 +75,6 @@ def await_children() -> None:
     """
     for child in multiprocessing.active_children():
         child.join(_EXIT_TIMEOUT_S)
-
-
-def count_physical_cores(*, cpus: Iterable[int] | None = None, root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Count the physical cores of `cpus`. Two CPUs may be threads of one core, which share its arithmetic units.
-
-    Args:
-        cpus: numbers of logical CPUs; None: the CPUs that this process may use.
-        root: the directory with a directory `cpuN` for each.
-    """
-    cores = set()
-    for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
-        try:
-            cores.add((root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
-
-
-def prepend_to_preload(libraries: Iterable[str], *, ld_preload: str) -> str:
-    """Return the value of LD_PRELOAD in which `libraries` come before the libraries of its present value, `ld_preload`."""
-    present = ld_preload.split(":") if ld_preload else []
-    return ":".join([*(library for library in libraries if library not in present), *present])
-
-
-def find_openmp() -> list[str]:
-    """Return the path of the OpenMP runtime that torch ships, or nothing. If it is not loaded first, vLLM's kernels load another.
-
-    Source: vllm-project/vllm#27369.
-    """
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return []
-    package = Path(spec.origin).parent
-    found = [*package.parent.glob("torch.libs/libgomp*.so*"), *package.glob("lib/libgomp*.so*")]
-    return [str(found[0])] if found else []
 
 
 def open_rank_store(shard: ServerShard) -> Any:

@@ -37,23 +37,17 @@ from trivet.inference.arguments import (
     LOOPBACK_ENVIRONMENT,
     PLAIN_ATTENTION_ENVIRONMENT,
     SHARD_ENVIRONMENT,
-    cpu_environment,
     position_overrides,
     require_known_arguments,
     vllm_arguments,
 )
-from trivet.inference.engine_process import (
-    count_physical_cores,
-    find_openmp,
-    open_rank_store,
-    prepend_to_preload,
-    restart_with_environment,
-)
+from trivet.inference.engine_process import open_rank_store, restart_with_environment, skip_unused_imports
 from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
 from trivet.process.event_loop import show_tasks_on_signal
 from trivet.process.imports import importing
 from trivet.process.lock import holder_of
+from trivet.process.openmp import cpu_server_environment
 from trivet.process.signals import ending_signals
 from trivet.process.sockets import ServerShard, is_reserved, read_shard, shard_name
 from trivet.secret import RunSecret, find_secret
@@ -114,8 +108,7 @@ def serve(config: InferenceConfig) -> int:
     if is_cpu and config.model.enforce_eager:
         os.environ.update(EAGER_CPU_ENVIRONMENT)
     if is_one_process:
-        preload = prepend_to_preload(find_openmp(), ld_preload=os.environ.get("LD_PRELOAD", ""))
-        restart_with_environment(cpu_environment(num_threads=count_physical_cores(), preload=preload))
+        restart_with_environment(cpu_server_environment())
         # vLLM would prefer this variable to the argument that we set.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
@@ -177,7 +170,7 @@ def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]
     Raises:
         ConfigError: vLLM refuses an argument.
     """
-    with importing():
+    with importing(), skip_unused_imports():
         from trivet.inference.vllm_names import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 
         # The parser is made inside the `with` because making it imports more of vLLM.
@@ -302,7 +295,7 @@ def make_engine_config(args: Namespace) -> Any:
         engine_config: Any = AsyncEngineArgs.from_cli_args(args).create_engine_config(
             UsageContext.OPENAI_API_SERVER, headless=getattr(args, "headless", False)
         )
-    except (ValueError, TypeError, OSError) as exc:
+    except (ValueError, TypeError, OSError, ImportError) as exc:
         if "mamba cache mode" in str(exc) and args.enable_prefix_caching is not False:
             # For a model whose layers carry a state, vLLM can cache prefixes only of prompts that it computes in parts. On a CPU
             # it computes each prompt as a whole.

@@ -25,6 +25,7 @@ from trivet.key_names import key_name
 from trivet.launcher.gpu_shares import INFERENCE, TEACHER, TRAINER, GpuShares, require_shared_gpu, share_gpus, share_memory
 from trivet.machine import Machine
 from trivet.process.lifetime import module_command
+from trivet.process.openmp import cpu_server_environment
 
 ORCHESTRATOR = "orchestrator"
 ORIGIN = "origin"
@@ -168,7 +169,10 @@ def plan(
         planned = server_config(server, run, name=name, port=port, num_gpus=len(gpus), share=share)
         sections[file] = planned
         urls[RecoveryUnit(name)] = tuple(client.base_url)
-        processes.insert(0, server_process(name, config, python, file, gpus))
+        process = server_process(name, config, python, file, gpus)
+        if not gpus and planned.parallel.tp == planned.parallel.dp == 1:
+            process = replace(process, env=cpu_server_environment())
+        processes.insert(0, process)
         port_choices.insert(0 if name == INFERENCE else len(port_choices), (f"{section}.server.port", server.server.port, port))
         if (configured := server.gpu_memory_utilization) != (lowered := planned.gpu_memory_utilization):
             memory_notices.append(

@@ -3,22 +3,12 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 from trivet.errors import InferenceError
-from trivet.inference.engine_process import count_physical_cores, open_rank_store
+from trivet.inference.engine_process import open_rank_store
 from trivet.process.sockets import ReservedPorts, ServerShard
-
-
-def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
-    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
-        topology = tmp_path / f"cpu{cpu}" / "topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(siblings)
-    assert count_physical_cores(cpus=range(4), root=tmp_path) == 2
-    assert count_physical_cores(cpus=[0, 2], root=tmp_path) == 1
 
 
 def test_a_program_restarts_once_with_its_own_words_and_the_environment() -> None:

@@ -26,6 +26,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
+        defer_build=True,
         extra="forbid",
         validate_default=True,
         protected_namespaces=(),
