@@ -69,6 +69,10 @@ class ClusterRun:
         )
         self._config.write_text(text + deployment.replace("[deployment]\n", f"[deployment]\n{keys}"))
 
+    def add_keys(self, text: str) -> None:
+        """Add tables to the configuration."""
+        self._config.write_text(self._config.read_text() + text)
+
     def start_ray(self, *machines: int, environ: Mapping[str, str] = {}) -> None:
         """Start the cluster on machine 0, and have others join it.
 

@@ -22,7 +22,7 @@ from trivet.config.schema.shared import RunIdentity
 from trivet.dependencies import own_version
 from trivet.errors import ConfigError, NodesMissing
 from trivet.launcher.node_plan import Node, plan_over_nodes
-from trivet.launcher.placement import place, required_nodes
+from trivet.launcher.placement import nodes_with_own_directory, place, required_nodes
 from trivet.launcher.plan import RunPlan
 from trivet.process.signals import Interrupts
 from trivet.secret import find_secret
@@ -89,8 +89,7 @@ def lead(
         asked = {"the Ray cluster": lambda: table.note_draining(draining_machines()), "output_dir": touch_lock}
         guard = held.enter_context(DriverGuard(asked, lost_after_s=lost_after_s))
         groups = group_bundles(deployment, placement)
-        own_directories = frozenset[int]()
-        if own_directories:
+        if own_directories := nodes_with_own_directory(config):
             groups = keep_trainer_at(address, groups, resources=resources_of(address))
             held.enter_context(copying_logs(table, layout.logs))
         placed = place_groups(groups)

@@ -216,8 +216,9 @@ def _node_problems(config: RLConfig) -> Iterator[str]:
         )
     if deployment.num_infer_nodes > 1 and inference is not None:
         yield from _spanning_problems(inference, deployment)
-    if config.trainer.weights.transport == "http":
-        yield f'{ROOT.weights.transport} = "http" is for runs of one node; remove it: the nodes share {ROOT.output_dir}'
+    if deployment.orchestrator_on_inference and config.trainer.weights.transport == "http":
+        key, transport = at.orchestrator_on_inference, f'{ROOT.weights.transport} = "http"'
+        yield f"{transport} is for servers without an {ROOT.output_dir}, which the orchestrator needs; remove {key}"
     if config.teacher_inference is not None:
         yield (
             f'{at.type} = "multi_node" has no place for a teacher\'s server: start it yourself, name it in'

@@ -14,17 +14,20 @@ from trivet.config.schema.base import Section
 from trivet.config.schema.environment import EnvNodesConfig
 from trivet.config.schema.inference import ElasticConfig
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import RunIdentity, TransportConfig
+from trivet.config.schema.shared import RunIdentity, TransportConfig, WeightsConfig
 from trivet.errors import ConfigError
 from trivet.launcher.gpu_shares import TRAINER, GpuShares
 from trivet.launcher.placement import ENVIRONMENTS, RENDEZVOUS, TRANSPORT, Placement, ServerPlacement
 from trivet.launcher.plan import (
+    ORIGIN,
+    TRAINING,
     Ports,
     ProcessSpec,
     RecoveryUnit,
     RunPlan,
     orchestrator_config,
     orchestrator_process,
+    origin_process,
     report_files,
     server_config,
     server_keys,
@@ -86,23 +89,29 @@ def plan_over_nodes(
         raise ConfigError(problem)
     configs = RunLayout(config.output_dir).configs
     leader = nodes[placement.trainer_nodes[0]]
-    ports = Ports(inference=0, transport=leader.ports[TRANSPORT])
+    ports = Ports(inference=0, transport=leader.ports[TRANSPORT], origin=leader.ports.get(ORIGIN, 0))
     trainer = trainer_config(config, run, ports, resume_step)
     trainer = trainer.model_copy(
         update={
             "rollout_transport": _between_nodes(trainer.rollout_transport, leader),
+            "weights": _with_origin_at(leader, trainer.weights),
             "model": trainer.model.model_copy(update={"dp_replicate": _count_copies(config, placement)}),
         }
     )
     urls = {server.name: _url(nodes[server.node], server.name) for server in placement.servers}
     orchestrator = orchestrator_config(config, run, ports, resume_step)
     orchestrator = orchestrator.model_copy(
-        update={"rollout_transport": _between_nodes(orchestrator.rollout_transport, leader)}
+        update={
+            "rollout_transport": _between_nodes(orchestrator.rollout_transport, leader),
+            "weights": _with_origin_at(leader, orchestrator.weights),
+        }
         | ({"client": orchestrator.client.model_copy(update=_servers(config, urls))} if urls else {})
         | {"env_nodes": _env_nodes(config, placement, nodes[placement.orchestrator_node])}
     )
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes: list[ProcessSpec] = []
+    if placement.has_origin:  # it moves with the trainer, so both restart together
+        processes.append(replace(origin_process(config, python, configs / "trainer.toml"), node=leader.index, unit=TRAINING))
     for server in placement.servers:
         node, file = nodes[server.node], configs / f"{server.name}.toml"
         num_gpus = 0 if len(server.nodes) > 1 else len(server.gpu_ids)  # 0: over several nodes it is one replica
@@ -142,6 +151,11 @@ def _count_copies(config: RLConfig, placement: Placement) -> int:
 
 def _between_nodes(transport: TransportConfig, leader: Node) -> TransportConfig:
     return transport.model_copy(update={"host": _bind(transport.host, leader), "advertise": leader.host})
+
+
+def _with_origin_at(leader: Node, weights: WeightsConfig) -> WeightsConfig:
+    origin = weights.origin.model_copy(update={"host": _bind(weights.origin.host, leader), "advertise": leader.host})
+    return weights.model_copy(update={"origin": origin})
 
 
 def _bind(host: str, node: Node) -> str:

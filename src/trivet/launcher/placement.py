@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from trivet.config.schema.rl import RLConfig
+from trivet.launcher.plan import ORIGIN, needs_origin
 
 TRANSPORT, RENDEZVOUS, ENVIRONMENTS = "transport", "rendezvous", "environments"
 """Names of the listeners besides servers. On the first node that trains, the trainer listens for batches and its ranks for each
@@ -44,6 +45,8 @@ class Placement:
     orchestrator_node: int
     worker_nodes: tuple[int, ...]
     """Nodes that run environment workers."""
+    has_origin: bool = False
+    """True when servers fetch policies from the first node that trains."""
 
     @property
     def num_ranks(self) -> int:
@@ -61,7 +64,7 @@ class Placement:
         names = [server.name for server in servers]
         names += [server.rendezvous for server in servers if len(server.nodes) > 1]
         if node == self.trainer_nodes[0]:
-            names += [TRANSPORT, RENDEZVOUS]
+            names += [TRANSPORT, RENDEZVOUS, *((ORIGIN,) if self.has_origin else ())]
         if node == self.orchestrator_node and self.has_distant_workers:
             names.append(ENVIRONMENTS)
         return tuple(names)
@@ -120,7 +123,14 @@ def place(config: RLConfig, *, lost: frozenset[int] = frozenset(), known: Collec
         servers=tuple(servers),
         orchestrator_node=orchestrator_node,
         worker_nodes=worker_nodes or (orchestrator_node,),
+        has_origin=needs_origin(config),
     )
+
+
+def nodes_with_own_directory(config: RLConfig) -> frozenset[int]:
+    """Return the nodes that need no output directory: with weights over HTTP, those that do not train."""
+    deployment = config.deployment
+    return frozenset(range(deployment.num_train_nodes, deployment.num_nodes) if needs_origin(config) else ())
 
 
 def required_nodes(config: RLConfig) -> frozenset[int]:

@@ -117,6 +117,24 @@ def test_every_process_reads_a_configuration_that_is_written() -> None:
     assert {Path(spec.argv[-1]) for spec in planned.processes} == set(planned.configs)
 
 
+@pytest.mark.parametrize(("lost", "leader"), [((), 0), ((0,), 1)])
+def test_the_origin_of_policies_is_where_the_first_rank_is_and_restarts_with_it(lost: tuple[int, ...], leader: int) -> None:
+    over_http = {"weights": {"transport": "http"}}
+    planned = make_plan({"num_train_nodes": 2}, lost=lost, trainer=over_http, orchestrator=over_http)
+    origin = process(planned, "origin")
+    assert (origin.node, origin.unit, origin.does_finish) == (leader, "training", False)
+    assert Path(origin.argv[-1]) in planned.configs
+    urls = {section.weights.origin_url for section in (trainer_section(planned), orchestrator_section(planned))}
+    assert urls == {f"http://10.0.0.{leader}:{1000 * leader + 102}"}
+    assert trainer_section(planned).weights.origin.host == f"10.0.0.{leader}"
+
+
+def test_a_run_whose_servers_read_files_has_no_origin() -> None:
+    planned = make_plan()
+    assert "origin" not in [spec.name for spec in planned.processes]
+    assert trainer_section(planned).weights.origin_url is None
+
+
 def test_every_role_gets_the_identity_of_the_run() -> None:
     planned = make_plan(THREE_SERVERS)
     sections = [server_section(planned, "inference-2"), orchestrator_section(planned), trainer_section(planned)]

@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from trivet.config.schema.rl import RLConfig
-from trivet.launcher.placement import ENVIRONMENTS, RENDEZVOUS, TRANSPORT, Placement, describe_placement, place
+from trivet.launcher.placement import (
+    ENVIRONMENTS,
+    RENDEZVOUS,
+    TRANSPORT,
+    Placement,
+    describe_placement,
+    nodes_with_own_directory,
+    place,
+)
 
 
 def make_placement(*, lost: tuple[int, ...] = (), changes: dict[str, Any] | None = None, **deployment: Any) -> Placement:
@@ -123,6 +131,13 @@ def test_a_server_keeps_its_node_and_its_gpus_when_nodes_are_lost() -> None:
 def test_a_lost_node_without_a_role_is_described() -> None:
     lines = list(describe_placement(make_placement(num_train_nodes=2, lost=(1,))))
     assert lines[1] == "node 1: nothing"
+
+
+@pytest.mark.parametrize(("transport", "nodes"), [("files", set()), ("http", {2, 3, 4})])
+def test_only_nodes_that_train_need_the_output_directory_when_weights_travel_over_http(transport: str, nodes: set[int]) -> None:
+    deployment = {"type": "multi_node", "gpus_per_node": 0, "num_train_nodes": 2, "num_infer_replicas": 2, "num_env_nodes": 1}
+    config = RLConfig.model_validate({"deployment": deployment, "trainer": {"weights": {"transport": transport}}})
+    assert nodes_with_own_directory(config) == nodes
 
 
 def test_servers_listen_on_their_nodes_and_the_trainer_on_the_first() -> None:
