@@ -14,6 +14,7 @@ from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, write_rollouts
 from trivet.orchestrator.sampler import SamplerState
 from trivet.storage.durable import write_json_atomically
+from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
 from trivet.wire.codec import encode
 from trivet.wire.events import AnyEvent, BatchFormed, Commit, Load, Publish, Retire, RolloutsWritten, ServerUp
@@ -28,16 +29,19 @@ def make_run(layout: RunLayout, *, seed: int = 5) -> list[AnyEvent]:
     events = RunMaker(Random(seed), max_steps=STEPS, max_crashes=2).run()
     published = _last_attempts(events)
     retired = {event.version for event in events if isinstance(event, Retire)}
-    digests: dict[int, str] = {}
+    manifests: dict[int, Manifest] = {}
     for version in range(1, STEPS + 1):
         content = f"weights of {version}".encode()
-        manifest = publish(layout, version=version, run_id="run", write=lambda path, data=content: write_weights(path, data))
-        digests[version] = manifest.digest
+        manifests[version] = publish(
+            layout, version=version, run_id="run", write=lambda path, data=content: write_weights(path, data)
+        )
         if version in retired and version not in published:
             shutil.rmtree(layout.weights_step(version))
     for event in events:
         if isinstance(event, Publish | Load | ServerUp) and event.version:
-            event.digest = digests[event.version]
+            event.digest = manifests[event.version].digest
+        if isinstance(event, Publish):
+            event.manifest_sha256 = manifests[event.version].sha256
     _write_all_rollouts(layout, events)
     layout.configs.mkdir()
     (layout.configs / "orchestrator.toml").write_text(

@@ -224,7 +224,9 @@ class SimulatedTrainer:
             ready = RunLayout(self.published).weights_step(batch.step)
             self.layout.weights_step(batch.step).symlink_to(ready)
             version = PolicyVersion(batch.step)
-            self.recorder.write(Publish(version=version, digest=read_manifest(ready).digest), role="trainer")
+            manifest = read_manifest(ready)
+            event = Publish(version=version, digest=manifest.digest, manifest_sha256=manifest.sha256)
+            self.recorder.write(event, role="trainer")
 
 
 def publish_policies(directory: Path, *, count: int) -> Path:

@@ -25,6 +25,8 @@ class PolicyHistory:
         """Digests of another run's policies and of the start model, by version, as the first load of each had them."""
         self.published: dict[int, str] = {}
         """Digests of the published policies that are not removed, by version."""
+        self.manifests: dict[int, set[str]] = {}
+        """SHA-256 of each manifest.json that was published under a version. A policy that a run starts from may have several."""
         self.retired: dict[int, str] = {}
         """Digests of the removed policies, by version."""
         self._from_step = START_VERSION
@@ -54,6 +56,7 @@ class PolicyHistory:
         """Forget the policies after `from_step`, which are void."""
         self.published = {version: digest for version, digest in self.published.items() if version <= from_step}
         self.retired = {version: digest for version, digest in self.retired.items() if version <= from_step}
+        self.manifests = {version: digests for version, digests in self.manifests.items() if version <= from_step}
         self._from_step = self.newest_published = PolicyVersion(from_step)
         self._has_published = False
 
@@ -78,6 +81,7 @@ class PolicyHistory:
         else:  # a damaged policy is published again without its probe; the trainer then compares it with a new probe
             self._probed.discard(version)
         self.published[version] = event.digest
+        self.manifests.setdefault(version, set()).add(event.manifest_sha256)
         self.retired.pop(version, None)
         self.newest_published = max(self.newest_published, version)
 

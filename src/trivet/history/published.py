@@ -1,18 +1,19 @@
 """Compares a run's published files with its history: policies in weights/, and the rollouts of each batch in rollouts/."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
 
-from trivet.config.layout import MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
+from trivet.config.layout import DELTA, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.errors import WeightsError
 from trivet.history.groups import LiveGroup
 from trivet.history.ledger import Invariant, Ledger
 from trivet.history.record import read_lines
 from trivet.history.run_history import RunHistory
-from trivet.storage.durable import DECODE_ERRORS, digest_of, hash_files, list_files
+from trivet.storage.durable import DECODE_ERRORS, digest_of, explain_difference, hash_files, list_files
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.wire.events import Retire
@@ -70,7 +71,13 @@ def compare_weights(history: RunHistory, layout: RunLayout, versions: Sequence[P
                 _RECORD,
                 f"{directory / MANIFEST} is of run {manifest.run_id!r}, the history of {history.run_id!r}",
             )
-            added = sorted(set(list_files(directory)) - {MANIFEST, STABLE, *manifest.files})
+            found = hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
+            known = policies.manifests.get(version, set()) - {""}
+            require(not known or found in known, _VERSIONS, f"{directory / MANIFEST} is not the one that was published")
+            delta = {DELTA: manifest.deltas[-1].file} if manifest.deltas else {}
+            difference = explain_difference(directory, delta)
+            require(not difference, _VERSIONS, f"{directory} is not what was published: {difference}")
+            added = sorted(set(list_files(directory)) - {MANIFEST, STABLE, *delta, *manifest.files})
             require(not added, _READERS, f"{directory} holds {added[:3]}, which nobody published")
 
 

@@ -194,7 +194,12 @@ def _unique() -> str:
 
 def write_json_atomically(path: Path, value: object) -> None:
     """Write `value` as JSON: a struct, or mappings, lists, strings and numbers."""
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+    write_atomically(path, format_json(value))
+
+
+def format_json(value: object) -> bytes:
+    """Return the bytes that `write_json_atomically` writes."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
 def remove_directory(directory: Path, *, marker: str | None = None) -> None:

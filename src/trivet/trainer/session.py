@@ -159,7 +159,14 @@ class Session:
         def announce(manifest: Manifest) -> None:
             assert self.telemetry is not None
             num_tokens = probe.num_scored if probe is not None else 0
-            self.telemetry.write_event(Publish(version=manifest.version, digest=manifest.digest, num_probe_tokens=num_tokens))
+            self.telemetry.write_event(
+                Publish(
+                    version=manifest.version,
+                    digest=manifest.digest,
+                    num_probe_tokens=num_tokens,
+                    manifest_sha256=manifest.sha256,
+                )
+            )
 
         with explaining_full_disk(self.layout.weights, what=f"policy {step}", num_bytes=self.sizes.weights):
             manifest = publish(

@@ -12,7 +12,7 @@ import msgspec
 from trivet.algorithms.probe import Probe
 from trivet.config.layout import MANIFEST, NOT_OF_POLICY, STABLE, parse_step
 from trivet.errors import WeightsError
-from trivet.storage.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, hash_files
+from trivet.storage.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, format_json, hash_files
 from trivet.wire.versions import START_VERSION, FetchablePolicy, PolicyVersion
 
 
@@ -45,6 +45,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Size of all files."""
         return sum(record.num_bytes for record in self.files.values())
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of manifest.json as it is published."""
+        return hashlib.sha256(format_json(self)).hexdigest()
 
 
 MAX_MANIFEST_BYTES = 64 << 20

@@ -123,6 +123,8 @@ class Publish(Event):
     digest: str
     num_probe_tokens: int = 0
     """Tokens whose log-probabilities each server must reproduce before it serves the policy; 0: nothing is compared."""
+    manifest_sha256: str = ""
+    """SHA-256 of the policy's manifest.json."""
 
 
 class Load(Event):

@@ -10,10 +10,10 @@ from support.histories import write_events
 from support.made_run import STEPS, make_run, write_checkpoint, write_weights
 from trivet.checkpoints.commit import ORCHESTRATOR, TRAINER, begin_part, commit, finish_part
 from trivet.cli.main import main
-from trivet.config.layout import COMMITTED, MANIFEST, RunLayout
+from trivet.config.layout import COMMITTED, DELTA, MANIFEST, RunLayout
 from trivet.history.check import check_run
 from trivet.orchestrator.checkpoint import write_rollouts
-from trivet.weights.publish import publish
+from trivet.weights.publish import DeltaPublisher, publish
 from trivet.wire.events import AnyEvent, BatchFormed, Commit, Publish, Start, Stop, Train
 from trivet.wire.versions import Step
 
@@ -170,3 +170,44 @@ def test_supervised_fine_tuning_is_proven_too(layout, trained):
     report = check_run(layout)
     assert not report.ledger.breaches
     assert report.last_step == 2
+
+
+def test_a_manifest_or_a_delta_that_was_altered_is_found(layout):
+    deltas = DeltaPublisher(layout, anchor_interval=50)
+    manifests = [
+        publish(
+            layout,
+            version=v,
+            run_id="run",
+            write=lambda path, v=v: write_weights(path, bytes(99_999) + b"%d" % v),
+            deltas=deltas,
+        )
+        for v in (1, 2)
+    ]
+    manifest = manifests[-1]
+    write_events(
+        layout.events,
+        [
+            Start(role="sft", run_id="run", from_step=Step(0)),
+            *(
+                event
+                for each in manifests
+                for event in (
+                    Train(role="sft", step=Step(each.version), group_ids=[]),
+                    Publish(role="sft", version=each.version, digest=each.digest, manifest_sha256=each.sha256),
+                )
+            ),
+            Stop(role="sft", step=Step(manifest.version), reason="done"),
+        ],
+    )
+    assert not check_run(layout).ledger.breaches
+    path = layout.weights_step(manifest.version) / MANIFEST
+    content = path.read_bytes()
+    for old, new in ((b'"deltas"', b'"deltaz"'), (b'"fingerprint": ""', b'"fingerprint": "a"'), (b'"probe"', b'"prob"')):
+        assert old in content
+        path.write_bytes(content.replace(old, new))
+        assert "manifest.json is not the one that was published" in str(check_run(layout).ledger.breaches)
+    path.write_bytes(content)
+    delta = layout.weights_step(manifest.version) / DELTA
+    delta.write_bytes(delta.read_bytes()[::-1])
+    assert "does not match its recorded digest" in str(check_run(layout).ledger.breaches)
