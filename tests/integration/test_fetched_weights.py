@@ -1,9 +1,11 @@
 """Test runs whose server fetches policies, with real roles: on one machine, and on two without a common directory."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,16 +83,18 @@ class Machine:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
+def machines() -> Iterator[tuple[Machine, Machine]]:
     nodes = Nodes(2)
+    root = Path(tempfile.mkdtemp())  # short: the names of vLLM's sockets have at most 107 characters
     try:
         nodes.make()
-        first, second = tmp_path / "first", tmp_path / "second"
+        first, second = root / "first", root / "second"
         first.mkdir()
         second.mkdir()
         yield Machine(nodes, 0, first, second), Machine(nodes, 1, second, first)
     finally:
         nodes.remove()
+        shutil.rmtree(root)
 
 
 @contextmanager
