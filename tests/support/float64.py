@@ -1,5 +1,6 @@
 """Lets a trainer compute in float64, for tests that compare ranks with each other."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from trivet.trainer.model import policy_model
+
+# Models compute some steps in float32 whatever their dtype. By default results of MKL depend on the length and alignment of what it
+# computes, so parts of a row would differ from the row by 1e-8. MKL reads the variable when it is used first; ranks inherit it.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 
 @contextmanager
