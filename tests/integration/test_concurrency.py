@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from support.servers import open_client, run_server
-from trivet.client.inference_client import InferenceClient, ServerLoad
+from trivet.client.inference_client import InferenceClient
+from trivet.client.server_load import ServerLoad
 from trivet.config.schema.inference import ConcurrencyConfig
 from trivet.orchestrator.dispatcher import ChangeEvent
 from trivet.orchestrator.load_watcher import LoadWatcher

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support.groups import make_sample
 from trivet.algorithms.advantages import mean_baseline
-from trivet.client.inference_client import ServerLoad
+from trivet.client.server_load import ServerLoad
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import ClientConfig, ConcurrencyConfig, ElasticConfig

@@ -61,8 +61,8 @@ class SenderProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        with self._process:  # closes its pipe, and waits
+            self._process.kill()
 
 
 class Rounds:

@@ -5,18 +5,16 @@ The orchestrator, `eval` and the tests use this client. Environments do not: ver
 """
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import httpx
 import msgspec
 
-from trivet.algorithms.dispatching import has_capacity
+from trivet.client.server_load import ServerLoad, read_load
 from trivet.errors import ConfigError, InferenceError, InferenceTimeout, PolicyRefused, ServerGone
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.storage.durable import DECODE_ERRORS
@@ -40,48 +38,6 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """The policy versions of the tokens, in runs whose lengths add up to the number of tokens."""
     prompt_ids: list[int] = []
     """The tokens that the model read; empty for a prompt given as token ids."""
-
-
-_LOAD_LINE = re.compile(
-    r"^vllm:(num_requests_running|num_requests_waiting|num_preemptions_total|kv_cache_usage_perc)(?:\{[^}]*\})? (\S+)$",
-    re.MULTILINE,
-)
-"""A line of `/metrics` with one number of one engine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLoad:
-    """The load of one server: sums over its engines."""
-
-    num_running: int
-    """Sequences in the batch that is being computed."""
-    num_waiting: int
-    """Requests that have no place in that batch yet."""
-    num_preemptions: int
-    """Sequences that were removed from the KV cache since the server started. Each is computed again."""
-    kv_usage: float
-    """Used share of the KV cache, from 0 to 1, in the engine whose cache is fullest."""
-
-    @property
-    def has_capacity(self) -> bool:
-        """True when the server can compute more sequences."""
-        return has_capacity(num_running=self.num_running, num_waiting=self.num_waiting, kv_usage=self.kv_usage)
-
-
-def read_load(text: str) -> ServerLoad | None:
-    """Return the load in an answer of `/metrics`, which has Prometheus' text form; None when a number is missing."""
-    values: dict[str, float] = {}
-    for name, value in _LOAD_LINE.findall(text):
-        before = values.get(name, 0.0)
-        values[name] = max(before, float(value)) if name == "kv_cache_usage_perc" else before + float(value)
-    if len(values) < len(fields(ServerLoad)):
-        return None
-    return ServerLoad(
-        num_running=int(values["num_requests_running"]),
-        num_waiting=int(values["num_requests_waiting"]),
-        num_preemptions=int(values["num_preemptions_total"]),
-        kv_usage=values["kv_cache_usage_perc"],
-    )
 
 
 class _TokenLogprob(msgspec.Struct):

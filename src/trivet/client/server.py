@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trivet.client.inference_client import InferenceClient
+from trivet.client.server_load import ServerLoad
 from trivet.errors import ForeignPolicy, InferenceError, InferenceTimeout
 from trivet.wire.transfers import TransferRound
 from trivet.wire.versions import START_VERSION, FetchablePolicy, PolicyStatus, PolicyVersion
@@ -66,6 +67,15 @@ class Server:
     def root(self) -> str:
         """The server's address, without `/v1`."""
         return self.client.base_url
+
+    @property
+    def is_full(self) -> bool:
+        """True while the server has as many rollouts as its last load allows."""
+        return self.num_in_flight >= self.capacity
+
+    def note_load(self, load: ServerLoad) -> None:
+        """Set the rollouts that the server can have: no limit while it has capacity, else as many as run now."""
+        self.capacity = math.inf if load.has_capacity else self.num_in_flight - load.num_waiting
 
     async def ensure_policy(self, policy: TargetPolicy, *, is_known_to_differ: bool = False) -> PolicyStatus:
         """Make the server serve `policy`, and verify the digest that it reports. Return its status.

@@ -21,15 +21,15 @@ Writes Load, ServerUp and ServerDown events. During a run only this package asks
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from urllib.parse import urlsplit
 
 from trivet.client.health import Resolve, ServerMonitor, resolve
-from trivet.client.inference_client import InferenceClient, ServerLoad
+from trivet.client.inference_client import InferenceClient
 from trivet.client.server import Server, TargetPolicy
+from trivet.client.server_load import ServerLoad
 from trivet.client.transfer_rounds import TransferRounds
 from trivet.config.schema.inference import ClientConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused, ServerGone
@@ -172,9 +172,7 @@ class ServerPool:
 
         Servers that are full, by their last load, come last. Return None while no server is admitted.
         """
-        server = min(
-            self.admitted, key=lambda server: (server.num_in_flight >= server.capacity, server.num_in_flight), default=None
-        )
+        server = min(self.admitted, key=lambda server: (server.is_full, server.num_in_flight), default=None)
         if server is None:
             return None
         server.num_in_flight += num_rollouts
@@ -347,7 +345,7 @@ class ServerPool:
                 raise result
         loads = [(server, load) for server, load in zip(servers, results, strict=True) if isinstance(load, ServerLoad)]
         for server, load in loads if does_limit else ():
-            server.capacity = math.inf if load.has_capacity else server.num_in_flight - load.num_waiting
+            server.note_load(load)
         return [load for _, load in loads]
 
     async def aclose(self) -> None:

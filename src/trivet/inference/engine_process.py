@@ -6,12 +6,14 @@ ready after 59 s. vLLM does so to give the worker the variables that OpenMP read
 with these variables (`restart_with_environment`), and the forked engine has them too.
 """
 
+import json
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from trivet.errors import InferenceError
@@ -101,3 +103,20 @@ def open_rank_store(shard: ServerShard) -> Any:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def import_model_class(model: Path) -> None:
+    """Register the class of the model in `model` with vLLM, already imported.
+
+    vLLM would inspect an unregistered class in a new process, to keep CUDA out of this process. That new process would import all
+    of vLLM once more. The engine is forked from this process and needs the class anyway.
+    """
+    from trivet.inference.vllm_names import ModelRegistry
+
+    try:
+        architectures = json.loads((model / "config.json").read_bytes()).get("architectures") or []
+    except (OSError, ValueError):
+        return  # `model` is no local directory or has no valid config.json; vLLM reports it
+    for name in architectures:
+        if (registered := ModelRegistry.models.get(name)) is not None:
+            ModelRegistry.register_model(name, registered.load_model_cls())

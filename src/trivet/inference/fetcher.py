@@ -1,10 +1,15 @@
 """Fetches policies into this machine's cache while the engine generates, and then loads them. Called by POST /update_weights."""
 
 import asyncio
+import os
+import tempfile
 from pathlib import Path
 
+from trivet.config.schema.inference import InferenceConfig
 from trivet.inference.policy_loader import PolicyLoader
+from trivet.secret import RunSecret
 from trivet.weights.fetch import PolicyCache
+from trivet.weights.sources import HttpSource
 from trivet.wire.versions import FetchablePolicy
 
 _ANSWER_INTERVAL_S = 10.0
@@ -47,3 +52,12 @@ class PolicyFetcher:
     def is_fetching(self) -> bool:
         """True while a policy is being fetched."""
         return self._fetch is not None
+
+
+def make_cache(config: InferenceConfig, secret: RunSecret) -> PolicyCache:
+    """Return the cache of policies that servers of this machine fetch. Nothing is made before the first fetch."""
+    return PolicyCache(
+        (config.weight_cache or Path(tempfile.gettempdir())) / f"trivet_weights_{os.getuid()}",
+        run=secret.derive("weight cache").hex()[:16],
+        make_source=lambda url: HttpSource(url, token=secret.token, environ=os.environ),
+    )

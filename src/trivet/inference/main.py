@@ -7,14 +7,12 @@ inside functions. So a mistake in the configuration is reported at once, and LD_
 import asyncio
 import atexit
 import importlib.metadata
-import json
 import logging
 import multiprocessing
 import os
 import signal
 import socket
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
@@ -41,7 +39,8 @@ from trivet.inference.arguments import (
     require_known_arguments,
     vllm_arguments,
 )
-from trivet.inference.engine_process import open_rank_store, restart_with_environment, skip_unused_imports
+from trivet.inference.engine_process import import_model_class, open_rank_store, restart_with_environment, skip_unused_imports
+from trivet.inference.fetcher import PolicyFetcher, make_cache
 from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
 from trivet.process.event_loop import show_tasks_on_signal
@@ -55,7 +54,6 @@ from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 from trivet.weights.fetch import PolicyCache
 from trivet.weights.serve import PolicyFiles
-from trivet.weights.sources import HttpSource
 
 if TYPE_CHECKING:
     from trivet.inference.versioned_engine import VersionedEngine
@@ -128,15 +126,6 @@ def serve(config: InferenceConfig) -> int:
         with suppress(OSError):
             stream.flush()
     os._exit(exit_code)
-
-
-def make_cache(config: InferenceConfig, secret: RunSecret) -> PolicyCache:
-    """Return the cache of policies that servers of this machine fetch. Nothing is made before the first fetch."""
-    return PolicyCache(
-        (config.weight_cache or Path(tempfile.gettempdir())) / f"trivet_weights_{os.getuid()}",
-        run=secret.derive("weight cache").hex()[:16],
-        make_source=lambda url: HttpSource(url, token=secret.token, environ=os.environ),
-    )
 
 
 def warn_of_logits_processors() -> None:
@@ -262,7 +251,7 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
         from trivet.inference.vllm_names import Executor
 
         if is_one_process:
-            _import_model_class(Path(args.model))
+            import_model_class(Path(args.model))
     vllm_config = make_engine_config(args)
     if is_one_process:
         # vLLM would start new processes on a CPU. The docstring of `engine_process` has the reason to fork instead.
@@ -309,23 +298,6 @@ def make_engine_config(args: Namespace) -> Any:
     return engine_config
 
 
-def _import_model_class(model: Path) -> None:
-    """Register the class of the model in `model` with vLLM, already imported.
-
-    vLLM would inspect an unregistered class in a new process, to keep CUDA out of this process. That new process would import all
-    of vLLM once more. The engine is forked from this process and needs the class anyway.
-    """
-    from trivet.inference.vllm_names import ModelRegistry
-
-    try:
-        architectures = json.loads((model / "config.json").read_bytes()).get("architectures") or []
-    except (OSError, ValueError):
-        return  # `model` is no local directory or has no valid config.json; vLLM reports it
-    for name in architectures:
-        if (registered := ModelRegistry.models.get(name)) is not None:
-            ModelRegistry.register_model(name, registered.load_model_cls())
-
-
 async def _serve_http(
     engine: "VersionedEngine",
     args: Namespace,
@@ -338,7 +310,6 @@ async def _serve_http(
     """Answer requests on `sock` until a signal comes or the engine dies; return the exit code."""
     with importing():
         from trivet.inference.api_server import NamedAdapters, add_versions, continue_chats
-        from trivet.inference.fetcher import PolicyFetcher
         from trivet.inference.policy_loader import PolicyLoader
         from trivet.inference.routes import add_gate, add_routes, make_router
         from trivet.inference.vllm_names import build_app, init_app_state, serve_http

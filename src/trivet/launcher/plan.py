@@ -18,7 +18,7 @@ from trivet.config.schema.base import Section
 from trivet.config.schema.inference import ClientConfig, InferenceConfig, ServerConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import CkptConfig, OriginConfig, RunIdentity, WeightsConfig
+from trivet.config.schema.shared import CkptConfig, RunIdentity, WeightsConfig
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
@@ -153,7 +153,7 @@ def plan(
     urls: dict[RecoveryUnit, tuple[str, ...]] = {}
     if needs_origin(config):
         processes.insert(0, origin_process(config, python, configs / "trainer.toml"))
-        urls[RecoveryUnit(ORIGIN)] = (local_origin_url(trainer.weights.origin),)
+        urls[RecoveryUnit(ORIGIN)] = (trainer.weights.origin.local_url,)
     port_choices = [("trainer.rollout_transport.port", config.trainer.rollout_transport.port, ports.transport)]
     if needs_origin(config):
         port_choices.append(("weights.origin.port", config.trainer.weights.origin.port, ports.origin))
@@ -268,11 +268,6 @@ def _with_origin_port(weights: WeightsConfig, ports: Ports) -> WeightsConfig:
 def needs_origin(config: RLConfig) -> bool:
     """Return whether the run starts an origin: its servers fetch policies, and it has servers."""
     return config.trainer.weights.transport == "http" and config.orchestrator.replay is None
-
-
-def local_origin_url(origin: OriginConfig) -> str:
-    """Return the address at which the launcher reaches the origin on its own machine."""
-    return origin.model_copy(update={"advertise": None}).url
 
 
 def _ckpt_resumed_from(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:

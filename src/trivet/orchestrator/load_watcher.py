@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from trivet.algorithms.dispatching import CombinedLoad, next_limit
-from trivet.client.inference_client import ServerLoad
+from trivet.client.server_load import ServerLoad
 from trivet.client.server_pool import ServerPool
 from trivet.config.schema.inference import ConcurrencyConfig
 from trivet.orchestrator.dispatcher import Dispatcher

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from support.fake_inference import START_DIGEST, FakeInference
-from trivet.client.inference_client import InferenceClient, ServerLoad, read_load
+from trivet.client.inference_client import InferenceClient
+from trivet.client.server_load import ServerLoad, read_load
 from trivet.config.layout import RunLayout
 from trivet.errors import InferenceError, ServerGone
 from trivet.weights.publish import publish

@@ -165,7 +165,7 @@ def test_sources_are_the_origin_and_the_servers_that_others_can_reach() -> None:
 
 
 def test_a_fetch_of_minutes_is_waited_for_and_a_server_that_is_much_later_is_admitted_afterwards(layout) -> None:
-    """With a tree, the second half of the servers fetches after the first. A broken link takes much longer."""
+    """In a tree the second half of the servers fetches after the first. A broken link takes much longer."""
 
     async def scenario() -> None:
         site = Site(*(f"http://server-{index}" for index in range(6)))

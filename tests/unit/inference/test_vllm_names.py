@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.client.inference_client import ServerLoad, read_load
+from trivet.client.server_load import ServerLoad, read_load
 from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import InferenceError
 from trivet.inference import arguments, vllm_names

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trivet.client.inference_client import ServerLoad
+from trivet.client.server_load import ServerLoad
 from trivet.config.schema.inference import ConcurrencyConfig
 from trivet.orchestrator.dispatcher import ChangeEvent
 from trivet.orchestrator.load_watcher import LoadWatcher
@@ -26,7 +26,7 @@ WARM_UP_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What an engine can do. Times are seconds."""
+    """The limits and speeds of an engine. Times are seconds."""
 
     num_blocks: int
     max_num_seqs: int

@@ -2,7 +2,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from support.virtual_time import run_virtually
-from trivet.client.inference_client import ServerLoad
+from trivet.client.server_load import ServerLoad
 from trivet.config.schema.inference import ConcurrencyConfig
 from trivet.orchestrator.dispatcher import ChangeEvent
 from trivet.orchestrator.load_watcher import LoadWatcher

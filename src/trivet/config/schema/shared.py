@@ -218,7 +218,12 @@ class OriginConfig(Section):
     @property
     def url(self) -> str:
         """The address at which servers reach the origin."""
-        host = self.advertise or ("127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host)
+        return self.model_copy(update={"host": self.advertise}).local_url if self.advertise is not None else self.local_url
+
+    @property
+    def local_url(self) -> str:
+        """The address at which the launcher reaches the origin on its own machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
