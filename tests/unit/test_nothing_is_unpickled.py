@@ -22,7 +22,6 @@ OBJECTS = {
 }
 ALLOWED = {
     ("src/trivet/trainer/checkpoint/state.py", "import pickle"),  # knows which classes a checkpoint's metadata may name
-    ("src/trivet/process/imports.py", "import marshal"),  # reads what it wrote into the user's cache; marshal runs no code
     ("src/trivet/library/functions.py", "import cloudpickle"),  # writes the user's functions for the user's own processes
 }
 

@@ -1,12 +1,10 @@
 import gc
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from trivet.process import imports
 from trivet.process.imports import file_of, import_by_path, importing
 
 
@@ -101,43 +99,3 @@ def test_a_path_in_a_file_is_told_from_a_module() -> None:
     assert file_of("a.b:f") is None
     assert file_of("/a b/c:d.py:f") == Path("/a b/c:d.py")
     assert file_of("os.path:join") is None
-
-
-def test_transformers_reads_its_scans_from_a_file_and_finds_the_same(tmp_path: Path) -> None:
-    """It is imported thrice in new processes: as it is, while the file is written, and from the file."""
-    program = (
-        "import sys\n"
-        "from contextlib import nullcontext\n"
-        "from trivet.process.imports import importing\n"
-        "with importing() if sys.argv[1] == 'quick' else nullcontext():\n"
-        "    import transformers\n"
-        "    from transformers.utils import import_utils\n"
-        "    from transformers import LlamaForCausalLM\n"
-        "scan = import_utils.create_import_structure_from_path(transformers.__path__[0] + '/models')\n"
-        "packages = {name: sorted(found) for name, found in import_utils.PACKAGE_DISTRIBUTION_MAPPING.items()}\n"
-        "print(hash(str(sorted(packages.items()))), hash(str(sorted(map(str, scan)))), len(str(scan)))\n"
-    )
-    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONHASHSEED": "0"}
-    seen = [
-        subprocess.run(
-            [sys.executable, "-c", program, way], env=environment, capture_output=True, text=True, timeout=240, check=True
-        ).stdout
-        for way in ("as it is", "quick", "quick")
-    ]
-    assert seen == [seen[0]] * 3
-    assert sorted(file.name.split("_")[0] for file in (tmp_path / ".cache" / "trivet").iterdir()) == ["models", "packages"]
-
-
-def test_a_remembered_file_that_was_cut_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert imports._remember("scan", lambda: {"a": {frozenset({"b"})}}) == {"a": {frozenset({"b"})}}
-    (file,) = (tmp_path / ".cache" / "trivet").iterdir()
-    file.write_bytes(file.read_bytes()[:-3])
-    assert imports._remember("scan", lambda: {"c": 1}) == {"c": 1}
-    assert imports._remember("scan", lambda: {"d": 2}) == {"c": 1}
-
-
-def test_without_a_directory_for_it_everything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".cache").touch()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert [imports._remember("scan", lambda number=number: number) for number in (1, 2)] == [1, 2]

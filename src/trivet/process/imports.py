@@ -3,27 +3,18 @@
 import gc
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import logging
-import marshal
-import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_PACKAGES = "site-packages"
-"""The name of a directory of installed packages. Its time of change is that of the last installation."""
-_CACHE = Path(".cache") / "trivet"
-"""The directory of remembered results, below the home directory: nobody but the user writes there."""
 _FILE_PATH = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
 NOISY_LOGGERS = (
     *("httpx", "httpx2", "httpcore", "openai", "urllib3", "filelock", "datasets", "huggingface_hub", "asyncio", "fsspec"),
@@ -48,8 +39,6 @@ def importing() -> Iterator[None]:
     """
     was_enabled = gc.isenabled()
     handler = signal.getsignal(signal.SIGINT)
-    if not any(isinstance(finder, _RememberedScans) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RememberedScans())
     is_quiet = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     gc.disable()
     if is_quiet:
@@ -61,52 +50,6 @@ def importing() -> Iterator[None]:
             gc.enable()
         if is_quiet:
             signal.signal(signal.SIGINT, handler)
-
-
-class _RememberedScans(MetaPathFinder):
-    """Lets transformers read the results of its scans from a file: it scans its models twice, and the metadata of every package.
-
-    That takes 1.1 s of CPU time in the server and in the trainer. Sources that a developer edits are scanned each time.
-    """
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != "transformers.utils.import_utils":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None or spec.origin is None or _PACKAGES not in spec.origin:
-            return spec
-        execute, list_packages = spec.loader.exec_module, importlib.metadata.packages_distributions
-        models = Path(spec.origin).parents[1] / "models"
-
-        def execute_and_remember(module: Any) -> None:
-            importlib.metadata.packages_distributions = lambda: _remember("packages", list_packages)
-            try:
-                execute(module)
-            finally:
-                importlib.metadata.packages_distributions = list_packages
-            if scan := getattr(module, "create_import_structure_from_path", None):  # the function of transformers 5
-                module.create_import_structure_from_path = lambda path: (
-                    _remember("models", lambda: scan(path)) if Path(path) in (models, models / "__init__.py") else scan(path)
-                )
-
-        spec.loader.exec_module = execute_and_remember
-        return spec
-
-
-def _remember(name: str, compute: Callable[[], Any]) -> Any:
-    """Return the result of `compute`, from a file if one was written since packages were last installed or removed."""
-    folders = [(folder, Path(folder).stat().st_mtime_ns) for folder in sys.path if folder.endswith(_PACKAGES)]
-    key = hashlib.sha256(repr((sys.version, folders)).encode()).hexdigest()[:16]
-    with suppress(OSError, RuntimeError, EOFError, ValueError, TypeError):  # a RuntimeError: there is no home directory
-        return marshal.loads((Path.home() / _CACHE / f"{name}_{key}").read_bytes())
-    value = compute()
-    with suppress(OSError, RuntimeError):
-        part = Path.home() / _CACHE / f"{name}_{key}.{os.getpid()}"
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(marshal.dumps(value))
-        part.replace(part.with_suffix(""))
-    return value
 
 
 def file_of(path: str) -> Path | None:

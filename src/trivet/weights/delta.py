@@ -50,8 +50,8 @@ class DeltaIndex(msgspec.Struct, frozen=True):
     widths: dict[str, int]
     """Bytes of a value of each file."""
     chunks: dict[str, list[tuple[int, int, int]]]
-    """Of each chunk of each file: how many values changed, and position and size of its compressed bytes in the delta. None are
-    stored if no value changed; positions and differences if few did; else the differences of all values."""
+    """The number of changed values of each chunk of each file, and position and size of its compressed bytes in the delta. None
+    are stored if no value changed; positions and differences if few did; else the differences of all values."""
 
     def changed_share(self) -> float:
         """Return the share of the values that changed."""

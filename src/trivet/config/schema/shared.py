@@ -247,8 +247,8 @@ class WeightsConfig(Section):
     probe_tokens: int = Field(default=64, ge=0, le=4096)
     """Tokens whose log-probabilities a server must reproduce before it serves a policy. 0: nothing is compared."""
     delta: bool = False
-    """With transport "http": publish with each policy what changed since the one before it, so that a server with that one need not
-    fetch the whole. It is left out where it would have more than 60 % of the policy's bytes."""
+    """Publish with each policy what changed since the one before it, so that a server with that one need not fetch the whole. Needs
+    transport "http". It is left out where it would have more than 60 % of the policy's bytes."""
     anchor_interval: int = Field(default=50, ge=1)
     """Policies of every multiple of this get no delta, so that servers fetch them whole. The first policy after a start or a resume
     gets none either."""
