@@ -5,8 +5,8 @@ Every server and every environment node is a group by itself, so that a lost one
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from trivet.config.schema.deployment import DeploymentConfig
 from trivet.launcher.placement import Placement
@@ -39,23 +39,15 @@ class BundleGroup:
         return f"{self.name}: {len(self.nodes)} bundle{'s' if len(self.nodes) > 1 else ''} of {parts}"
 
 
-def group_bundles(deployment: DeploymentConfig, placement: Placement) -> Sequence[BundleGroup]:
-    """Return the groups of all nodes of a run."""
-    return list(_groups(deployment, placement))
+def group_bundles(
+    deployment: DeploymentConfig, placement: Placement, *, address: str, machine: Mapping[str, float]
+) -> Iterator[BundleGroup]:
+    """Yield the groups of all nodes of a run.
 
-
-def keep_trainer_at(address: str, groups: Sequence[BundleGroup], *, resources: Mapping[str, float]) -> Sequence[BundleGroup]:
-    """Return the groups with the node that trains on the machine at `address`, if it is the only one and the machine suffices."""
-    here = {f"node:{address}": 0.001}  # each machine has 1 of this resource, and no other has any
-    return [
-        replace(group, resources={**group.resources, **here})
-        if group.nodes == (0,) and Counter(group.resources) <= Counter(resources)
-        else group
-        for group in groups
-    ]
-
-
-def _groups(deployment: DeploymentConfig, placement: Placement) -> Iterator[BundleGroup]:
+    Args:
+        address: that of the machine on which a single node that trains belongs.
+        machine: what Ray has on that machine. If it does not suffice, the node may be anywhere.
+    """
     labels = deployment.ray.labels if deployment.gpus_per_node else {}
 
     def resources(num_gpus: int) -> dict[str, float]:
@@ -65,8 +57,9 @@ def _groups(deployment: DeploymentConfig, placement: Placement) -> Iterator[Bund
     for node in placement.worker_nodes if placement.has_distant_workers else ():
         amounts = {"CPU": float(deployment.env_cpus_per_node), **deployment.env_resources}
         yield BundleGroup(name=f"env-workers-{node}", nodes=(node,), resources=amounts, labels={})
-    yield BundleGroup(
-        name="trainer", nodes=placement.trainer_nodes, resources=resources(deployment.gpus_per_node), labels=labels
-    )
+    trainer = resources(deployment.gpus_per_node)
+    if len(placement.trainer_nodes) == 1 and Counter(trainer) <= Counter(machine):
+        trainer[f"node:{address}"] = 0.001  # each machine has 1 of this resource, and no other has any
+    yield BundleGroup(name="trainer", nodes=placement.trainer_nodes, resources=trainer, labels=labels)
     for server in placement.servers:
         yield BundleGroup(name=server.name, nodes=server.nodes, resources=resources(len(server.gpu_ids)), labels=labels)

@@ -1,21 +1,19 @@
 """Leads a run over several nodes: places them on a Ray cluster, waits until they are there, and plans what each of them starts."""
 
-import os
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from trivet.cluster.bundles import BundleGroup, group_bundles, keep_trainer_at
+from trivet.cluster.bundles import BundleGroup, group_bundles
 from trivet.cluster.guard import DriverGuard
 from trivet.cluster.host import ClusterHost
 from trivet.cluster.messages import ActorSettings, NodeFacts
-from trivet.cluster.own_directory import copying_logs
+from trivet.cluster.own_directory import read_files
 from trivet.cluster.table import NodeTable
-from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
 from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
@@ -25,7 +23,6 @@ from trivet.launcher.node_plan import Node, plan_over_nodes
 from trivet.launcher.placement import nodes_with_own_directory, place, required_nodes
 from trivet.launcher.plan import RunPlan
 from trivet.process.signals import Interrupts
-from trivet.secret import find_secret
 from trivet.wire.versions import Step
 
 _POLL_INTERVAL_S = 0.2
@@ -37,8 +34,6 @@ class Driver:
 
     host: ClusterHost
     python: str
-    secrets: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]])
-    """The content of the secret's file, by its path, for each node that has a directory of its own."""
     known: dict[int, Node] = field(default_factory=dict[int, Node])
     """Every node as it was when it was there last."""
 
@@ -51,14 +46,9 @@ class Driver:
         self.known |= self.host.nodes()
         lost = self.host.lost_nodes() if config.deployment.min_train_nodes is not None else frozenset[int]()
         placement = place(config, lost=lost, known=self.known)
-        planned = plan_over_nodes(
+        return plan_over_nodes(
             config, placement=placement, nodes=self.known, python=self.python, run=run, resume_step=resume_step
         )
-        for node, secret in self.secrets.items():
-            words = {word for spec in planned.processes if spec.node == node for word in spec.argv}
-            read = {str(path): to_toml(section) for path, section in planned.configs.items() if str(path) in words}
-            self.host.give_files(node, {**secret, **read})
-        return planned
 
 
 @contextmanager
@@ -88,10 +78,9 @@ def lead(
         )
         asked = {"the Ray cluster": lambda: table.note_draining(draining_machines()), "output_dir": touch_lock}
         guard = held.enter_context(DriverGuard(asked, lost_after_s=lost_after_s))
-        groups = group_bundles(deployment, placement)
-        if own_directories := nodes_with_own_directory(config):
-            groups = keep_trainer_at(address, groups, resources=resources_of(address))
-            held.enter_context(copying_logs(table, layout.logs))
+        own_directories = nodes_with_own_directory(config)
+        machine = resources_of(address) if own_directories else {}
+        groups = list(group_bundles(deployment, placement, address=address, machine=machine))
         placed = place_groups(groups)
         settings = ActorSettings(
             node=0,
@@ -102,13 +91,12 @@ def lead(
             does_log_json=config.log.json_logging,
             own_directories=own_directories,
         )
-        host = ClusterHost(table, check=guard.check)
+        host = ClusterHost(table, check=guard.check, read_files=partial(read_files, layout=layout, nodes=own_directories))
         check = partial(check_machine, settings=settings)
         held.enter_context(Exchange(table, placed, settings, check=check, fail=guard.fail, say=_say))
         _await_nodes(host, table, config, groups=groups, describe=describe_resources)
         host.joined_nodes()
-        secret = {str(layout.secret): find_secret(layout, environ=os.environ).token} if own_directories else {}
-        yield Driver(host=host, python=python, secrets=dict.fromkeys(own_directories, secret))
+        yield Driver(host=host, python=python)
 
 
 def _await_nodes(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from trivet.cluster.messages import DesiredProcess, ObservedProcess, SentSignal
+from trivet.cluster.own_directory import append_logs
 from trivet.cluster.table import NodeLost, NodeTable
 from trivet.exits import NODE_LOST
 from trivet.launcher.node_plan import Node
@@ -21,7 +22,7 @@ class ClusterProcess:
     True
     """
 
-    def __init__(self, table: NodeTable, spec: ProcessSpec, *, clock: Callable[[], float]) -> None:
+    def __init__(self, table: NodeTable, spec: ProcessSpec, *, files: Mapping[str, str], clock: Callable[[], float]) -> None:
         self.spec = spec
         self.log_offset = spec.log.stat().st_size if spec.log.exists() else 0
         """Byte of the log at which its output starts, as the driver sees the file."""
@@ -32,7 +33,7 @@ class ClusterProcess:
         self._session = 0
         self._exit_code: int | None = None
         try:
-            self.number, self._session = table.start(spec, now=clock())
+            self.number, self._session = table.start(spec, files=files, now=clock())
         except NodeLost:
             self._exit_code = NODE_LOST
 
@@ -44,8 +45,9 @@ class ClusterProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code: None while it runs or is about to; NODE_LOST when it was lost with its node."""
+        """Exit code: None while it runs or is about to; NODE_LOST when it was lost with its node. Its log is complete then."""
         if self._exit_code is None and (observed := self.observed()) is not None:
+            append_logs(self._table.log_parts, self.spec.log.parent)
             self._exit_code = observed.exit_code
         return self._exit_code
 
@@ -88,14 +90,23 @@ class ClusterHost:
     frozenset({1})
     """
 
-    def __init__(self, table: NodeTable, *, check: Callable[[], None] = lambda: None, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        table: NodeTable,
+        *,
+        check: Callable[[], None] = lambda: None,
+        read_files: Callable[[ProcessSpec], Mapping[str, str]] = lambda _: {},
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         """Begin with no process.
 
         Args:
             check: raises when this driver must not lead the run any more.
+            read_files: returns the files that a process reads from the output directory and its node does not see.
         """
         self._table = table
         self._check = check
+        self._read_files = read_files
         self._known: frozenset[int] = frozenset()
         self._clock = clock
 
@@ -122,13 +133,9 @@ class ClusterHost:
         self._known |= joined
         return joined
 
-    def give_files(self, node: int, files: Mapping[str, str]) -> None:
-        """Have a node that has a directory of its own write files, as `NodeTable.give_files`."""
-        self._table.give_files(node, files)
-
     def start(self, spec: ProcessSpec) -> ClusterProcess:
         """Start a process on its node, as `ProcessHost.start`."""
-        return ClusterProcess(self._table, spec, clock=self._clock.now)
+        return ClusterProcess(self._table, spec, files=self._read_files(spec), clock=self._clock.now)
 
     def stop(
         self, processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False

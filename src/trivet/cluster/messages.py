@@ -78,22 +78,15 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
         return Node(index=index, name=self.name, host=self.host, interface=self.interface, machine=machine, ports=ports)
 
 
-class LogMark(msgspec.Struct, frozen=True, kw_only=True):
-    """A position in a log of a node."""
+class LogPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of a log of a node that has a directory of its own."""
 
-    source: str
-    """Differs between two files of one name, such as those of two actors."""
+    name: Annotated[str, msgspec.Meta(pattern=r"(?s)\A(?!/)(?!(.*/)?\.\.(/|\Z))")]
+    """The path of the log below `logs/`. No name leads elsewhere."""
     offset: int
-
-
-class LogPart(LogMark, frozen=True, kw_only=True):
-    """Bytes of a log of a node, from a position on."""
-
     data: bytes
-
-
-LogName = Annotated[str, msgspec.Meta(pattern=r"(?s)\A(?!/)(?!(.*/)?\.\.(/|\Z))")]
-"""The path of a log below `logs/`, and of no file elsewhere."""
+    is_cut: bool = False
+    """Whether the log goes on after `data`."""
 
 
 class SentSignal(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +106,11 @@ class DesiredProcess(msgspec.Struct, frozen=True, kw_only=True):
     """All signals since its start, in their order. The actor sends those that it has not sent yet."""
     shown_stacks: tuple[tuple[int, ...], ...] = ()
     """The pids of each request since its start to write stacks."""
+    files: dict[str, str] = {}
+    """What it reads from the output directory, by the paths there, if its node has a directory of its own."""
+
+    def __repr__(self) -> str:  # without the files: nothing may print the secret by accident
+        return f"DesiredProcess(number={self.number}, spec={self.spec}, signals={self.signals}, files={list(self.files)})"
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,17 +126,12 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """Names of what will listen on the node. It holds a free port for each."""
     preferred_ports: dict[str, int] = {}
     processes: tuple[DesiredProcess, ...] = ()
-    files: dict[str, str] = {}
-    """The secret and configurations for a node that has a directory of its own, by their paths on the driver."""
-    copied: dict[str, LogMark] = {}
-    """How much of the node's logs the driver has written, by their paths below `logs/`."""
+    received: dict[str, int] = {}
+    """How many bytes of each log of this actor the driver has, by its path below `logs/`."""
     sweeps: int = 0
     """Raised by one to have killed what the processes of the node left behind, and each process that is not listed above."""
     is_over: bool = False
     """Whether the run is over: the node ends its processes, and gives back what it holds."""
-
-    def __repr__(self) -> str:  # without the files: nothing may print them by accident
-        return f"Desired(session={self.session}, number={self.number}, files={list(self.files)}, processes={self.processes})"
 
 
 class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +163,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the node was asked to end, such as by a notice that its machine will be taken away."""
     facts: NodeFacts
     processes: tuple[ObservedProcess, ...] = ()
-    logs: dict[LogName, LogPart] = {}
-    """The next parts of the logs of a node that has a directory of its own."""
+    logs: tuple[LogPart, ...] = ()
+    """The next part of each log that the driver does not have whole."""
     is_over: bool = False
     """Whether the node has ended its processes and given back what it held, because the run is over."""

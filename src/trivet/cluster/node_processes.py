@@ -5,7 +5,7 @@ with the process.
 """
 
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -20,8 +20,6 @@ from trivet.process.sockets import ReservedPorts
 
 _START_FAILED = 127
 """Exit code of a process that could not be started, as a shell has it."""
-_MAX_COPY_S = 3.0
-"""The longest time for which an exit is kept back until the driver has the last lines of the log, which it quotes."""
 
 
 @dataclass(slots=True)
@@ -32,8 +30,6 @@ class _Started:
     num_signals: int = 0
     """Signals of the desired process that were sent."""
     num_stacks: int = 0
-    ended_at: float = 0.0
-    """When its exit was first seen; 0 before."""
 
     @property
     def exit_code(self) -> int | None:
@@ -96,9 +92,6 @@ class NodeProcesses:
         if desired.number <= self._num_applied or state == self._applied:
             return False
         self._num_applied, self._applied = desired.number, state
-        if self._own is not None:
-            self._own.write(desired.files)
-            self._own.acknowledge(desired.copied)
         if desired.session != self._session:
             self.end_processes()
             self._session, self._num_sweeps = desired.session, desired.sweeps
@@ -139,8 +132,8 @@ class NodeProcesses:
         for number in [number for number, started in self._started.items() if started.name == process.spec.name]:
             self._forget(number)
         spec = self._scratch.redirect(process.spec)
-        spec = self._own.redirect(spec) if self._own is not None else spec
         try:
+            spec = self._own.prepare(spec, process.files) if self._own is not None else spec
             child = self._host.start(spec)
         except OSError as exc:
             self._say(f"{spec.name} cannot be started: {exc}")
@@ -163,7 +156,9 @@ class NodeProcesses:
     def observe(self) -> Observed:
         """Return what this node runs now."""
         codes = self.exit_codes  # before the logs are read, which then have the last lines
-        logs = self._own.read_logs() if self._own is not None else {}
+        received = self._applied.received if self._applied is not None else {}
+        logs = self._own.read_logs(received) if self._own is not None else ()
+        cut = {part.name for part in logs if part.is_cut}
         alive = [started.child for started in self._started.values() if started.child is not None]
         stopped = dict(zip(map(id, alive), self._host.find_stopped(alive), strict=True))
         processes: list[ObservedProcess] = []
@@ -173,7 +168,8 @@ class NodeProcesses:
                 ObservedProcess(
                     number=number,
                     pid=started.child.pid if started.child is not None else 0,
-                    exit_code=self._exit_code_to_tell(started, code, logs=logs),
+                    # The launcher quotes the last lines of the log: an exit is told together with them.
+                    exit_code=code if started.child is None or started.child.spec.log.name not in cut else None,
                     stopped=stopped.get(id(started.child), ()),
                     reports=reports.readable,
                     stamps=dict(reports.stamps),
@@ -190,13 +186,6 @@ class NodeProcesses:
             processes=tuple(processes),
             logs=logs,
         )
-
-    def _exit_code_to_tell(self, started: _Started, code: int | None, *, logs: Collection[str]) -> int | None:
-        """Return the exit code of a process; None while its log is among `logs`, which are still to be copied."""
-        if code is None or started.child is None or started.child.spec.log.name not in logs:
-            return code
-        started.ended_at = started.ended_at or self._clock.now()
-        return code if self._clock.now() - started.ended_at >= _MAX_COPY_S else None
 
     def end_processes(self) -> None:
         """Kill every process of this node."""

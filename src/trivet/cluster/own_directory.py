@@ -1,57 +1,50 @@
 """The directories that nodes have instead of the run's output directory, when weights travel over HTTP.
 
-Such a directory has the same layout, and goes with the node's temporary files. The driver sends the secret and the configurations
-that the node's processes read from it. Their logs are copied to the first node: the node sends the next part of each log with every
-state that it observes, until the driver answers that it is written. So a message that is lost or arrives twice does no harm, and
-both sides hold one part of a log at most, however large the log is.
+Such a directory has the same layout, and goes with the node's temporary files. With each process the driver sends the secret and
+the configurations that it reads. The logs are copied to the first node: the driver says how many bytes of each it has received, and
+the node sends the next ones with every state that it observes. So a message that is lost or arrives twice does no harm.
 """
 
 import hashlib
 import os
 import tempfile
-import threading
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trivet.cluster.messages import LogMark, LogPart
-from trivet.cluster.table import NodeTable
+import msgspec
+
+from trivet.cluster.messages import LogPart
 from trivet.config.layout import RunLayout
 from trivet.launcher.plan import ProcessSpec
 from trivet.machine import make_private_directory
+from trivet.secret import find_secret
 from trivet.storage.durable import list_files, open_regular, write_atomically
 
 _MAX_BYTES = 64 << 10
 """Bytes of all logs in one message. Above 100 KiB, Ray would pass the message through its object store."""
-_COPY_INTERVAL_S = 0.05
-_CLOSE_TIMEOUT_S = 5.0
-_OTHER_FILE = "(node {} writes another file from here on; the end of the one before may be missing)\n"
+_OTHER_FILE = b"\n(another file of the node begins here; the end of the one before may be missing)\n"
 
 
 class OwnDirectory:
     """The directory `root` of a node, in place of `output_dir` of the driver.
 
-    >>> own.write(desired.files)
-    >>> host.start(own.redirect(spec))
+    >>> host.start(own.prepare(process.spec, process.files))
+    >>> parts = own.read_logs(desired.received)
     """
 
     def __init__(self, root: Path, *, output_dir: Path) -> None:
         root.mkdir(mode=0o700)
         self.layout = RunLayout(root)
         self._output_dir = output_dir
-        self._written: dict[str, str] = {}
-        self._marks: dict[str, LogMark] = {}
 
-    def write(self, files: Mapping[str, str]) -> None:
-        """Write the files that are new, by their paths on the driver. Only their owner may read them."""
-        for name in [name for name in files if files[name] != self._written.get(name)]:
-            write_atomically(self._moved(Path(name)), files[name].encode(), is_private=True)
-            self._written[name] = files[name]
-
-    def redirect(self, spec: ProcessSpec) -> ProcessSpec:
-        """Return `spec` with the files of this directory."""
-        argv = [str(self._moved(Path(word))) if word in self._written else word for word in spec.argv]
+    def prepare(self, spec: ProcessSpec, files: Mapping[str, str]) -> ProcessSpec:
+        """Write what a process reads, by the paths on the driver, for its owner alone; return `spec` with the paths here."""
+        for name, text in files.items():
+            write_atomically(self._moved(Path(name)), text.encode(), is_private=True)
+        argv = [str(self._moved(Path(word))) if word in files else word for word in spec.argv]
         return replace(
             spec,
             argv=(*argv, "--output-dir", str(self.layout.root)),
@@ -62,35 +55,17 @@ class OwnDirectory:
     def _moved(self, path: Path) -> Path:
         return self.layout.root / path.relative_to(self._output_dir)
 
-    def acknowledge(self, copied: Mapping[str, LogMark]) -> None:
-        """Note how much of each log the driver has written. A position in an earlier file of the same name does not count."""
-        self._marks |= {name: mark for name, mark in copied.items() if mark.source == self._mark(name).source}
-
-    def _mark(self, name: str) -> LogMark:
-        return self._marks.get(name, LogMark(source=str(self.layout.root), offset=0))
-
-    def read_logs(self) -> dict[str, LogPart]:
-        """Return the next part of each log that is not all written, by its path below `logs/`: at most `_MAX_BYTES` together.
-
-        A log that has become shorter counts as another file.
-        """
-        waiting: list[str] = []
-        for name in {*self._marks, *list_files(self.layout.logs)}:
-            mark, size = self._mark(name), 0
-            with suppress(OSError):
-                size = self.layout.log_file(name).stat().st_size
-            if size < mark.offset:
-                mark = LogMark(source=f"{mark.source}+", offset=0)
-            self._marks[name] = mark
-            waiting += [name] if size > mark.offset else []
-        parts: dict[str, LogPart] = {}
-        for name in waiting:
-            mark = self._mark(name)
-            with suppress(OSError), open_regular(self.layout.log_file(name)) as file:
-                file.seek(mark.offset)
-                data = file.read(max(1, _MAX_BYTES // len(waiting)))
-                parts[name] = LogPart(source=mark.source, offset=mark.offset, data=data)
-        return parts
+    def read_logs(self, received: Mapping[str, int]) -> tuple[LogPart, ...]:
+        """Return the next part of each log of which the driver has not `received` every byte: at most `_MAX_BYTES` together."""
+        logs, parts = self.layout.logs, list[LogPart]()
+        with suppress(OSError):  # one was removed just now: the others follow with the next state
+            waiting = [name for name in list_files(logs) if (logs / name).stat().st_size > received.get(name, 0)]
+            for name in waiting:
+                with open_regular(logs / name) as file:
+                    offset = file.seek(received.get(name, 0))
+                    data = file.read(max(1, _MAX_BYTES // len(waiting)))
+                    parts.append(LogPart(name=name, offset=offset, data=data, is_cut=bool(file.read(1))))
+        return tuple(parts)
 
 
 def scratch_note_of(output_dir: Path, *, node: int) -> Path:
@@ -99,35 +74,24 @@ def scratch_note_of(output_dir: Path, *, node: int) -> Path:
     return make_private_directory(Path(tempfile.gettempdir(), f"trivet_nodes_{os.getuid()}")) / f"{run}.{node}"
 
 
-@contextmanager
-def copying_logs(table: NodeTable, directory: Path) -> Generator[None, None, None]:
-    """Append the logs of nodes to those below `directory` during the block. A thread writes, because the directory may hang."""
-    is_over = threading.Event()
-
-    def run() -> None:
-        while not is_over.wait(_COPY_INTERVAL_S):
-            copy_logs(table, directory)
-        copy_logs(table, directory)
-
-    thread = threading.Thread(target=run, name="copying-logs", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join(_CLOSE_TIMEOUT_S)
+def read_files(spec: ProcessSpec, *, layout: RunLayout, nodes: Collection[int]) -> dict[str, str]:
+    """Return the configurations of a process on one of `nodes` and the run's secret, by their paths in the output directory."""
+    if spec.node not in nodes:
+        return {}
+    configs = {word: Path(word).read_text() for word in spec.argv if Path(word).parent == layout.configs}
+    return {**configs, str(layout.secret): find_secret(layout, environ=os.environ).token}
 
 
-def copy_logs(table: NodeTable, directory: Path) -> None:
-    """Append what nodes have sent of their logs and is not written yet. A line that an earlier file has left open ends before."""
-    for node, name, part, mark in table.new_logs():
-        with suppress(OSError):  # such as a full disk: the node sends the part again
-            path = directory / name
+def append_logs(parts: deque[LogPart], directory: Path) -> None:
+    """Append parts to the logs below `directory`, and take away what is written."""
+    with suppress(OSError):  # such as a full disk: the rest is written later
+        while parts:
+            path = directory / parts[0].name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a+b", buffering=0) as file:
-                if part.offset == 0:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-                    opening = "\n" if file.read(1) not in (b"", b"\n") else ""
-                    file.write((opening + (_OTHER_FILE.format(node) if mark is not None else "")).encode())
-                num_written = file.write(part.data)
-            table.note_copied(node, name, LogMark(source=part.source, offset=part.offset + num_written))
+            with path.open("ab", buffering=0) as file:
+                opening = _OTHER_FILE if parts[0].offset == 0 and file.tell() else b""
+                data = opening + parts[0].data
+                num_written = file.write(data)
+            part = parts.popleft()
+            if num_written < len(data):
+                parts.appendleft(msgspec.structs.replace(part, offset=part.offset + num_written, data=data[num_written:]))

@@ -4,16 +4,19 @@ One lock guards it: the thread of `cluster.exchange` writes what it hears, and t
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from trivet.cluster.messages import Desired, DesiredProcess, LogMark, LogPart, Observed, ObservedProcess
+from trivet.cluster.messages import Desired, DesiredProcess, LogPart, Observed, ObservedProcess
 from trivet.launcher.node_plan import Node
 from trivet.launcher.plan import ProcessSpec
 from trivet.wire.status import ProcessReport
 
+_MAX_LOG_PARTS = 256
+"""Parts of logs that wait to be written: 16 MiB at most. While the disk is full, nodes keep what follows."""
 _MAX_CLOCK_DRIFT_S = 2.0
 """A node's clock that moved by more than this against the driver's was set anew; less is the delay of a message."""
 
@@ -33,8 +36,8 @@ class _NodeState:
     sweeps: int = 0
     ports: dict[str, int] = field(default_factory=dict[str, int])
     """The ports that it held last."""
-    files: Mapping[str, str] = field(default_factory=dict[str, str])
-    copied: dict[str, LogMark] = field(default_factory=dict[str, LogMark])
+    received: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes of each log of the present actor that were received."""
     clock_offset: float = 0.0
     """The driver's clock minus the node's."""
     is_dirty: bool = True
@@ -68,6 +71,8 @@ class NodeTable:
         self._is_over = False
         self._draining: frozenset[str] = frozenset()
         self._lock = threading.Lock()
+        self.log_parts = deque[LogPart]()
+        """What was received of the logs of nodes and is not written yet. The supervisor's thread takes it away."""
 
     @property
     def nodes(self) -> Collection[int]:
@@ -78,6 +83,7 @@ class NodeTable:
         """Note that the actor of a node has ended, and its processes with it, or that another one takes part from now on."""
         with self._lock:
             self._nodes[node].begin_session()
+            self._nodes[node].received.clear()  # another actor has another directory
 
     def receive(self, node: int, observed: Observed, *, now: float, unix_time: float) -> None:
         """Note what the actor of a node has observed.
@@ -99,6 +105,16 @@ class NodeTable:
             offset = unix_time - observed.time
             if abs(offset - state.clock_offset) > _MAX_CLOCK_DRIFT_S:
                 state.clock_offset = offset
+            for part in observed.logs:
+                self._receive_log(state, part)
+
+    def _receive_log(self, state: _NodeState, part: LogPart) -> None:
+        """Keep the bytes of a part that are new. The node may have sent others before it knew that they had arrived."""
+        received = state.received.get(part.name, 0)
+        if 0 <= received - part.offset < len(part.data) and len(self.log_parts) < _MAX_LOG_PARTS:
+            data = part.data[received - part.offset :]
+            self.log_parts.append(msgspec.structs.replace(part, offset=received, data=data))
+            state.received[part.name], state.is_dirty = received + len(data), True
 
     def is_lost(self, node: int, *, now: float) -> bool:
         """Return whether a node is not there, so that another actor may take its place."""
@@ -128,31 +144,10 @@ class NodeTable:
                 listeners=state.listeners,
                 preferred_ports=dict(state.ports),
                 processes=tuple(state.processes.values()),
-                files=dict(state.files),
-                copied=dict(state.copied),
+                received=dict(state.received),
                 sweeps=state.sweeps,
                 is_over=self._is_over,
             )
-
-    def give_files(self, node: int, files: Mapping[str, str]) -> None:
-        """Have a node that has a directory of its own write files, which it is given by their paths on the driver."""
-        with self._lock:
-            self._nodes[node].files, self._nodes[node].is_dirty = files, True
-
-    def new_logs(self) -> list[tuple[int, str, LogPart, LogMark | None]]:
-        """Return the parts of logs that are not written yet, each with its node, its log, and how much of that is written."""
-        with self._lock:
-            return [
-                (node, name, part, mark)
-                for node, state in self._nodes.items()
-                for name, part in (state.observed.logs if state.observed is not None else {}).items()
-                if part.offset == (mark.offset if (mark := state.copied.get(name)) and mark.source == part.source else 0)
-            ]
-
-    def note_copied(self, node: int, name: str, mark: LogMark) -> None:
-        """Note how much of a log is written, so that the node sends the next part."""
-        with self._lock:
-            self._nodes[node].copied[name], self._nodes[node].is_dirty = mark, True
 
     def finish(self) -> None:
         """Note that the run is over: every node should end its processes."""
@@ -167,8 +162,11 @@ class NodeTable:
         with self._lock:
             return all(state.observed is None or state.observed.is_over for state in self._nodes.values())
 
-    def start(self, spec: ProcessSpec, *, now: float) -> tuple[int, int]:
+    def start(self, spec: ProcessSpec, *, files: Mapping[str, str], now: float) -> tuple[int, int]:
         """Have a process started; return its number and the session of its node.
+
+        Args:
+            files: those of `DesiredProcess`.
 
         Raises:
             NodeLost: the node is not there.
@@ -181,7 +179,7 @@ class NodeTable:
             self._num_processes += 1
             for number in [number for number, process in state.processes.items() if process.spec.name == spec.name]:
                 del state.processes[number]
-            state.processes[self._num_processes] = DesiredProcess(number=self._num_processes, spec=spec)
+            state.processes[self._num_processes] = DesiredProcess(number=self._num_processes, spec=spec, files=dict(files))
             state.is_dirty = True
             return self._num_processes, state.session
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trivet.cluster.bundles import group_bundles, keep_trainer_at
+from trivet.cluster.bundles import BundleGroup, group_bundles
 from trivet.config.schema.rl import RLConfig
 from trivet.launcher.placement import place, required_nodes
 
@@ -14,9 +14,12 @@ def make_config(**deployment: Any) -> RLConfig:
     return RLConfig.model_validate({"deployment": {"type": "multi_node", "gpus_per_node": 8, **deployment}})
 
 
+def group(config: RLConfig, **machine: float) -> list[BundleGroup]:
+    return list(group_bundles(config.deployment, place(config), address="10.0.0.1", machine=machine))
+
+
 def describe(**deployment: Any) -> list[str]:
-    config = make_config(**deployment)
-    return [group.describe() for group in group_bundles(config.deployment, place(config))]
+    return [each.describe() for each in group(make_config(**deployment))]
 
 
 def test_training_nodes_are_one_group_and_every_server_is_its_own() -> None:
@@ -39,7 +42,7 @@ def test_a_server_over_machines_has_a_bundle_on_each() -> None:
             "inference": {"parallel": {"tp": 16}},
         }
     )
-    groups = group_bundles(config.deployment, place(config))
+    groups = group(config)
     assert groups[1].nodes == (1, 2)
 
 
@@ -50,7 +53,7 @@ def test_environment_nodes_have_cpus_and_the_resources_of_their_sandboxes() -> N
 
 def test_labels_are_for_machines_with_gpus() -> None:
     config = make_config(num_env_nodes=1, ray={"labels": {"ray.io/accelerator-type": "H100"}})
-    labels = {group.name: dict(group.labels) for group in group_bundles(config.deployment, place(config))}
+    labels = {each.name: dict(each.labels) for each in group(config)}
     wanted = {"ray.io/accelerator-type": "H100"}
     assert labels == {"trainer": wanted, "inference": wanted, "env-workers-2": {}}
 
@@ -68,11 +71,10 @@ def test_a_single_node_that_trains_is_kept_on_the_drivers_machine_if_it_fits_the
     num_train_nodes: int, resources: dict[str, float], is_kept: bool
 ) -> None:
     config = make_config(num_train_nodes=num_train_nodes)
-    groups = group_bundles(config.deployment, place(config))
-    kept = keep_trainer_at("10.0.0.1", groups, resources=resources)
-    assert [group.resources.get("node:10.0.0.1") for group in kept] == [0.001 if is_kept else None, None]
-    assert [{**group.resources, "node:10.0.0.1": 0} for group in kept] == [
-        {**group.resources, "node:10.0.0.1": 0} for group in groups
+    trainer, server = group(config, **resources)
+    assert [{**each.resources} for each in (trainer, server)] == [
+        {"GPU": 8.0, "CPU": 1.0} | ({"node:10.0.0.1": 0.001} if is_kept else {}),
+        {"GPU": 8.0, "CPU": 1.0},
     ]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from support.fake_roles import make_facts, make_spec, write_report
 from support.processes import assert_port_free, find_free_port, is_alive, kill_all, wait_until
-from trivet.cluster.messages import Desired, DesiredProcess, LogMark, Observed, ObservedProcess, SentSignal, decode, encode
+from trivet.cluster.messages import Desired, DesiredProcess, Observed, ObservedProcess, SentSignal, decode, encode
 from trivet.cluster.node_processes import NodeProcesses
 from trivet.cluster.own_directory import OwnDirectory
 from trivet.config.layout import RunLayout
@@ -54,8 +54,7 @@ class Node:
             read_reports=self.local.read_reports,
         )
         ports, scratch, say = self.ports, self.scratch, self.said.append
-        self.now = 100.0
-        clock = Clock(now=lambda: self.now, unix_time=lambda: UNIX) if own is not None else Clock(unix_time=lambda: UNIX)
+        clock = Clock(unix_time=lambda: UNIX)
         self.processes = NodeProcesses(
             host=host, facts=make_facts(host=bind), ports=ports, scratch=scratch, say=say, own=own, clock=clock
         )  # type: ignore[arg-type]  # acts as one
@@ -213,41 +212,29 @@ def test_ports_are_held_at_the_nodes_address_and_stay(node: Node) -> None:
     assert_port_free(wanted)
 
 
-def test_a_node_with_its_own_directory_tells_an_exit_once_its_last_lines_are_copied(tmp_path: Path) -> None:
+def test_a_node_with_its_own_directory_tells_an_exit_together_with_the_last_lines(tmp_path: Path) -> None:
     with ExitStack() as held:
         own = OwnDirectory(tmp_path / "own", output_dir=tmp_path)
         node = Node(tmp_path, held, own=own)
         held.callback(node.close)
         files = {str(node.layout.secret): "secret", str(node.layout.configs / "a.toml"): "text"}
         program = (
-            "import sys; from pathlib import Path; print(Path(sys.argv[1]).read_text(), *sys.argv[2:]); raise SystemExit(3)"
+            "import sys; from pathlib import Path; print(Path(sys.argv[1]).read_text(), *sys.argv[2:], 'x' * 100_000);"
+            "raise SystemExit(3)"
         )
         process = node.process(program)
         argv = (*process.spec.argv, str(node.layout.configs / "a.toml"))
-        process = msgspec.structs.replace(process, spec=replace(process.spec, argv=argv))
-        node.apply(process, files=files)
+        process = msgspec.structs.replace(process, spec=replace(process.spec, argv=argv), files=files)
+        node.apply(process)
         assert node.started[0].process.wait(20) == 3
         observed = node.processes.observe()
-        (part,) = observed.logs.values()
-        assert part.data == f"text --output-dir {own.layout.root}\n".encode()
+        (part,) = observed.logs
+        assert part.data.startswith(f"text --output-dir {own.layout.root} x".encode())
         assert (observed.processes[0].exit_code, node.processes.exit_codes) == (None, (3,))
-        node.now += 2.0
-        assert node.observe().exit_code is None
-        mark = LogMark(source=part.source, offset=len(part.data))
-        assert node.apply(process, files=files, copied={"trainer.stdout": mark})
-        assert (node.observe().exit_code, node.processes.observe().logs) == (3, {})
+        assert node.apply(process, received={"trainer.stdout": len(part.data)})
+        observed = node.processes.observe()
+        assert (observed.processes[0].exit_code, observed.logs[0].data[-2:]) == (3, b"x\n")
         assert not node.layout.logs.exists()
-
-
-def test_an_exit_does_not_wait_long_for_a_driver_that_cannot_write(tmp_path: Path) -> None:
-    with ExitStack() as held:
-        node = Node(tmp_path, held, own=OwnDirectory(tmp_path / "own", output_dir=tmp_path))
-        held.callback(node.close)
-        node.apply(node.process("print('last words')"))
-        assert node.started[0].process.wait(20) == 0
-        assert node.observe().exit_code is None
-        node.now += 3.0
-        assert node.observe().exit_code == 0
 
 
 def test_a_node_says_why_it_holds_no_ports(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 """A node with a directory of its own gets the files that it reads, and its logs reach the first node, whatever is lost between."""
 
-import errno
 import hashlib
 import os
+import resource
+import signal
 import tempfile
-import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +12,9 @@ import msgspec
 import pytest
 
 from support.fake_roles import make_facts, make_spec
-from support.processes import wait_until
-from trivet.cluster import own_directory
-from trivet.cluster.messages import Desired, LogPart, Observed, decode, encode
-from trivet.cluster.own_directory import OwnDirectory, copy_logs, copying_logs, scratch_note_of
+from trivet.cluster import table
+from trivet.cluster.messages import Desired, DesiredProcess, LogPart, Observed, decode, encode
+from trivet.cluster.own_directory import OwnDirectory, append_logs, read_files, scratch_note_of
 from trivet.cluster.table import NodeTable
 from trivet.config.layout import RunLayout
 from trivet.launcher.plan import report_files
@@ -56,10 +54,8 @@ class Cluster:
         self.num_observed += 1
         desired = self.table.next_message(NODE)
         assert desired is not None
-        self.own.acknowledge(decode(encode(desired), Desired).copied)
-        observed = Observed(
-            session=desired.session, observed_at=self.num_observed, time=0, facts=make_facts(), logs=self.own.read_logs()
-        )
+        logs = self.own.read_logs(decode(encode(desired), Desired).received)
+        observed = Observed(session=desired.session, observed_at=self.num_observed, time=0, facts=make_facts(), logs=logs)
         message = encode(observed)
         assert len(message) < 100 << 10, "Ray would put it into its object store"
         self.receive(decode(message, Observed))
@@ -68,10 +64,13 @@ class Cluster:
     def receive(self, observed: Observed) -> None:
         self.table.receive(NODE, observed, now=0.0, unix_time=0.0)
 
-    def exchange(self) -> Mapping[str, LogPart]:
+    def copy(self) -> None:
+        append_logs(self.table.log_parts, self.first.logs)
+
+    def exchange(self) -> tuple[LogPart, ...]:
         """Have the node's logs copied; return the parts that it sent."""
         observed = self.send()
-        copy_logs(self.table, self.first.logs)
+        self.copy()
         return observed.logs
 
     def read(self, name: str = "inference.stdout") -> bytes:
@@ -89,24 +88,23 @@ def test_lines_follow_even_when_one_is_cut_in_the_middle(cluster: Cluster) -> No
         cluster.write(data)
         cluster.exchange()
         assert cluster.read() == expected
-    assert cluster.exchange() == {}
+    assert cluster.exchange() == ()
 
 
 def test_what_is_lost_or_arrives_twice_or_late_changes_nothing(cluster: Cluster) -> None:
     cluster.write(b"first\n")
-    early = cluster.send()  # the driver's answer is lost: the node does not know that it arrived
-    again = cluster.send()
-    assert again.logs == early.logs
-    copy_logs(cluster.table, cluster.first.logs)
-    copy_logs(cluster.table, cluster.first.logs)
-    cluster.receive(again)
-    copy_logs(cluster.table, cluster.first.logs)
+    early = cluster.send()
+    cluster.receive(early)
     cluster.write(b"second\n")
+    longer = cluster.own.read_logs({})  # the node does not know yet that the first line has arrived
+    cluster.receive(msgspec.structs.replace(early, observed_at=early.observed_at + 0.5, logs=longer))
+    cluster.copy()
+    assert cluster.read() == b"first\nsecond\n"
+    cluster.write(b"third\n")
     cluster.exchange()
     cluster.receive(early)
-    copy_logs(cluster.table, cluster.first.logs)
     cluster.exchange()
-    assert cluster.read() == b"first\nsecond\n"
+    assert cluster.read() == b"first\nsecond\nthird\n"
 
 
 def test_a_large_log_passes_in_small_parts_beside_a_small_one(cluster: Cluster) -> None:
@@ -124,39 +122,23 @@ def test_a_large_log_passes_in_small_parts_beside_a_small_one(cluster: Cluster) 
     assert found.digest() == expected.digest()
 
 
-def test_a_log_that_is_truncated_or_removed_goes_on_and_says_so(cluster: Cluster) -> None:
-    cluster.write(b"before\n")
-    cluster.exchange()
-    cluster.exchange()
-    log = cluster.own.layout.log_file("inference.stdout")
-    log.write_bytes(b"new\n")
-    cluster.exchange()
-    cluster.exchange()
-    log.unlink()
-    cluster.exchange()
-    cluster.write(b"last\n")
-    cluster.exchange()
-    note = b"(node 1 writes another file from here on; the end of the one before may be missing)\n"
-    assert cluster.read() == b"before\n" + note + b"new\n" + note + b"last\n"
-
-
 def test_the_log_of_another_actor_starts_on_a_line_of_its_own(cluster: Cluster) -> None:
     cluster.write(b"whole\ncu")
-    cluster.exchange()
+    cluster.send()  # the actor ends before this is written
     cluster.write(b"t\n")  # lost with its actor
     cluster.begin_actor()
-    cluster.write(b"cu")
+    cluster.write(b"another")
     cluster.exchange()
-    assert cluster.read().splitlines()[:2] == [b"whole", b"cu"]
-    assert b"another file" in cluster.read().splitlines()[2]
-    assert cluster.read().endswith(b"\ncu")
+    first, second, note, last = cluster.read().splitlines()
+    assert (first, second, last) == (b"whole", b"cu", b"another")
+    assert note.startswith(b"(another file")
 
 
 def test_a_node_that_was_cut_off_goes_on_where_it_was(cluster: Cluster) -> None:
     cluster.write(b"one\n")
     cluster.exchange()
     cluster.write(b"two\n")
-    cluster.table.begin_session(NODE)  # it counted as lost
+    assert cluster.table.is_lost(NODE, now=31.0)
     cluster.exchange()
     assert cluster.read() == b"one\ntwo\n"
 
@@ -169,81 +151,83 @@ def test_a_resumed_driver_appends_what_its_new_actors_write(cluster: Cluster) ->
     cluster.write(b"three\n")
     cluster.exchange()
     cluster.exchange()
-    assert cluster.read() == b"one\ntw\nthree\n"
+    first, second, _, last = cluster.read().splitlines()
+    assert (first, second, last) == (b"one", b"tw", b"three")
 
 
-def test_a_part_is_written_once_the_disk_has_space_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, *_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "no space", str(path))
-
-    cluster.write(b"one\n")
-    with monkeypatch.context() as full:
-        full.setattr(Path, "mkdir", refuse)
+def test_what_cannot_be_written_is_written_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_MAX_LOG_PARTS", 3)
+    cluster.first.root.mkdir()
+    cluster.first.logs.touch()  # no directory can be made there
+    for number in range(5):
+        cluster.write(b"%d\n" % number)
         cluster.exchange()
-    assert cluster.read() == b""
+    assert len(cluster.table.log_parts) == 3
+    cluster.first.logs.unlink()
+    cluster.copy()
     cluster.exchange()
-    assert cluster.read() == b"one\n"
+    assert cluster.read() == b"0\n1\n2\n3\n4\n"
 
 
-def test_the_thread_copies_until_the_end_and_does_not_wait_for_a_directory_that_hangs(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with copying_logs(cluster.table, cluster.first.logs):
-        cluster.write(b"one\n")
-        cluster.send()
-        wait_until(lambda: cluster.read() == b"one\n", timeout_s=20, waiting_for="the log")
-        cluster.write(b"two\n")
-        cluster.send()
-    assert cluster.read() == b"one\ntwo\n"
-    may_answer = threading.Event()
-    monkeypatch.setattr(own_directory, "copy_logs", lambda *_: may_answer.wait(60))
-    monkeypatch.setattr(own_directory, "_CLOSE_TIMEOUT_S", 0.01)
-    with copying_logs(cluster.table, cluster.first.logs):
-        cluster.send()
-    may_answer.set()
+def test_a_file_that_is_only_begun_on_a_full_disk_is_ended_later(cluster: Cluster) -> None:
+    cluster.write(data := b"x" * 50_000)
+    cluster.send()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        cluster.copy()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert cluster.read() == data[:20_000]
+    cluster.copy()
+    assert cluster.read() == data
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../run.json", "a/../../b", "a\n/../b", ".."])
 def test_a_log_outside_the_directory_of_logs_is_refused(name: str) -> None:
-    part = LogPart(source="x", offset=0, data=b"x")
-    observed = Observed(session=0, observed_at=0, time=0, facts=make_facts(), logs={name: part})
+    part = LogPart(name=name, offset=0, data=b"x")
     with pytest.raises(msgspec.ValidationError):
-        decode(encode(observed), Observed)
-    assert decode(encode(msgspec.structs.replace(observed, logs={"a..b/c.log": part})), Observed).logs
+        decode(encode(part), LogPart)
+    assert decode(encode(msgspec.structs.replace(part, name="a..b/c.log")), LogPart)
 
 
-def test_the_secret_and_the_configurations_are_for_their_owner_alone(cluster: Cluster) -> None:
-    files = {"outputs/.secret": TOKEN, "outputs/configs/inference.toml": 'api_key = "x"\n'}
-    os.umask(before := os.umask(0))
-    cluster.own.write(files)
-    os.umask(before)
-    layout = cluster.own.layout
-    assert read_secret(layout.secret).token == TOKEN  # which refuses a file that others may read
-    assert (layout.configs / "inference.toml").read_text() == files["outputs/configs/inference.toml"]
-    modes = {path.relative_to(layout.root).as_posix(): path.stat().st_mode & 0o777 for path in layout.root.rglob("*.toml")}
-    assert modes == {"configs/inference.toml": 0o600}
-    assert (layout.secret.stat().st_mode & 0o777, layout.root.stat().st_mode & 0o777) == (0o600, 0o700)
-    inode = layout.secret.stat().st_ino
-    cluster.own.write({**files, "outputs/configs/inference.toml": "changed"})
-    assert layout.secret.stat().st_ino == inode
-    assert (layout.configs / "inference.toml").read_text() == "changed"
+def test_the_secret_and_the_configurations_are_sent_to_nodes_without_the_directory(cluster: Cluster) -> None:
+    config = cluster.first.configs / "inference.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text("x = 1\n")
+    spec = replace(make_spec(cluster.first, "inference"), argv=("python", "@", str(config), "outputs/other"), node=NODE)
+    files = read_files(spec, layout=cluster.first, nodes={NODE})
+    assert files == {str(config): "x = 1\n", str(cluster.first.secret): read_secret(cluster.first.secret).token}
+    assert read_files(spec, layout=cluster.first, nodes={2}) == {}
 
 
-def test_nothing_prints_what_is_sent() -> None:
-    message = Desired(session=1, number=2, seen=0, listeners=(), files={"outputs/.secret": TOKEN})
-    assert TOKEN not in f"{message} {message!r}"
-    assert "outputs/.secret" in repr(message)
-
-
-def test_a_process_reads_and_writes_in_the_directory_of_its_node(cluster: Cluster) -> None:
+def test_a_process_reads_and_writes_in_the_directory_of_its_node_which_is_for_its_owner_alone(cluster: Cluster) -> None:
     there, here = RunLayout(OUTPUT_DIR), cluster.own.layout
-    cluster.own.write({"outputs/configs/inference.toml": ""})
+    files = {str(there.secret): TOKEN, str(there.configs / "inference.toml"): 'api_key = "x"\n'}
     argv = ("python", "-m", "role", "@", "outputs/configs/inference.toml", "outputs/other")
     spec = replace(make_spec(there, "inference"), argv=argv, reports=report_files(there, "inference"))
-    moved = cluster.own.redirect(spec)
+    os.umask(before := os.umask(0))
+    moved = cluster.own.prepare(spec, files)
+    os.umask(before)
     assert moved.argv == (*argv[:4], str(here.configs / "inference.toml"), "outputs/other", "--output-dir", str(here.root))
     assert moved.log == here.log_file("inference.stdout")
     assert [report.path for report in moved.reports] == [here.report_file("inference")]
+    assert read_secret(here.secret).token == TOKEN  # which refuses a file that others may read
+    assert (here.configs / "inference.toml").read_text() == 'api_key = "x"\n'
+    modes = {path.relative_to(here.root).as_posix(): path.stat().st_mode & 0o777 for path in here.root.rglob("*.toml")}
+    assert modes == {"configs/inference.toml": 0o600}
+    assert (here.secret.stat().st_mode & 0o777, here.root.stat().st_mode & 0o777) == (0o600, 0o700)
+    cluster.own.prepare(spec, {**files, str(there.configs / "inference.toml"): "changed"})
+    assert (here.configs / "inference.toml").read_text() == "changed"
+
+
+def test_nothing_prints_what_is_sent() -> None:
+    process = DesiredProcess(number=1, spec=make_spec(RunLayout(OUTPUT_DIR), "inference"), files={"outputs/.secret": TOKEN})
+    message = Desired(session=1, number=2, seen=0, listeners=(), processes=(process,))
+    assert TOKEN not in f"{message} {message!r}"
+    assert "outputs/.secret" in repr(message)
 
 
 def test_the_note_of_temporary_files_is_in_a_directory_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

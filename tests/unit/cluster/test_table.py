@@ -8,7 +8,7 @@ import pytest
 
 from support.fake_roles import FakeClock, make_facts, make_spec
 from trivet.cluster.host import ClusterHost, ClusterProcess
-from trivet.cluster.messages import Desired, LogMark, LogPart, Observed, ObservedProcess
+from trivet.cluster.messages import Desired, LogPart, Observed, ObservedProcess
 from trivet.cluster.table import NodeTable
 from trivet.config.layout import RunLayout
 from trivet.exits import NODE_LOST
@@ -116,26 +116,21 @@ def test_a_message_that_arrives_twice_or_late_changes_nothing(cluster: Cluster) 
     assert cluster.table.next_message(1, only_news=True) is None
 
 
-def test_files_and_positions_of_logs_are_part_of_what_is_desired(cluster: Cluster) -> None:
+def test_files_of_a_process_and_positions_of_logs_are_part_of_what_is_desired(cluster: Cluster) -> None:
     cluster.exchange()
-    cluster.host.give_files(1, {"outputs/.secret": "x"})
-    desired = cluster.table.next_message(1, only_news=True)
-    assert desired is not None
-    assert desired.files == {"outputs/.secret": "x"}
-    part = LogPart(source="a", offset=0, data=b"line")
-    cluster.exchange(logs={"inference.stdout": part})
-    assert cluster.table.new_logs() == [(1, "inference.stdout", part, None)]
-    mark = LogMark(source="a", offset=4)
-    cluster.table.note_copied(1, "inference.stdout", mark)
-    assert cluster.table.new_logs() == []
-    desired = cluster.table.next_message(1, only_news=True)
-    assert desired is not None
-    assert desired.copied == {"inference.stdout": mark}
-    later = LogPart(source="b", offset=0, data=b"of another file")
-    cluster.exchange(logs={"inference.stdout": later})
-    assert cluster.table.new_logs() == [(1, "inference.stdout", later, mark)]
+    part = LogPart(name="inference.stdout", offset=0, data=b"line")
+    cluster.exchange(logs=(part,))
+    cluster.exchange(logs=(part,))
+    assert list(cluster.table.log_parts) == [part]
+    assert cluster.exchange().received == {"inference.stdout": 4}
     cluster.table.begin_session(1)
-    assert cluster.table.new_logs() == []
+    assert cluster.exchange().received == {}
+    cluster.host = ClusterHost(cluster.table, clock=Clock(now=cluster.clock.now), read_files=lambda spec: {"name": spec.name})
+    process = cluster.start()
+    assert process.exit_code is None
+    assert (cluster.layout.logs / "inference.stdout").read_bytes() == b"line"
+    (desired,) = cluster.exchange().processes
+    assert desired.files == {"name": "inference"}
 
 
 def test_signals_are_part_of_what_is_desired(cluster: Cluster) -> None:
