@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trivet.errors import ConfigError
+from trivet.gate import is_loopback
 from trivet.view.api import Api, BadQuery
 from trivet.view.files import NotServed
 
@@ -163,22 +164,15 @@ def is_meant(host_header: str, *, given_host: str) -> bool:
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
-        return not _is_loopback(given_host) and name == socket.gethostname().casefold()
+        return not is_loopback(given_host) and name == socket.gethostname().casefold()
     # An attacker can make a name resolve to this machine, but not an address.
-    return address.is_loopback or not _is_loopback(given_host)
+    return address.is_loopback or not is_loopback(given_host)
 
 
 def read_pages() -> dict[str, bytes]:
     """Return the files of the page, by the path in their URL."""
     found = {f"/{item.name}": item.read_bytes() for item in files("trivet.view").joinpath("static").iterdir()}
     return {"/": found["/index.html"], **{name: data for name, data in found.items() if name.rpartition(".")[2] in _TYPES}}
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _error(status: int, text: str) -> Response:
