@@ -31,10 +31,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from trivet.algorithms.packing import PackItem, pack
-from trivet.config.layout import DELTA, RunLayout
+from trivet.config.layout import RunLayout
 from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.model import Dtype, LoRAConfig, TrainerModelConfig
 from trivet.config.schema.trainer import AdamWConfig, ConstantSchedule
@@ -188,20 +189,32 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def find_changed_share(base: Path, directory: Path) -> float:
+    """Return the share of the weights whose bits differ."""
+    num_changed = num_values = 0
+    for path in directory.glob("*.safetensors"):
+        old, new = load_file(base / path.name), load_file(path)
+        for name, tensor in new.items():
+            bits = torch.int16 if tensor.element_size() == 2 else torch.int32
+            num_changed += int((tensor.view(bits) != old[name].view(bits)).sum())
+            num_values += tensor.numel()
+    return num_changed / num_values
+
+
 def measure_step(layout: RunLayout, manifest: Manifest, deltas: TimedDeltas) -> dict[str, float]:
     """Apply the newest delta to a copy of its base, and return the figures."""
-    version, result = manifest.version, layout.root / "result"
-    base, path = layout.weights_step(version - 1), layout.weights_step(version) / DELTA
-    digest = verify(base).digest
+    version, result, delta = manifest.version, layout.root / "result", manifest.deltas[-1]
+    base, directory = layout.weights_step(version - 1), layout.weights_step(version)
+    verify(base)
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
     apply_s, apply_cpu_s = timed(
-        lambda: apply_deltas([path], base, result, base_digest=digest, manifest=manifest)
-    )  # it verifies too
-    num_bytes = manifest.deltas[-1].file.num_bytes
+        lambda: apply_deltas([directory / delta.name], base, result, manifest=manifest)
+    )  # verifies too
+    num_bytes, changed_share = delta.file.num_bytes, find_changed_share(base, directory)
     shutil.rmtree(base)
     return {
-        "changed_share": deltas.metrics["weights/changed_share"],
+        "changed_share": changed_share,
         "delta_bytes": num_bytes,
         "full_bytes": manifest.num_bytes,
         "delta_share": num_bytes / manifest.num_bytes,

@@ -9,10 +9,10 @@ from trivet.key_names import NAMES_VARIABLE
 STABLE = "STABLE"
 COMMITTED = "COMMITTED"
 MANIFEST = "manifest.json"
-DELTA = "policy.delta"
-"""The file beside a policy's own files that makes them from those of an earlier policy (`weights.delta`)."""
-NOT_OF_POLICY = (MANIFEST, STABLE, DELTA)
-"""The files in a policy's directory that are not part of the policy."""
+DELTA = "from_{}.delta"
+"""Name of a file beside a policy's own files: what changed from the policy of that version to the next (`weights.delta`)."""
+NOT_OF_POLICY = (MANIFEST, STABLE, DELTA.format("*"))
+"""Patterns for the files in a policy's directory that are not part of the policy."""
 SECRET_FILE = "TRIVET_SECRET_FILE"
 """The variable that names the file of the run's secret."""
 JOB_RETRIED = "JOB_RETRIED"

@@ -136,7 +136,7 @@ class VfCheckpoints:
         remove_directory(staging)
         staging.mkdir()
         for path in sorted(self._layout.weights_step(step).iterdir()):
-            if path.name not in NOT_OF_POLICY:
+            if not any(map(path.match, NOT_OF_POLICY)):
                 try:
                     os.link(path, staging / path.name)  # a published file is never written to
                 except OSError:  # the file system has no hard links

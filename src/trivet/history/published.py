@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import msgspec
 
-from trivet.config.layout import DELTA, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
+from trivet.config.layout import MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.errors import WeightsError
 from trivet.history.groups import LiveGroup
 from trivet.history.ledger import Invariant, Ledger
@@ -74,10 +74,10 @@ def compare_weights(history: RunHistory, layout: RunLayout, versions: Sequence[P
             found = hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
             known = policies.manifests.get(version, set()) - {""}
             require(not known or found in known, _VERSIONS, f"{directory / MANIFEST} is not the one that was published")
-            delta = {DELTA: manifest.deltas[-1].file} if manifest.deltas else {}
-            difference = explain_difference(directory, delta)
+            deltas = {delta.name: delta.file for delta in manifest.deltas}
+            difference = explain_difference(directory, deltas)
             require(not difference, _VERSIONS, f"{directory} is not what was published: {difference}")
-            added = sorted(set(list_files(directory)) - {MANIFEST, STABLE, *delta, *manifest.files})
+            added = sorted(set(list_files(directory)) - {MANIFEST, STABLE, *deltas, *manifest.files})
             require(not added, _READERS, f"{directory} holds {added[:3]}, which nobody published")
 
 

@@ -9,7 +9,6 @@ from trivet.config.schema.inference import InferenceConfig
 from trivet.inference.policy_loader import PolicyLoader
 from trivet.secret import RunSecret
 from trivet.weights.fetch import PolicyCache
-from trivet.weights.sources import HttpSource
 from trivet.wire.versions import FetchablePolicy
 
 _ANSWER_INTERVAL_S = 10.0
@@ -45,8 +44,9 @@ class PolicyFetcher:
             return
         if self._fetch is fetch:
             self._fetch = None
-        manifest = await self._loader.load(fetch.result())
-        self._cache.settle(manifest.version)
+        directory = fetch.result()
+        await self._loader.load(directory, is_verified=True)
+        self._cache.settle(directory)
 
     @property
     def is_fetching(self) -> bool:
@@ -59,5 +59,6 @@ def make_cache(config: InferenceConfig, secret: RunSecret) -> PolicyCache:
     return PolicyCache(
         (config.weight_cache or Path(tempfile.gettempdir())) / f"trivet_weights_{os.getuid()}",
         run=secret.derive("weight cache").hex()[:16],
-        make_source=lambda url: HttpSource(url, token=secret.token, environ=os.environ),
+        token=secret.token,
+        environ=os.environ,
     )

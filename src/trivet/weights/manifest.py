@@ -10,19 +10,24 @@ from pathlib import Path
 import msgspec
 
 from trivet.algorithms.probe import Probe
-from trivet.config.layout import MANIFEST, NOT_OF_POLICY, STABLE, parse_step
+from trivet.config.layout import DELTA, MANIFEST, NOT_OF_POLICY, STABLE, parse_step
 from trivet.errors import WeightsError
 from trivet.storage.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, format_json, hash_files
 from trivet.wire.versions import START_VERSION, FetchablePolicy, PolicyVersion
 
 
 class DeltaRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A published delta. Its file lies in the directory of the policy that it makes."""
+    """A published delta. Its file lies in the directory of each policy whose manifest has this record."""
 
     base_version: PolicyVersion
     """The policy that it applies to."""
     base_digest: str
     file: FileRecord
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return DELTA.format(self.base_version)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +63,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 def make_manifest(directory: Path, *, version: PolicyVersion, run_id: str = "", probe: Probe | None = None) -> Manifest:
     """Hash every file of `directory`, except manifest and marker, and make their manifest."""
-    names = [path.name for path in directory.iterdir() if path.is_file() and path.name not in NOT_OF_POLICY]
+    names = [path.name for path in directory.iterdir() if path.is_file() and not any(map(path.match, NOT_OF_POLICY))]
     files = hash_files(directory, names)
     return Manifest(version=version, files=files, digest=digest_of(files), run_id=run_id, probe=probe)
 

@@ -21,14 +21,14 @@ from trivet.storage.durable import (
     write_atomically,
     write_json_atomically,
 )
-from trivet.weights.delta import write_delta
+from trivet.weights.delta import MAX_DELTA_SHARE, write_delta
 from trivet.weights.manifest import DeltaRecord, Manifest, make_manifest
 from trivet.wire.versions import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
 _MAX_CHAIN = 8
-"""Most deltas in a manifest. A server that is further behind fetches the whole policy."""
+"""Most deltas of a policy. A server that is further behind fetches the whole policy."""
 
 
 def publish(
@@ -95,25 +95,29 @@ class DeltaPublisher:
     """The first version that gets a delta again, after one that got none because it would have been too large or for an error."""
 
     def add(self, directory: Path, manifest: Manifest) -> Manifest:
-        """Write the delta to the policy in `directory`; return the policy's manifest, with the delta if there is one."""
+        """Write the delta to the policy in `directory`; return the policy's manifest, with its deltas if there are any."""
         base, self._base = self._base, manifest
-        version, path, started = manifest.version, directory / DELTA, time.monotonic()
+        version, started = manifest.version, time.monotonic()
         if base is None or base.version >= version or version % self.anchor_interval == 0 or version < self._next_version:
             return manifest
+        base_directory, path = self.layout.weights_step(base.version), directory / DELTA.format(base.version)
         try:
-            index = write_delta(self.layout.weights_step(base.version), directory, path, old=base, new=manifest)
-        except (OSError, WeightsError) as exc:  # the policy is complete without its delta
+            write_delta(base_directory, directory, path, old=base, new=manifest)
+            record = DeltaRecord(base_version=base.version, base_digest=base.digest, file=hash_file(path))
+            deltas = [record]
+            for older in reversed(base.deltas[1 - _MAX_CHAIN :]):
+                if sum(delta.file.num_bytes for delta in (older, *deltas)) > MAX_DELTA_SHARE * manifest.num_bytes:
+                    break
+                (directory / older.name).hardlink_to(base_directory / older.name)
+                deltas.insert(0, older)
+        except (OSError, WeightsError) as exc:  # the policy is complete without its deltas
             logger.info("policy published without delta version=%s reason=%s", version, exc)
             self._next_version = version + self.anchor_interval
-            path.unlink(missing_ok=True)
+            for delta in directory.glob(DELTA.format("*")):
+                delta.unlink()
             return manifest
-        record = DeltaRecord(base_version=base.version, base_digest=base.digest, file=hash_file(path))
-        self.metrics = {
-            "weights/delta_bytes": record.file.num_bytes,
-            "weights/changed_share": index.changed_share(),
-            "time/write_delta": time.monotonic() - started,
-        }
-        self._base = msgspec.structs.replace(manifest, deltas=(*base.deltas, record)[-_MAX_CHAIN:])
+        self.metrics = {"weights/delta_bytes": record.file.num_bytes, "time/write_delta": time.monotonic() - started}
+        self._base = msgspec.structs.replace(manifest, deltas=tuple(deltas))
         return self._base
 
 

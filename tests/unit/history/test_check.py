@@ -10,7 +10,7 @@ from support.histories import write_events
 from support.made_run import STEPS, make_run, write_checkpoint, write_weights
 from trivet.checkpoints.commit import ORCHESTRATOR, TRAINER, begin_part, commit, finish_part
 from trivet.cli.main import main
-from trivet.config.layout import COMMITTED, DELTA, MANIFEST, RunLayout
+from trivet.config.layout import COMMITTED, MANIFEST, RunLayout
 from trivet.history.check import check_run
 from trivet.orchestrator.checkpoint import write_rollouts
 from trivet.weights.publish import DeltaPublisher, publish
@@ -208,6 +208,6 @@ def test_a_manifest_or_a_delta_that_was_altered_is_found(layout):
         path.write_bytes(content.replace(old, new))
         assert "manifest.json is not the one that was published" in str(check_run(layout).ledger.breaches)
     path.write_bytes(content)
-    delta = layout.weights_step(manifest.version) / DELTA
+    delta = layout.weights_step(manifest.version) / manifest.deltas[-1].name
     delta.write_bytes(delta.read_bytes()[::-1])
     assert "does not match its recorded digest" in str(check_run(layout).ledger.breaches)

@@ -296,6 +296,17 @@ def test_a_directory_that_is_not_whole_does_not_even_pause_the_engine(layout: Ru
     assert engine.calls == []
 
 
+def test_a_policy_whose_bytes_were_verified_is_not_read_again(layout: RunLayout) -> None:
+    (layout.weights_step(1) / "model.safetensors").write_bytes(b"weights X")  # a read would find this
+    engine = FakeEngine()
+
+    async def scenario(loader: PolicyLoader) -> None:
+        assert (await loader.load(layout.weights_step(1), is_verified=True)).version == 1
+
+    run(layout, engine, scenario)
+    assert engine.calls == _LOAD_1
+
+
 def test_loads_at_the_same_time_happen_one_after_the_other(layout: RunLayout) -> None:
     engine = FakeEngine()
 

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 from trivet.errors import WeightsError
 from trivet.storage.durable import hash_files
 from trivet.weights import delta
-from trivet.weights.delta import apply_deltas, read_index, write_delta
+from trivet.weights.delta import apply_deltas, write_delta
 from trivet.weights.manifest import Manifest, make_manifest
 
 DTYPES = [
@@ -82,7 +81,7 @@ class Policies:
         result = self.root / "result"
         shutil.rmtree(result, ignore_errors=True)
         result.mkdir()
-        apply_deltas(paths, self.directory(base), result, base_digest=self.manifests[base].digest, manifest=self.manifests[new])
+        apply_deltas(paths, self.directory(base), result, manifest=self.manifests[new], suffix=".partial")
         assert hash_files(result, [path.name for path in result.iterdir()]) == self.manifests[new].files
         for name in self.manifests[new].files:
             assert (result / name).read_bytes() == (self.directory(new) / name).read_bytes()
@@ -111,30 +110,26 @@ def test_dtypes_of_one_file_may_differ(policies: Policies) -> None:
 
 
 def test_values_are_compared_as_bits(policies: Policies) -> None:
-    """A delta that compared floats would lose zeros of the other sign, and send NaNs that did not change."""
+    """A delta that compared floats would lose zeros of the other sign, and payloads of NaNs."""
     bits = torch.tensor([0x00000000, 0x7FC00001, 0x7FC00001, 0x7F800000], dtype=torch.int32)
     others = torch.tensor([-0x80000000, 0x7FC00001, 0x7FC00002, -0x00800000], dtype=torch.int32)
     base, new = policies.add(a=bits.view(torch.float32)), policies.add(a=others.view(torch.float32))
-    path = policies.write(base, new)
-    policies.apply([path], base, new)
-    assert sum(num_changed for num_changed, _, _ in read_index(path).chunks["model.safetensors"]) == 3
+    policies.apply([policies.write(base, new)], base, new)
 
 
 def test_equal_policies_need_no_chunks(policies: Policies) -> None:
     tensor = random_bits((20_000,), torch.bfloat16)
     base, new = policies.add(a=tensor), policies.add(a=tensor)
     path = policies.write(base, new)
-    index = read_index(path)
-    assert index.changed_share() == 0
-    assert all(num_bytes == 0 for chunks in index.chunks.values() for _, _, num_bytes in chunks)
+    assert not any(path.read_bytes()), "only the sizes of empty frames"
     policies.apply([path], base, new)
 
 
-@pytest.mark.parametrize(("dtype", "max_share"), [(torch.bfloat16, 0.012), (torch.float32, 0.008)], ids=str)
+@pytest.mark.parametrize(("dtype", "max_share"), [(torch.bfloat16, 0.014), (torch.float32, 0.008)], ids=str)
 def test_a_hundredth_of_values_changed_takes_about_a_hundredth_of_the_bytes(
     policies: Policies, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, max_share: float
 ) -> None:
-    """The entropy of the positions is 8.1 bits per changed value, of a step up or down 1 bit: 0.6 % of bfloat16's bytes."""
+    """The bar is 5 %. The entropy of the positions, and of a step up or down, is 0.6 % of bfloat16's bytes."""
     monkeypatch.setattr(delta, "_CHUNK_BYTES", 2 << 20)
     weights = (torch.randn(1_000_000, generator=GENERATOR) * 0.02).to(dtype)
     bits = weights.view(torch.int16 if dtype is torch.bfloat16 else torch.int32)
@@ -143,7 +138,6 @@ def test_a_hundredth_of_values_changed_takes_about_a_hundredth_of_the_bytes(
     )
     base, new = policies.add(a=weights), policies.add(a=(bits + steps.to(bits.dtype)).view(dtype))
     path = policies.write(base, new)
-    assert read_index(path).changed_share() == pytest.approx(0.01, rel=0.05)
     assert path.stat().st_size < max_share * policies.manifests[new].num_bytes
     policies.apply([path], base, new)
 
@@ -206,10 +200,9 @@ def test_several_deltas_are_applied_at_once(policies: Policies) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    old=st.binary(max_size=300), new=st.binary(max_size=300), is_edit=st.booleans(), width=st.sampled_from([1, 2, 4, 8]),
-    chunk=st.sampled_from([8, 24, 64]),
+    old=st.binary(max_size=300), new=st.binary(max_size=300), is_edit=st.booleans(), chunk=st.sampled_from([1, 7, 8, 24, 64])
 )  # fmt: skip
-def test_any_bytes_survive(tmp_path_factory, old: bytes, new: bytes, is_edit: bool, width: int, chunk: int) -> None:
+def test_any_bytes_survive(tmp_path_factory, old: bytes, new: bytes, is_edit: bool, chunk: int) -> None:
     policies = Policies(tmp_path_factory.mktemp("policies"))
     size = min(len(old), len(new))
     for content in (old[:size], (old[: size // 2] + new[size // 2 : size]) if is_edit else new[:size]):
@@ -217,7 +210,6 @@ def test_any_bytes_survive(tmp_path_factory, old: bytes, new: bytes, is_edit: bo
         policies.finish()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta, "_CHUNK_BYTES", chunk)
-        patch.setattr(delta, "_find_width", lambda _file, num_bytes: width if num_bytes % width == 0 else 1)
         policies.apply([policies.write(0, 1)], 0, 1)
 
 
@@ -231,7 +223,7 @@ def test_a_delta_that_would_be_too_large_is_given_up_early(policies: Policies, m
 
 @pytest.fixture
 def small_pair(policies: Policies, monkeypatch: pytest.MonkeyPatch) -> tuple[Policies, Path]:
-    """Two small policies, and a delta with sparse and dense chunks, and one without changes."""
+    """Two small policies, and a delta with chunks where all changed, few, and nothing."""
     monkeypatch.setattr(delta, "_CHUNK_BYTES", 512)
     tensor = random_bits((1000,), torch.bfloat16)
     few = tensor.clone()
@@ -262,15 +254,12 @@ def test_an_incomplete_delta_is_refused(small_pair: tuple[Policies, Path]) -> No
         path.write_bytes(content[:size])
         with pytest.raises(WeightsError):
             policies.apply([path], 0, 1)
-    path.write_bytes(content + b"\0")
-    with pytest.raises(WeightsError):
-        policies.apply([path], 0, 1)
 
 
 def test_another_base_is_refused(small_pair: tuple[Policies, Path]) -> None:
     policies, path = small_pair
     policies.add(a=random_bits((5000,), torch.bfloat16), b=random_bits((1000,), torch.bfloat16))
-    with pytest.raises(WeightsError, match="does not lead from policy"):
+    with pytest.raises(WeightsError, match="was altered"):
         policies.apply([path], 2, 1)
 
 
@@ -297,23 +286,14 @@ def test_an_old_delta_is_refused_in_place_of_a_newer_one(policies: Policies) -> 
         policies.add(a=tensor)
     old, new = policies.write(0, 1), policies.write(1, 2)
     for paths, base in [([old], 1), ([old], 0), ([new, old], 1), ([old, old, new], 0), ([new], 0)]:
-        with pytest.raises(WeightsError, match="does not lead from policy"):
+        with pytest.raises(WeightsError, match=r"was altered|cannot be applied"):
             policies.apply(paths, base, 2)
 
 
-def test_positions_behind_the_end_are_refused(small_pair: tuple[Policies, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    policies, _ = small_pair
-    write = np.diff
-    monkeypatch.setattr(delta.np, "diff", lambda positions, prepend: write(positions, prepend=prepend) + 4096)
-    path = policies.write(0, 1)
-    with pytest.raises(WeightsError, match="cannot be applied"):
-        policies.apply([path], 0, 1)
-
-
-def test_index_of_other_files_is_refused(small_pair: tuple[Policies, Path]) -> None:
+def test_a_delta_of_other_files_is_refused(small_pair: tuple[Policies, Path]) -> None:
     """The manifest says which files there are, so a delta can neither add nor leave out one."""
     policies, path = small_pair
     manifest = policies.manifests[1]
     policies.manifests[1] = msgspec.structs.replace(manifest, files={**manifest.files, "extra": manifest.files["config.json"]})
-    with pytest.raises(WeightsError, match="does not lead"):
+    with pytest.raises(WeightsError, match="cannot be applied"):
         policies.apply([path], 0, 1)

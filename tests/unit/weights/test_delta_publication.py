@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from support.policy_servers import TOKEN, PolicyServer
-from trivet.config.layout import DELTA, RunLayout
+from trivet.config.layout import RunLayout
 from trivet.errors import FetchFailed
+from trivet.storage.durable import hash_file
 from trivet.weights import delta as delta_module
 from trivet.weights import publish as publish_module
 from trivet.weights.fetch import PolicyCache
 from trivet.weights.manifest import Manifest, offer_policy, read_manifest, verify
 from trivet.weights.publish import DeltaPublisher, publish
 from trivet.weights.retention import retire
-from trivet.weights.sources import HttpSource
 from trivet.wire.versions import PolicyVersion
 
 WEIGHTS = np.random.default_rng(0).integers(0, 2**16, 100_000, dtype=np.uint16)
@@ -40,7 +40,7 @@ def deltas(layout: RunLayout) -> DeltaPublisher:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[PolicyCache]:
-    made = PolicyCache(tmp_path / "cache", run="run", make_source=lambda url: HttpSource(url, token=TOKEN, environ={}))
+    made = PolicyCache(tmp_path / "cache", run="run", token=TOKEN, environ={})
     yield made
     made.close()
 
@@ -59,11 +59,16 @@ def publish_version(deltas: DeltaPublisher, version: int, *, num_changed: int = 
 
 
 def versions_with_delta(layout: RunLayout, versions: Sequence[int]) -> list[int]:
-    found = [version for version in versions if (layout.weights_step(version) / DELTA).exists()]
+    """Return the versions that have a delta from the version before. Those have exactly the deltas in their manifests."""
+    found: list[int] = []
     for version in versions:
-        manifest = verify(layout.weights_step(version))
-        is_last = bool(manifest.deltas) and manifest.deltas[-1].base_version == version - 1
-        assert is_last == (version in found)
+        directory = layout.weights_step(version)
+        deltas = verify(directory).deltas
+        assert {path.name for path in directory.glob("*.delta")} == {delta.name for delta in deltas}
+        assert [delta.base_version for delta in deltas] == list(range(version - len(deltas), version))
+        for delta in deltas:
+            assert hash_file(directory / delta.name) == delta.file
+        found += [version] if deltas else []
     return found
 
 
@@ -89,6 +94,10 @@ def test_a_manifest_names_the_newest_deltas_that_lead_to_it(layout: RunLayout, d
     newest = manifests[-1].deltas
     assert [record.base_version for record in newest] == list(range(5, 13))
     assert [record.base_digest for record in newest] == [manifest.digest for manifest in manifests[4:12]]
+    assert versions_with_delta(layout, range(1, 14)) == list(range(2, 14))
+    for version in range(1, 13):  # older deltas stay, and take no space twice, after the policies that they made are removed
+        retire(layout, PolicyVersion(version))
+    assert versions_with_delta(layout, [13]) == [13]
 
 
 def test_too_large_a_delta_is_left_out_and_the_next_ones_too(layout: RunLayout) -> None:
@@ -129,7 +138,7 @@ def fetch(cache: PolicyCache, origin: PolicyServer, directory: Path, *others: Po
     sources = [server.url for server in (origin, *others)]
     policy = offer_policy(directory, sources=sources)
     found = cache.fetch(policy, max_bytes=1 << 30)
-    cache.settle(policy.version)
+    cache.settle(found)
     assert verify(found) == verify(directory)
     for name in (MODEL, "config.json"):
         assert (found / name).read_bytes() == (directory / name).read_bytes()
@@ -143,7 +152,10 @@ def test_a_server_with_the_base_fetches_the_delta_alone(layout: RunLayout, delta
     with PolicyServer(layout.weights) as origin:
         assert f"1/{MODEL}" in fetch(cache, origin, layout.weights_step(1))
         for version in (2, 3):
-            assert fetch(cache, origin, layout.weights_step(version)) == [f"{version}/manifest.json", f"{version}/{DELTA}"]
+            assert fetch(cache, origin, layout.weights_step(version)) == [
+                f"{version}/manifest.json",
+                f"{version}/from_{version - 1}.delta",
+            ]
 
 
 def test_a_server_that_skipped_versions_fetches_their_deltas(
@@ -154,30 +166,29 @@ def test_a_server_that_skipped_versions_fetches_their_deltas(
     with PolicyServer(layout.weights) as origin:
         fetch(cache, origin, layout.weights_step(1))
         requested = fetch(cache, origin, layout.weights_step(5))
-    assert requested == ["5/manifest.json", f"2/{DELTA}", f"3/{DELTA}", f"4/{DELTA}", f"5/{DELTA}"]
+    assert requested == ["5/manifest.json", *(f"5/from_{base}.delta" for base in range(1, 5))]
 
 
-def test_deltas_that_together_are_too_large_are_not_fetched(
-    layout: RunLayout, deltas: DeltaPublisher, cache: PolicyCache
-) -> None:
-    for version in range(1, 6):
-        publish_version(deltas, version, num_changed=20_000)
+def test_deltas_that_together_are_too_large_are_left_out(layout: RunLayout, deltas: DeltaPublisher, cache: PolicyCache) -> None:
+    newest = [publish_version(deltas, version, num_changed=5_000) for version in range(1, 6)][-1]
+    assert 1 < len(newest.deltas) < 4
+    assert sum(delta.file.num_bytes for delta in newest.deltas) <= 0.6 * newest.num_bytes
+    assert versions_with_delta(layout, [5]) == [5]
     with PolicyServer(layout.weights) as origin:
         fetch(cache, origin, layout.weights_step(1))
-        requested = fetch(cache, origin, layout.weights_step(5))
-        assert f"5/{MODEL}" in requested
-        assert not [name for name in requested if name.endswith(DELTA)]
+        assert f"5/{MODEL}" in fetch(cache, origin, layout.weights_step(5))
+        assert not [path for path, _ in origin.requests if path.endswith(".delta")]
 
 
 def test_servers_pass_deltas_on(layout: RunLayout, deltas: DeltaPublisher, cache: PolicyCache, tmp_path: Path) -> None:
     for version in (1, 2):
         publish_version(deltas, version)
-    other = PolicyCache(tmp_path / "other", run="run", make_source=cache._make_source)
+    other = PolicyCache(tmp_path / "other", run="run", token=TOKEN, environ={})
     with PolicyServer(layout.weights) as origin, PolicyServer(cache.directory) as peer:
         for version in (1, 2):
             fetch(cache, origin, layout.weights_step(version))
         fetch(other, origin, layout.weights_step(1))
-        assert fetch(other, peer, layout.weights_step(2)) == ["2/manifest.json", f"2/{DELTA}"]
+        assert fetch(other, peer, layout.weights_step(2)) == ["2/manifest.json", "2/from_1.delta"]
     other.close()
 
 
@@ -196,15 +207,15 @@ def cut_base(layout: RunLayout, cache: PolicyCache) -> None:
 
 
 def damage_delta(layout: RunLayout, cache: PolicyCache) -> None:
-    damage(layout.weights_step(2) / DELTA)
+    damage(layout.weights_step(2) / "from_1.delta")
 
 
 def remove_delta(layout: RunLayout, cache: PolicyCache) -> None:
-    (layout.weights_step(2) / DELTA).unlink()
+    (layout.weights_step(2) / "from_1.delta").unlink()
 
 
 def replay_older_delta(layout: RunLayout, cache: PolicyCache) -> None:
-    shutil.copy(layout.weights_step(1) / DELTA, layout.weights_step(2) / DELTA)
+    shutil.copy(layout.weights_step(2) / "from_0.delta", layout.weights_step(2) / "from_1.delta")
 
 
 @pytest.mark.parametrize("fault", [damage_base, cut_base, damage_delta, replay_older_delta, remove_delta])
@@ -215,7 +226,7 @@ def test_any_damage_leads_to_a_whole_fetch(
     fault: Callable[[RunLayout, PolicyCache], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trivet.weights.fetch._ABSENT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("trivet.weights.fetch.STALL_TIMEOUT_S", 0.0)
     for version in (0, 1, 2):
         publish_version(deltas, version)
     with PolicyServer(layout.weights) as origin:
@@ -231,7 +242,7 @@ def test_a_delta_altered_on_the_wire_is_taken_from_another_source(
         publish_version(deltas, version)
 
     def flip(path: str, num_sent: int, body: bytes) -> bytes:
-        return bytes([body[0] ^ 1, *body[1:]]) if path.endswith(DELTA) and not num_sent else body
+        return bytes([body[0] ^ 1, *body[1:]]) if path.endswith(".delta") and not num_sent else body
 
     with PolicyServer(layout.weights, spoil=flip) as bad, PolicyServer(layout.weights) as good:
         fetch(cache, good, layout.weights_step(1))
@@ -248,7 +259,7 @@ def test_a_policy_that_is_no_longer_wanted_ends_the_fetch_of_its_delta(
         fetch(cache, origin, layout.weights_step(1))
 
         def forget(path: str, num_sent: int, body: bytes) -> bytes:
-            if path.endswith(DELTA):
+            if path.endswith(".delta"):
                 cache._wanted = None
             return body
 

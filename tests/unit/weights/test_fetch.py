@@ -4,19 +4,20 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.policy_servers import TOKEN, PolicyServer, publish_files
+from support.processes import wait_until
 from trivet.config.layout import MANIFEST, RunLayout
 from trivet.errors import ConfigError, FetchFailed, WeightsError
 from trivet.storage.durable import list_files
 from trivet.weights.catalog import discard_policies_after
-from trivet.weights.fetch import STALL_TIMEOUT_S, PolicyCache, PolicyFetch
+from trivet.weights.fetch import STALL_TIMEOUT_S, Download, PolicyCache
 from trivet.weights.manifest import offer_policy, verify
-from trivet.weights.sources import DirectorySource, HttpSource, PolicySource, Problem, SourceProblem
 from trivet.wire.versions import FetchablePolicy
 
 SIZE = 3 << 20
@@ -25,28 +26,21 @@ CONTENT = random.Random(0).randbytes(SIZE)
 
 
 class Clock:
-    """A clock that only `sleep` moves."""
+    """A clock that only `sleep` moves. It calls a function at a given time."""
 
     now = 0.0
+
+    def __init__(self, at: float = float("inf"), change: Callable[[], object] = lambda: None) -> None:
+        self._at = at
+        self._change = change
 
     def __call__(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
+        if self.now < self._at <= self.now + seconds:
+            self._change()
         self.now += seconds
-
-
-class ScriptedSource:
-    """Gives the bytes of a directory, after the problems of a script."""
-
-    def __init__(self, weights: Path, *problems: Problem) -> None:
-        self._directory = DirectorySource(weights)
-        self.problems = list(problems)
-
-    def read(self, policy: FetchablePolicy, name: str, *, start: int) -> Generator[bytes]:
-        if self.problems:
-            raise SourceProblem(self.problems.pop(0))
-        yield from self._directory.read(policy, name, start=start)
 
 
 @pytest.fixture
@@ -67,7 +61,7 @@ def cache(tmp_path: Path) -> Iterator[PolicyCache]:
 
 
 def make_cache(root: Path, *, run: str = "run", token: str = TOKEN) -> PolicyCache:
-    return PolicyCache(root, run=run, make_source=lambda url: HttpSource(url, token=token, environ={}))
+    return PolicyCache(root, run=run, token=token, environ={})
 
 
 def fetch(cache: PolicyCache, policy: FetchablePolicy) -> Path:
@@ -101,10 +95,9 @@ def test_a_broken_connection_is_resumed_where_it_broke(policy_directory: Path, c
     with PolicyServer(policy_directory.parent, spoil=spoil) as origin:
         assert_whole(fetch(cache, offer_policy(policy_directory, sources=[origin.url])), policy_directory)
     ranges = [wanted for path, wanted in origin.requests if path.endswith("model.safetensors")]
-    assert ranges[0] == ""
-    starts = [int(wanted.removeprefix("bytes=").removesuffix("-")) for wanted in ranges[1:]]
-    assert len(starts) == 2
-    assert 0 < starts[0] < starts[1] < SIZE
+    starts = [int(wanted.removeprefix("bytes=").removesuffix("-")) for wanted in ranges]
+    assert len(starts) == 3
+    assert 0 == starts[0] < starts[1] < starts[2] < SIZE
 
 
 def test_a_killed_process_is_resumed_by_the_next(policy_directory: Path, tmp_path: Path) -> None:
@@ -115,16 +108,13 @@ from pathlib import Path
 from support.policy_servers import *
 from trivet.weights.fetch import PolicyCache
 from trivet.weights.manifest import offer_policy
-from trivet.weights.sources import HttpSource
 def spoil(path, num_sent, body):
     if path.endswith("model.safetensors") and num_sent:
         while not any(file.stat().st_size for file in cache.directory.glob(".step_1.*/model.safetensors.partial")):
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
     return body
-def make_source(url):
-    return HttpSource(url, token=TOKEN, environ={{}})
-cache = PolicyCache(Path({str(tmp_path / "cache")!r}), run="run", make_source=make_source)
+cache = PolicyCache(Path({str(tmp_path / "cache")!r}), run="run", token=TOKEN, environ={{}})
 with PolicyServer(Path({str(policy_directory.parent)!r}), spoil=spoil) as origin:
     cache.fetch(offer_policy(Path({str(policy_directory)!r}), sources=[origin.url]), max_bytes=1 << 30)
 """
@@ -136,7 +126,7 @@ with PolicyServer(Path({str(policy_directory.parent)!r}), spoil=spoil) as origin
     cache = make_cache(tmp_path / "cache")
     with PolicyServer(policy_directory.parent) as origin:
         assert_whole(fetch(cache, offer_policy(policy_directory, sources=[origin.url])), policy_directory)
-    assert next(wanted for path, wanted in origin.requests if path.endswith("model.safetensors")).startswith("bytes=")
+    assert next(wanted for path, wanted in origin.requests if path.endswith("model.safetensors")) != "bytes=0-"
     cache.close()
 
 
@@ -150,7 +140,7 @@ def test_a_source_whose_bytes_were_altered_on_the_wire_is_not_asked_again(policy
         assert sum(path.endswith("model.safetensors") for path, _ in bad.requests) <= 1
         (cache.directory / "step_1").rename(cache.directory / "gone")
         with pytest.raises(
-            FetchFailed, match=r"no source of policy 1 is usable: .*model.safetensors is not what was published"
+            FetchFailed, match=r"no source of policy 1 is usable: .*its model.safetensors is not what was published"
         ):
             fetch(cache, offer_policy(policy_directory, sources=[bad.url]))
     assert not (cache.directory / "step_1").exists()
@@ -158,16 +148,17 @@ def test_a_source_whose_bytes_were_altered_on_the_wire_is_not_asked_again(policy
 
 @pytest.mark.parametrize("spoiled", [MANIFEST, "model.safetensors"])
 def test_an_altered_or_longer_file_is_never_taken(policy_directory: Path, cache: PolicyCache, spoiled: str) -> None:
-    policy = offer_policy(policy_directory, sources=["origin"])
-    path = policy_directory / spoiled
-    content = path.read_bytes()
-    cache._make_source = lambda _: DirectorySource(policy_directory.parent)
-    for altered in (content[:-1] + bytes([content[-1] ^ 1]), content[:-1], content + b"x", b""):
-        path.write_bytes(altered)
-        with pytest.raises(FetchFailed, match="no source of policy 1 is usable"):
-            fetch(cache, policy)
-    path.write_bytes(content)
-    assert_whole(fetch(cache, policy), policy_directory)
+    content = (policy_directory / spoiled).read_bytes()
+    with PolicyServer(policy_directory.parent) as origin:
+        # The altered manifest is served too.
+        origin.files._find = lambda name, **_: (policy_directory / name, (policy_directory / name).lstat())
+        policy = offer_policy(policy_directory, sources=[origin.url])
+        for altered in (content[:-1] + bytes([content[-1] ^ 1]), content[:-1], content + b"x", b""):
+            (policy_directory / spoiled).write_bytes(altered)
+            with pytest.raises(FetchFailed, match="no source of policy 1 is usable"):
+                fetch(cache, policy)
+        (policy_directory / spoiled).write_bytes(content)
+        assert_whole(fetch(cache, policy), policy_directory)
 
 
 def test_a_bit_that_flips_in_the_cache_is_found_and_fetched_again(policy_directory: Path, cache: PolicyCache) -> None:
@@ -192,7 +183,7 @@ def test_a_reader_serves_what_it_has_to_others_while_the_origin_is_busy_or_gone(
 
 def test_another_secret_is_refused_and_nothing_is_fetched(policy_directory: Path, tmp_path: Path) -> None:
     cache = make_cache(tmp_path / "cache", token="another")
-    refused = pytest.raises(FetchFailed, match="is not usable: it answers with status 401")
+    refused = pytest.raises(FetchFailed, match=r"no source of policy 1 is usable: .*401 Unauthorized")
     with PolicyServer(policy_directory.parent) as origin, refused:
         fetch(cache, offer_policy(policy_directory, sources=[origin.url]))
     assert not (cache.directory / "step_1").exists()
@@ -205,12 +196,12 @@ def test_a_full_disk_is_an_error_that_names_the_key_and_leaves_room(policy_direc
     program = f"""
 import resource, signal
 from pathlib import Path
+import msgspec
+from support.policy_servers import TOKEN
 from trivet.weights.fetch import PolicyCache
-from trivet.weights.manifest import offer_policy
-from trivet.weights.sources import DirectorySource
-weights = Path({str(policy_directory.parent)!r})
-cache = PolicyCache(Path({str(tmp_path / "cache")!r}), run="run", make_source=lambda _: DirectorySource(weights))
-policy = offer_policy(weights / "step_1", sources=["origin"])
+from trivet.wire.versions import FetchablePolicy
+cache = PolicyCache(Path({str(tmp_path / "cache")!r}), run="run", token=TOKEN, environ={{}})
+policy = msgspec.json.decode(input(), type=FetchablePolicy)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 30))
 try:
@@ -221,8 +212,11 @@ print(sorted(path.name for path in cache.directory.iterdir()))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
 print(cache.fetch(policy, max_bytes=1 << 30).name)
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    error, left, again = found.stdout.splitlines()
+    with PolicyServer(policy_directory.parent) as origin:
+        policy = msgspec.json.encode(offer_policy(policy_directory, sources=[origin.url]))
+        command, environ = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        found = subprocess.run(command, input=policy, env=environ, capture_output=True, timeout=60, check=True)
+    error, left, again = found.stdout.decode().splitlines()
     assert error.startswith("FetchFailed policy 1 could not be written below")
     assert "inference.weight_cache" in error
     assert (left, again) == ("['.lock']", "step_1")
@@ -237,20 +231,25 @@ def test_a_larger_policy_than_the_server_loads_is_refused_before_its_files_are_f
     assert {path.rpartition("/")[2] for path, _ in origin.requests} == {MANIFEST}
 
 
-def test_the_served_policy_and_the_one_before_stay_and_older_ones_go(layout: RunLayout, tmp_path: Path) -> None:
+def test_the_served_policy_and_those_that_may_be_loaded_stay_and_older_ones_go(layout: RunLayout, tmp_path: Path) -> None:
     cache, other = make_cache(tmp_path / "cache"), make_cache(tmp_path / "cache")
     for version in range(1, 6):
         publish_files(layout, version, model=bytes([version]))
     with PolicyServer(layout.weights) as origin:
         policies = {version: offer_policy(layout.weights_step(version), sources=[origin.url]) for version in range(1, 6)}
-        fetch(other, policies[1])
-        other.settle(policies[1].version)
-        for version in range(1, 5):
+        other.settle(fetch(other, policies[1]))
+        for version in range(1, 4):
+            cache.settle(fetch(cache, policies[version]))
+        for version in (4, 5):
             fetch(cache, policies[version])
-            cache.settle(policies[version].version)
-        fetch(cache, policies[5])
-    # Another server of the machine serves step_1. A load of step_5 that fails goes back to step_4.
-    assert {path.name for path in cache.directory.glob("step_*")} == {"step_1", "step_3", "step_4", "step_5"}
+        # Another server of the machine serves step_1. If the loads of step_4 and step_5 fail, step_3 is served again.
+        assert {path.name for path in cache.directory.glob("step_*")} == {"step_1", "step_3", "step_4", "step_5"}
+        cache.settle(cache.directory / "step_4")
+        fetch(cache, policies[3])
+        assert {path.name for path in cache.directory.glob("step_*")} == {"step_1", "step_3", "step_4", "step_5"}
+        cache.settle(cache.directory / "step_3")
+        fetch(cache, policies[2])
+        assert {path.name for path in cache.directory.glob("step_*")} == {"step_1", "step_2", "step_3"}
     cache.close()
     assert other.directory.exists()
     other.close()
@@ -281,15 +280,40 @@ def test_a_version_that_a_resumed_run_publishes_again_replaces_the_old_one(layou
 
 
 def test_a_fetch_ends_when_another_policy_is_wanted(policy_directory: Path, cache: PolicyCache) -> None:
-    policy = offer_policy(policy_directory, sources=["origin"])
-
-    def want_another(path: Path) -> PolicySource:
+    def want_another(path: str, num_sent: int, body: bytes) -> bytes:
         cache._wanted = None
-        return DirectorySource(policy_directory.parent)
+        return body
 
-    cache._make_source = want_another
-    with pytest.raises(FetchFailed, match="another one is wanted"):
-        fetch(cache, policy)
+    another = pytest.raises(FetchFailed, match="another one is wanted")
+    with PolicyServer(policy_directory.parent, spoil=want_another) as origin, another:
+        fetch(cache, offer_policy(policy_directory, sources=[origin.url]))
+
+
+def test_a_server_that_waits_for_another_one_of_its_machine_stops_when_another_policy_is_wanted(
+    policy_directory: Path, tmp_path: Path
+) -> None:
+    first, second = make_cache(tmp_path / "cache"), make_cache(tmp_path / "cache")
+    errors: list[FetchFailed] = []
+
+    def fetch_second() -> None:
+        try:
+            fetch(second, policy)
+        except FetchFailed as exc:
+            errors.append(exc)
+
+    with PolicyServer(policy_directory.parent) as origin:
+        policy = offer_policy(policy_directory, sources=[origin.url])
+        first._open()
+        with first._locked(policy):
+            thread = threading.Thread(target=fetch_second)
+            thread.start()
+            wait_until(lambda: second._run_lock is not None, timeout_s=60, waiting_for="the second server")
+            second._wanted = None
+            thread.join(60)
+    assert [str(error) for error in errors] == ["policy 1 is not fetched any more, because another one is wanted"]
+    assert origin.requests == []
+    first.close()
+    second.close()
 
 
 def test_caches_of_other_runs_are_removed_unless_a_server_uses_them(policy_directory: Path, tmp_path: Path) -> None:
@@ -314,29 +338,36 @@ def test_a_cache_of_another_user_is_refused(policy_directory: Path, tmp_path: Pa
         fetch(cache, offer_policy(policy_directory, sources=["http://127.0.0.1:1"]))
 
 
-def follow(source: PolicySource, policy: FetchablePolicy, into: Path) -> Clock:
-    clock = Clock()
+def follow(policy: FetchablePolicy, into: Path, clock: Clock) -> float:
+    """Fetch the manifest; return the time at which it was there."""
     into.mkdir()
-    PolicyFetch(
-        policy, into, {policy.sources[0]: source}, rng=random.Random(0), clock=clock, sleep=clock.sleep
+    Download(
+        policy=policy,
+        directory=into,
+        token=TOKEN,
+        environ={},
+        require_wanted=lambda: None,
+        rng=random.Random(0),
+        clock=clock,
+        sleep=clock.sleep,
     ).fetch_manifest()
-    return clock
+    return clock.now
 
 
 def test_a_busy_source_is_waited_for_longer_than_a_silent_one(policy_directory: Path, tmp_path: Path) -> None:
-    policy = offer_policy(policy_directory, sources=["origin"])
-    busy = ScriptedSource(policy_directory.parent, *[Problem.BUSY] * 500)
-    assert follow(busy, policy, tmp_path / "busy").now > STALL_TIMEOUT_S
-    silent = ScriptedSource(policy_directory.parent, *[Problem.BROKEN] * 500)
-    with pytest.raises(FetchFailed, match="no source has given a byte of policy 1 for 120 s: origin cannot be read"):
-        follow(silent, policy, tmp_path / "silent")
+    with PolicyServer(policy_directory.parent, max_transfers=0) as origin:
+        policy = offer_policy(policy_directory, sources=[origin.url])
+        clock = Clock(3 * STALL_TIMEOUT_S, origin.files._transfers.release)
+        assert follow(policy, tmp_path / "busy", clock) >= 3 * STALL_TIMEOUT_S
+    with pytest.raises(FetchFailed, match=r"no source has given a byte of policy 1 for 120 s: http.*ConnectError"):
+        follow(policy, tmp_path / "gone", Clock())
 
 
-def test_a_policy_that_was_removed_is_given_up_after_seconds(policy_directory: Path, tmp_path: Path) -> None:
-    policy = offer_policy(policy_directory, sources=["origin"])
-    absent = ScriptedSource(policy_directory.parent, *[Problem.ABSENT] * 500)
-    with pytest.raises(FetchFailed, match="policy 1 was removed"):
-        follow(absent, policy, tmp_path / "absent")
-    assert len(absent.problems) > 400
-    back = ScriptedSource(policy_directory.parent, Problem.ABSENT, Problem.BROKEN, Problem.ABSENT)
-    follow(back, policy, tmp_path / "back")
+def test_a_policy_that_was_removed_is_given_up_and_one_that_comes_back_is_not(policy_directory: Path, tmp_path: Path) -> None:
+    with PolicyServer(policy_directory.parent) as origin:
+        policy, away = offer_policy(policy_directory, sources=[origin.url]), tmp_path / "away"
+        policy_directory.rename(away)
+        with pytest.raises(FetchFailed, match=r"no source has given a byte of policy 1 for 120 s: http.*404 Not Found"):
+            follow(policy, tmp_path / "removed", Clock())
+        clock = Clock(STALL_TIMEOUT_S / 2, lambda: away.rename(policy_directory))
+        assert STALL_TIMEOUT_S / 2 <= follow(policy, tmp_path / "back", clock) < STALL_TIMEOUT_S

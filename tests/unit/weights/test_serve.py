@@ -60,6 +60,15 @@ def test_nothing_but_files_of_the_named_policy_is_served(layout: RunLayout, path
     assert b"secret" not in answer.content
 
 
+def test_a_link_and_several_parts_of_a_file_are_refused(layout: RunLayout) -> None:
+    path = f"3/{read_manifest(layout.weights_step(3)).digest}/model.safetensors"
+    with PolicyServer(layout.weights) as server:
+        assert ask(server, path, Range="bytes=0-1,3-4").status_code == 400
+        (layout.weights_step(3) / "model.safetensors").unlink()
+        (layout.weights_step(3) / "model.safetensors").symlink_to(layout.secret)
+        assert ask(server, path).status_code == 404
+
+
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer other"}, {"Authorization": f"Basic {TOKEN}"}])
 def test_the_secret_is_required(layout: RunLayout, headers: dict[str, str]) -> None:
     digest = read_manifest(layout.weights_step(3)).digest

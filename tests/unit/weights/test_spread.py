@@ -1,6 +1,7 @@
 """How a policy spreads over many readers, in virtual time, with the choices of the real readers."""
 
 import asyncio
+import itertools
 import math
 import random
 from collections import Counter
@@ -8,8 +9,8 @@ from collections import Counter
 import pytest
 
 from support.virtual_time import run_virtually
+from trivet.weights.fetch import draw_pause_s, draw_round
 from trivet.weights.serve import MAX_TRANSFERS
-from trivet.weights.sources import Problem, SourceChoice, SourceProblem
 
 COPY_S = 20.0
 """Seconds in which one link carries the policy."""
@@ -28,23 +29,20 @@ class Network:
         self._seed = seed
 
     async def read(self, name: str) -> None:
-        choice = SourceChoice([other for other in self.names if other != name], rng=random.Random(f"{self._seed} {name}"))
-        while name not in self.has_policy:
-            source = choice.next()
-            if source is None:
-                await asyncio.sleep(choice.pause_s)
-                continue
-            self.num_requests += 1
-            await asyncio.sleep(REQUEST_S)
-            if source not in self.has_policy:
-                choice.fail(source, SourceProblem(Problem.ABSENT))
-            elif self.num_transfers[source] == MAX_TRANSFERS:
-                choice.fail(source, SourceProblem(Problem.BUSY))
-            else:
-                self.num_transfers[source] += 1
-                await asyncio.sleep(COPY_S * MAX_TRANSFERS)
-                self.num_transfers[source] -= 1
-                self.has_policy.add(name)
+        sources, rng = [other for other in self.names if other != name], random.Random(f"{self._seed} {name}")
+        for num_rounds in itertools.count(1):
+            for source in draw_round(sources, rng):
+                self.num_requests += 1
+                await asyncio.sleep(REQUEST_S)
+                if source in self.has_policy and self.num_transfers[source] < MAX_TRANSFERS:
+                    self.num_transfers[source] += 1
+                    await asyncio.sleep(COPY_S * MAX_TRANSFERS)
+                    self.num_transfers[source] -= 1
+                    self.has_policy.add(name)
+                    break
+            if name in self.has_policy:
+                break
+            await asyncio.sleep(draw_pause_s(num_rounds, rng))
         self.ended_at.append(asyncio.get_running_loop().time())
 
 
@@ -79,12 +77,11 @@ def test_a_hundred_readers_send_few_requests_and_end_within_the_time_that_a_pool
     assert seconds <= 2 * half, "ServerPool waits for the second half as long as the first took"
 
 
-def test_a_source_with_wrong_bytes_is_never_asked_again() -> None:
-    choice = SourceChoice(["origin", "bad", "good"], rng=random.Random(0))
-    asked: list[str] = []
-    while len(asked) < 30:
-        if (source := choice.next()) is not None:
-            asked.append(source)
-            choice.fail(source, SourceProblem(Problem.WRONG if source == "bad" else Problem.BUSY))
-    assert asked.count("bad") == 1
-    assert set(asked) == {"origin", "bad", "good"}
+@pytest.mark.parametrize("num_sources", [0, 1, 2, 8, 9, 100])
+def test_a_round_asks_the_origin_and_a_few_others_once(num_sources: int) -> None:
+    sources, rng = [f"source-{index}" for index in range(num_sources)], random.Random(0)
+    rounds = [draw_round(sources, rng) for _ in range(1000)]
+    for drawn in rounds:
+        assert len(drawn) == len(set(drawn)) == min(num_sources, 8)
+        assert sources[:1] == [source for source in drawn if source == "source-0"]
+    assert {source for drawn in rounds for source in drawn} == set(sources)

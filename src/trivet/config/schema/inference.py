@@ -198,7 +198,7 @@ class InferenceConfig(RoleConfig):
     max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)
     """Sequences generated at one time; unset: vLLM's default."""
     weight_cache: Path | None = None
-    """Directory on a local disk for policies that are fetched, three at a time; unset: that of temporary files. All servers of
+    """Directory on a local disk for policies that are fetched, two at a time; unset: that of temporary files. All servers of
     this machine and user share it, and remove from it what no server uses any more."""
     enable_lora: bool = False
     """Serve adapters: published ones, and those of /load_lora_adapter. A run with trainer.model.lora sets it."""
