@@ -160,7 +160,7 @@ def run_loop(
         return {}
 
     async def measure() -> None:
-        telemetry = Telemetry("orchestrator", layout=RunLayout(directory), run=config.run)
+        telemetry = Telemetry("orchestrator", config)
         sender = ZmqSender(config.rollout_transport, secret=SECRET, run=config.run)
         try:
             async with opening as run_group:

@@ -32,7 +32,7 @@ from trivet.orchestrator.prompts import NUM_CHECKED, NUM_PROMPTS, check_prompts,
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.step_directories import discard_after
 from trivet.telemetry import process_report
-from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
+from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.messages import BatchSender
 from trivet.transport.recording import read_groups, recorded_files
 from trivet.weights.manifest import read_manifest
@@ -62,20 +62,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         strict_key = "orchestrator.strict_data" if config.strict_data else None
         compare_data(layout.checkpoint_step(step) / ORCHESTRATOR, data_of(pool.infos), step=step, strict_key=strict_key)
     replayed = read_groups(recorded_files(config.replay)[0]).run_id if config.replay is not None else ""
-    telemetry = Telemetry(
-        "orchestrator",
-        layout=layout,
-        run=config.run,
-        detectors=config.detectors,
-        outputs=TelemetryOutputs(
-            wandb=config.wandb,
-            tracking=config.tracking,
-            heartbeat=config.heartbeat,
-            shown_samples=config.shown_samples,
-        ),
-        resume_step=step,
-        check=AttemptGuard(layout, config.run).check,
-    )
+    telemetry = Telemetry("orchestrator", config, resume_step=step, check=AttemptGuard(layout, config.run).check)
     telemetry.write_event(Start(run_id=config.run.id, from_step=step, replayed_run=replayed))
     discard_after(layout.rollouts, step)  # later steps are done again, with new rollouts
     if step:

@@ -3,22 +3,16 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Literal
 
 import httpx
 
 from trivet.algorithms.detectors import Thresholds, make_detectors
 from trivet.config.layout import RunLayout
-from trivet.config.schema.orchestrator import ShownSamplesConfig
-from trivet.config.schema.shared import (
-    DetectorsConfig,
-    HeartbeatConfig,
-    MetricsServerConfig,
-    RunIdentity,
-    TrackingConfig,
-    WandbConfig,
-)
+from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.shared import DetectorsConfig, SteppingRoleConfig
+from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import Diverged
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.telemetry.console import eval_line, sample_lines, step_line
@@ -31,20 +25,8 @@ from trivet.wire.rollouts import Rollout
 
 logger = logging.getLogger(__name__)
 
-_NO_TRACKERS = TrackingConfig()
 _HEARTBEAT_TIMEOUT_S = 10.0
 """Longest time for one call, in seconds. `Heartbeat.close` waits at most this long for a call that is under way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TelemetryOutputs:
-    """The configured outputs besides the run's own files. None switches an output off."""
-
-    wandb: WandbConfig | None = None
-    tracking: TrackingConfig = _NO_TRACKERS
-    heartbeat: HeartbeatConfig | None = None
-    shown_samples: ShownSamplesConfig | None = None
-    metrics_server: MetricsServerConfig | None = None
 
 
 class Telemetry:
@@ -53,11 +35,8 @@ class Telemetry:
     def __init__(
         self,
         role: Literal["trainer", "orchestrator", "sft"],
+        config: SteppingRoleConfig,
         *,
-        layout: RunLayout,
-        run: RunIdentity,
-        detectors: DetectorsConfig | None = None,
-        outputs: TelemetryOutputs = TelemetryOutputs(),
         resume_step: int = 0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -70,12 +49,13 @@ class Telemetry:
         Raises:
             ConfigError: the port of the metrics server is in use, or a tracker refused to start.
         """
+        layout, run = RunLayout(config.output_dir), config.run
         self._server = None
-        if outputs.metrics_server is not None:
+        if isinstance(config, TrainingConfig) and config.metrics_server is not None:
             # Imported only here, because most runs have no metrics server and need not wait for the import of its library.
             from trivet.telemetry.metrics_server import MetricsServer
 
-            self._server = MetricsServer(outputs.metrics_server)
+            self._server = MetricsServer(config.metrics_server)
         self._role = role
         self._events = EventWriter(layout.events, role=role, attempt=run.attempt, check=check)
 
@@ -84,12 +64,12 @@ class Telemetry:
 
         self._metrics = open_metrics(role)
         self._evals = open_metrics("eval") if role == "orchestrator" else None
-        self._heartbeat = Heartbeat(outputs.heartbeat.url) if outputs.heartbeat is not None else None
-        self._watch = DetectorWatch(detectors) if detectors is not None else None
-        self._shown_samples = outputs.shown_samples
+        self._heartbeat = Heartbeat(config.heartbeat.url) if config.heartbeat is not None else None
+        self._watch = DetectorWatch(config.detectors)
+        self._shown_samples = config.shown_samples if isinstance(config, OrchestratorConfig) else None
         self._sinks = open_sinks(
-            wandb=outputs.wandb,
-            tracking=outputs.tracking,
+            wandb=config.wandb,
+            tracking=config.tracking,
             role=role,
             run=run,
             output_dir=layout.root,
@@ -110,8 +90,7 @@ class Telemetry:
         logger.log(SUCCESS, "%s", step_line(self._role, step, values))
         if self._heartbeat is not None:
             self._heartbeat.send()
-        if self._watch is not None:
-            self._watch.check(step, values)
+        self._watch.check(step, values)
 
     def write_eval(self, version: int, values: Mapping[str, float]) -> None:
         """Write the scores of a policy to metrics/eval.jsonl and the console."""

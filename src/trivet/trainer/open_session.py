@@ -17,7 +17,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.schema.sft import SftConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.config.schema.trainer import ConstantSchedule, TrainerConfig, TrainingConfig
-from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
+from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume
 from trivet.trainer.disk_budget import measure_sizes, require_budget
 from trivet.trainer.losses.choice import CovLossConfig
@@ -96,20 +96,7 @@ def open_session(
         discard_staging(layout)
         discard_policies_after(layout, PolicyVersion(from_step))
         require_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
-        telemetry = Telemetry(
-            role,
-            layout=layout,
-            run=config.run,
-            detectors=config.detectors,
-            outputs=TelemetryOutputs(
-                wandb=config.wandb,
-                tracking=config.tracking,
-                heartbeat=config.heartbeat,
-                metrics_server=config.metrics_server,
-            ),
-            resume_step=from_step,
-            check=AttemptGuard(layout, config.run).check,
-        )
+        telemetry = Telemetry(role, config, resume_step=from_step, check=AttemptGuard(layout, config.run).check)
         telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
     barrier(world)
     session = Session(

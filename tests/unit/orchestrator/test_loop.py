@@ -73,7 +73,7 @@ def run_loop(
         ckpt=CkptConfig(interval=2),
     )
     layout = RunLayout(directory)
-    telemetry = Telemetry("orchestrator", layout=layout, run=config.run)
+    telemetry = Telemetry("orchestrator", config)
     sender = ReadyTrainer()
     fill_changed = ChangeEvent()
     buffer = GroupBuffer(

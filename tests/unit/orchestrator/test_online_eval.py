@@ -10,7 +10,6 @@ import pytest
 from support.groups import make_sample
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
-from trivet.config.schema.shared import RunIdentity
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.evaluate import Evaluator
 from trivet.evaluation.scores import Summary
@@ -90,12 +89,12 @@ class Bench:
 
     def __init__(self, root, *, resumed_from=0, weights="a", **changes):
         self.layout = RunLayout(root)
-        self.config = OrchestratorConfig.model_validate(CONFIG | changes)
+        self.config = OrchestratorConfig.model_validate({**CONFIG, **changes, "output_dir": root})
         self.policy = Policy(resumed_from, weights)
         self.pool = Pool(self.policy)
         self.servers = Servers()
         series = schedule_series(self.config, self.pool, layout=self.layout, resumed_from=resumed_from)
-        self.telemetry = Telemetry("orchestrator", layout=self.layout, run=RunIdentity(), resume_step=resumed_from)
+        self.telemetry = Telemetry("orchestrator", self.config, resume_step=resumed_from)
         self.evals = OnlineEval(
             series,
             evaluator=Evaluator(pool=self.pool, servers=self.servers, layout=self.layout, max_concurrent=4),

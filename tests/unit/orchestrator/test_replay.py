@@ -53,8 +53,8 @@ def replay(root: Path, record: Path, part: OrchestratorPart, *, max_steps: int |
             "buffer": {"online_difficulty_filtering": True},
         }
     )
-    layout, sender = RunLayout(config.output_dir), ReadyTrainer()
-    telemetry = Telemetry("orchestrator", layout=layout, run=config.run)
+    _layout, sender = RunLayout(config.output_dir), ReadyTrainer()
+    telemetry = Telemetry("orchestrator", config)
     telemetry.write_event(Start(run_id="new", from_step=part.progress.step, replayed_run="first"))
     reason = "failed"
     try:

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.processes import find_free_port
-from trivet.config.layout import RunLayout
-from trivet.config.schema.shared import MetricsServerConfig, RunIdentity
+from trivet.config.schema.shared import MetricsServerConfig
+from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.telemetry.metrics_server import MetricsServer
-from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
+from trivet.telemetry.telemetry import Telemetry
 
 
 @pytest.fixture
@@ -55,12 +55,7 @@ def test_a_port_that_is_taken_is_named_with_the_key_that_changes_it():
 def test_the_port_is_free_again_once_telemetry_is_closed(tmp_path):
     port = find_free_port()
     for step in (1, 2):
-        telemetry = Telemetry(
-            "trainer",
-            layout=RunLayout(tmp_path),
-            run=RunIdentity(),
-            outputs=TelemetryOutputs(metrics_server=MetricsServerConfig(port=port)),
-        )
+        telemetry = Telemetry("trainer", TrainerConfig(output_dir=tmp_path, metrics_server=MetricsServerConfig(port=port)))
         telemetry.write_step(step, {"time/step": 2.0, "loss/mean": 0.5})
         assert f"trainer_step {step}.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
         telemetry.close()

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from trivet.config.check_files import file_problems
-from trivet.config.layout import RunLayout
 from trivet.config.schema.evaluation import EvalConfig
 from trivet.config.schema.shared import (
     MlflowConfig,
     OpenTelemetryConfig,
     RunIdentity,
+    SteppingRoleConfig,
     TensorBoardConfig,
     TrackingConfig,
     TrackioConfig,
@@ -22,16 +22,14 @@ from trivet.config.schema.shared import (
 from trivet.errors import ConfigError
 from trivet.telemetry import sinks
 from trivet.telemetry.sinks import Sink, SinkFeed
-from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
+from trivet.telemetry.telemetry import Telemetry
 
 
 def write_steps(directory: Path, tracking: TrackingConfig, *, steps: Sequence[int], role="trainer", resume_step=0) -> None:
     """Write steps in one attempt of the run, each with the loss `step / 4`."""
     telemetry = Telemetry(
         role,
-        layout=RunLayout(directory),
-        run=RunIdentity(id="abc", attempt=1 + resume_step),
-        outputs=TelemetryOutputs(tracking=tracking),
+        SteppingRoleConfig(output_dir=directory, run=RunIdentity(id="abc", attempt=1 + resume_step), tracking=tracking),
         resume_step=resume_step,
     )
     for step in steps:

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.config.schema.orchestrator import ShownSamplesConfig
-from trivet.config.schema.shared import RunIdentity, WandbConfig
+from trivet.config.schema.orchestrator import OrchestratorConfig, ShownSamplesConfig
+from trivet.config.schema.shared import RunIdentity, SteppingRoleConfig, WandbConfig
 from trivet.errors import CheckpointError
 from trivet.telemetry.console import conversation_text
 from trivet.telemetry.events import EventWriter, chain_value, num_complete_bytes, read_events, take_apart
-from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
+from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import (
     AnyEvent,
     BatchFormed,
@@ -39,7 +39,7 @@ def layout(tmp_path):
 
 
 def test_a_step_goes_to_the_metrics_file_and_the_console(layout, caplog):
-    telemetry = Telemetry("trainer", layout=layout, run=RUN)
+    telemetry = Telemetry("trainer", SteppingRoleConfig(output_dir=layout.root, run=RUN))
     with caplog.at_level(logging.INFO):
         telemetry.write_step(3, {"time/step": 1.0, "loss/mean": 0.5})
     telemetry.close()
@@ -51,7 +51,7 @@ def test_a_step_goes_to_the_metrics_file_and_the_console(layout, caplog):
 
 
 def test_events_of_two_roles_share_a_file(layout):
-    roles = [Telemetry(role, layout=layout, run=RUN) for role in ("trainer", "orchestrator")]
+    roles = [Telemetry(role, SteppingRoleConfig(output_dir=layout.root, run=RUN)) for role in ("trainer", "orchestrator")]
     roles[0].write_event(Start(run_id="run", from_step=0))
     roles[1].write_event(Dispatch(group_id=1, env="e", example_id=4, version=0))
     roles[0].write_event(Commit(step=6, digest="d"))
@@ -135,9 +135,7 @@ def test_a_rollout_is_shown_in_one_line_per_part(layout, caplog):
     rollout = Rollout(index=0, reward=1.0, prompt=prompt, completion=completion)
     telemetry = Telemetry(
         "orchestrator",
-        layout=layout,
-        run=RUN,
-        outputs=TelemetryOutputs(shown_samples=ShownSamplesConfig(interval=5, max_chars=45)),
+        OrchestratorConfig(output_dir=layout.root, run=RUN, shown_samples=ShownSamplesConfig(interval=5, max_chars=45)),
     )
     with caplog.at_level(logging.INFO):
         telemetry.show_rollouts(4, [rollout])
@@ -160,7 +158,7 @@ def test_a_long_conversation_is_cut_and_tool_calls_are_named():
 
 def test_wandb_offline_gets_numbers_a_table_of_rollouts_and_their_distributions(layout):
     wandb = pytest.importorskip("wandb")
-    telemetry = Telemetry("orchestrator", layout=layout, run=RUN, outputs=TelemetryOutputs(wandb=WandbConfig(offline=True)))
+    telemetry = Telemetry("orchestrator", SteppingRoleConfig(output_dir=layout.root, run=RUN, wandb=WandbConfig(offline=True)))
     telemetry.write_step(10, {"reward/mean": 0.25, "entropy/mean": float("nan")})
     telemetry.show_rollouts(10, [Rollout(index=0, reward=0.5, completion=[{"role": "assistant", "content": "olleh"}])])
     telemetry.close()
@@ -180,7 +178,7 @@ def test_what_may_not_be_written_any_more_leaves_the_files_as_they_are(layout):
         allowed.pop()
 
     allowed = [True, True]  # to open the metrics, and to write one event
-    telemetry = Telemetry("trainer", layout=layout, run=RUN, check=check)
+    telemetry = Telemetry("trainer", SteppingRoleConfig(output_dir=layout.root, run=RUN), check=check)
     telemetry.write_event(Start(run_id="run", from_step=Step(0)))
     with pytest.raises(CheckpointError, match="attempt 3 has begun"):
         telemetry.write_event(Stop(step=Step(0), reason="interrupted"))
