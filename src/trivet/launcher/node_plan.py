@@ -9,12 +9,11 @@ from pathlib import Path
 
 from trivet.config.check_roles import steps_problem
 from trivet.config.layout import RunLayout
-from trivet.config.resolve import LOCAL_HOSTS
 from trivet.config.schema.base import Section
 from trivet.config.schema.environment import EnvNodesConfig
 from trivet.config.schema.inference import ElasticConfig
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import RunIdentity, TransportConfig, WeightsConfig
+from trivet.config.schema.shared import RunIdentity
 from trivet.errors import ConfigError
 from trivet.launcher.gpu_shares import TRAINER, GpuShares
 from trivet.launcher.placement import ENVIRONMENTS, RENDEZVOUS, TRANSPORT, Placement, ServerPlacement
@@ -25,10 +24,12 @@ from trivet.launcher.plan import (
     ProcessSpec,
     RecoveryUnit,
     RunPlan,
+    listening_host,
     orchestrator_config,
     orchestrator_process,
     origin_process,
     report_files,
+    role_process,
     server_config,
     server_keys,
     server_process,
@@ -36,7 +37,6 @@ from trivet.launcher.plan import (
     trainer_process,
 )
 from trivet.machine import Machine
-from trivet.process.lifetime import module_command
 from trivet.process.sockets import RankPlace, ServerShard, shard_name
 
 _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -89,24 +89,15 @@ def plan_over_nodes(
         raise ConfigError(problem)
     configs = RunLayout(config.output_dir).configs
     leader = nodes[placement.trainer_nodes[0]]
-    ports = Ports(inference=0, transport=leader.ports[TRANSPORT], origin=leader.ports.get(ORIGIN, 0))
+    ports = Ports(inference=0, transport=leader.ports[TRANSPORT], origin=leader.ports.get(ORIGIN, 0), host=leader.host)
     trainer = trainer_config(config, run, ports, resume_step)
-    trainer = trainer.model_copy(
-        update={
-            "rollout_transport": _between_nodes(trainer.rollout_transport, leader),
-            "weights": _with_origin_at(leader, trainer.weights),
-            "model": trainer.model.model_copy(update={"dp_replicate": _count_copies(config, placement)}),
-        }
-    )
+    model = trainer.model.model_copy(update={"dp_replicate": _count_copies(config, placement)})
+    trainer = trainer.model_copy(update={"model": model})
     urls = {server.name: _url(nodes[server.node], server.name) for server in placement.servers}
     orchestrator = orchestrator_config(config, run, ports, resume_step)
     orchestrator = orchestrator.model_copy(
-        update={
-            "rollout_transport": _between_nodes(orchestrator.rollout_transport, leader),
-            "weights": _with_origin_at(leader, orchestrator.weights),
-        }
+        update={"env_nodes": _env_nodes(config, placement, nodes[placement.orchestrator_node])}
         | ({"client": orchestrator.client.model_copy(update=_servers(config, urls))} if urls else {})
-        | {"env_nodes": _env_nodes(config, placement, nodes[placement.orchestrator_node])}
     )
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes: list[ProcessSpec] = []
@@ -119,7 +110,7 @@ def plan_over_nodes(
         section = server_config(
             config.inference, run, name="inference", port=node.ports[server.name], num_gpus=num_gpus, share=1.0
         )
-        bound = section.server.model_copy(update={"host": _bind(section.server.host, node)})
+        bound = section.server.model_copy(update={"host": listening_host(section.server.host, node.host)})
         sections[file] = section.model_copy(update={"server": bound, "name": server.name})
         processes += _server_processes(config, python, file, server=server, nodes=nodes)
     processes += _trainer_processes(config, python, configs / "trainer.toml", placement=placement, nodes=nodes, run=run)
@@ -147,20 +138,6 @@ def _count_copies(config: RLConfig, placement: Placement) -> int:
         return model.dp_replicate if placement.num_ranks % (model.dp_replicate * model.cp) == 0 else 1
     num_nodes = len(placement.trainer_nodes)
     return num_nodes // group if num_nodes % group == 0 else 1
-
-
-def _between_nodes(transport: TransportConfig, leader: Node) -> TransportConfig:
-    return transport.model_copy(update={"host": _bind(transport.host, leader), "advertise": leader.host})
-
-
-def _with_origin_at(leader: Node, weights: WeightsConfig) -> WeightsConfig:
-    origin = weights.origin.model_copy(update={"host": _bind(weights.origin.host, leader), "advertise": leader.host})
-    return weights.model_copy(update={"origin": origin})
-
-
-def _bind(host: str, node: Node) -> str:
-    """Return the host on which a process of `node` listens: the configured one, else the address by which other nodes reach it."""
-    return node.host if host in LOCAL_HOSTS and host not in ("0.0.0.0", "::") else host
 
 
 def _url(node: Node, name: str) -> str:
@@ -249,21 +226,10 @@ def _worker_processes(
     config: RLConfig, python: str, file: Path, *, placement: Placement, known: Container[int]
 ) -> Iterator[ProcessSpec]:
     """Yield the process of each known node that runs environment workers. The orchestrator runs them itself if no other does."""
-    layout = RunLayout(config.output_dir)
     for node in filter(known.__contains__, placement.worker_nodes if placement.has_distant_workers else ()):
-        name, own = f"env-workers-{node}", ("--env-nodes.own", str(node))
-        yield ProcessSpec(
-            name=name,
-            unit=RecoveryUnit(name),
-            argv=tuple(module_command("trivet.orchestrator.environment_node", "@", str(file), *own, python=python)),
-            log=layout.log_file(f"{name}.stdout"),
-            env=server_keys(config),
-            env_defaults={"PYTHONUNBUFFERED": "1"},
-            does_finish=False,
-            node=node,
-            work=_ENVIRONMENTS,
-            reports=report_files(layout, name),
-        )
+        module, words = "trivet.orchestrator.environment_node", ("--env-nodes.own", str(node))
+        spec = role_process(f"env-workers-{node}", module, config, python, file, *words, env=server_keys(config))
+        yield replace(spec, node=node, work=_ENVIRONMENTS)
 
 
 def _interfaces(node: Node) -> dict[str, str]:

@@ -7,7 +7,8 @@ one machine with it, and the supervisor starts the planned processes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NewType
+from types import MappingProxyType
+from typing import NewType, TypeVar
 from urllib.parse import urlsplit
 
 from trivet.checkpoints.settings import EVERY_KEY
@@ -18,7 +19,7 @@ from trivet.config.schema.base import Section
 from trivet.config.schema.inference import ClientConfig, InferenceConfig, ServerConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.rl import RLConfig
-from trivet.config.schema.shared import CkptConfig, RunIdentity, WeightsConfig
+from trivet.config.schema.shared import CkptConfig, OriginConfig, RunIdentity, TransportConfig
 from trivet.config.schema.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
@@ -32,6 +33,7 @@ ORIGIN = "origin"
 """The name of the process that serves policies to servers, and of its unit."""
 RecoveryUnit = NewType("RecoveryUnit", str)
 """The name of processes that are restarted together: `training`, or the name of a server."""
+ListeningT = TypeVar("ListeningT", TransportConfig, OriginConfig)
 TRAINING = RecoveryUnit("training")
 """The unit of orchestrator and trainer, which go back to one checkpoint."""
 _SECTIONS = {INFERENCE: "inference", TEACHER: "teacher_inference"}
@@ -66,6 +68,8 @@ class Ports:
     """0 when the run starts no teacher."""
     origin: int = 0
     """0 when the run starts no origin."""
+    host: str = ""
+    """The address at which other nodes reach transport and origin; empty on one machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,9 +244,8 @@ def orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resume
             "run": run,
             "teacher_model": teacher,
             "client": client,
-            "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
-            "weights": _with_origin_port(orchestrator.weights, ports),
             "ckpt": _ckpt_resumed_from(orchestrator.ckpt, resume_step),
+            **_addresses(orchestrator, ports),
         }
     )
 
@@ -251,18 +254,27 @@ def trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step
     """Return the trainer's configuration, with the run, its port, and the step that it resumes from."""
     trainer = config.trainer
     return trainer.model_copy(
-        update={
-            "run": run,
-            "rollout_transport": trainer.rollout_transport.model_copy(update={"port": ports.transport}),
-            "weights": _with_origin_port(trainer.weights, ports),
-            "ckpt": _ckpt_resumed_from(trainer.ckpt, resume_step),
-        }
+        update={"run": run, "ckpt": _ckpt_resumed_from(trainer.ckpt, resume_step), **_addresses(trainer, ports)}
     )
 
 
-def _with_origin_port(weights: WeightsConfig, ports: Ports) -> WeightsConfig:
-    origin = weights.origin.model_copy(update={"port": ports.origin}) if ports.origin else weights.origin
-    return weights.model_copy(update={"origin": origin})
+def _addresses(role: TrainerConfig | OrchestratorConfig, ports: Ports) -> dict[str, object]:
+    """Return the sections of a role that say where transport and origin listen."""
+
+    def at(section: ListeningT, port: int) -> ListeningT:
+        own = {"host": listening_host(section.host, ports.host), "advertise": ports.host} if ports.host else {}
+        return section.model_copy(update={"port": port, **own})
+
+    origin = at(role.weights.origin, ports.origin) if ports.origin else role.weights.origin
+    return {
+        "rollout_transport": at(role.rollout_transport, ports.transport),
+        "weights": role.weights.model_copy(update={"origin": origin}),
+    }
+
+
+def listening_host(host: str, own: str) -> str:
+    """Return the host on which a process listens: the configured one, else `own`, the address by which other nodes reach it."""
+    return own if host in LOCAL_HOSTS and host not in ("0.0.0.0", "::") else host
 
 
 def needs_origin(config: RLConfig) -> bool:
@@ -327,47 +339,47 @@ def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[
     return common | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else _GPU_ORDER | _ALLOCATOR_SETTINGS)
 
 
-def server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
-    """Return the process of the inference server or teacher `name`, which reads its configuration from `file`."""
+def role_process(
+    name: str,
+    module: str,
+    config: RLConfig,
+    python: str,
+    file: Path,
+    *words: str,
+    env: Mapping[str, str] = MappingProxyType({}),
+    env_defaults: Mapping[str, str] = MappingProxyType({}),
+) -> ProcessSpec:
+    """Return the process that runs `module` with the configuration in `file` and with `words`, until it is stopped."""
+    layout = RunLayout(config.output_dir)
     return ProcessSpec(
         name=name,
         unit=RecoveryUnit(name),
-        argv=tuple(module_command("trivet.inference.main", "@", str(file), python=python)),
-        log=RunLayout(config.output_dir).log_file(f"{name}.stdout"),
-        env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
-        env_defaults={"PYTHONUNBUFFERED": "1"} | (_GPU_ORDER if gpus else _YIELD_CORES),
+        argv=tuple(module_command(module, "@", str(file), *words, python=python)),
+        log=layout.log_file(f"{name}.stdout"),
+        env=dict(env),
+        env_defaults={"PYTHONUNBUFFERED": "1", **env_defaults},
         does_finish=False,
-        reports=report_files(RunLayout(config.output_dir), name),
-        are_children_watched=True,
+        reports=report_files(layout, name),
     )
+
+
+def server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
+    """Return the process of the inference server or teacher `name`, which reads its configuration from `file`."""
+    env, defaults = ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, _GPU_ORDER) if gpus else ({}, _YIELD_CORES)
+    spec = role_process(name, "trivet.inference.main", config, python, file, env=env, env_defaults=defaults)
+    return replace(spec, are_children_watched=True)
 
 
 def origin_process(config: RLConfig, python: str, file: Path) -> ProcessSpec:
     """Return the process of the origin, which reads the trainer's configuration from `file`."""
-    return ProcessSpec(
-        name=ORIGIN,
-        unit=RecoveryUnit(ORIGIN),
-        argv=tuple(module_command("trivet.origin", "@", str(file), python=python)),
-        log=RunLayout(config.output_dir).log_file("origin.stdout"),
-        env={},
-        env_defaults={"PYTHONUNBUFFERED": "1"},
-        does_finish=False,
-        reports=report_files(RunLayout(config.output_dir), ORIGIN),
-    )
+    return role_process(ORIGIN, "trivet.origin", config, python, file)
 
 
 def orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu: bool) -> ProcessSpec:
     """Return the process of the orchestrator, which reads its configuration from `file`."""
-    return ProcessSpec(
-        name=ORCHESTRATOR,
-        unit=TRAINING,
-        argv=tuple(module_command("trivet.orchestrator.main", "@", str(file), python=python)),
-        log=RunLayout(config.output_dir).log_file("orchestrator.stdout"),
-        env=server_keys(config),
-        env_defaults={"PYTHONUNBUFFERED": "1"} | (_KEEP_MEMORY if is_on_cpu else {}),
-        does_finish=True,
-        reports=report_files(RunLayout(config.output_dir), ORCHESTRATOR),
-    )
+    env, defaults = server_keys(config), _KEEP_MEMORY if is_on_cpu else {}
+    spec = role_process(ORCHESTRATOR, "trivet.orchestrator.main", config, python, file, env=env, env_defaults=defaults)
+    return replace(spec, unit=TRAINING, does_finish=True)
 
 
 def server_keys(config: RLConfig) -> dict[str, str]:
