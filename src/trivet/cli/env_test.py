@@ -9,17 +9,15 @@ from pathlib import Path
 import msgspec
 
 from trivet.cli.reports import print_json, print_table
-from trivet.client.inference_client import InferenceClient
+from trivet.client.inference_client import ask_model_name
 from trivet.config.findings import Findings
 from trivet.config.load import load_sources
 from trivet.config.schema.environment import EnvConfig
-from trivet.config.schema.inference import ClientConfig
 from trivet.config.values import Entry, Text
 from trivet.errors import ConfigError
 from trivet.evaluation.environment_test import EnvironmentTest, run_environment_test
 from trivet.evaluation.environment_verdict import Judgement, Verdict, judge
 from trivet.process.event_loop import run_until_signalled
-from trivet.process.proxies import is_direct
 from trivet.shown_text import one_line, printable
 
 _COLUMNS = ("policy", "mean reward", "groups without signal", "turns", "s a rollout", "groups", "failed")
@@ -53,13 +51,16 @@ def run_test(arguments: argparse.Namespace) -> int:
     tests: list[EnvironmentTest] = []
 
     async def measure() -> int:
+        url: str | None = arguments.base_url
         with tempfile.TemporaryDirectory(prefix="trivet-env-test-") as directory:
             test = await run_environment_test(
                 env,
                 num_examples=arguments.examples,
                 rollouts_per_example=arguments.rollouts,
                 log=Path(directory) / "workers.log",
-                model=None if arguments.base_url is None else (arguments.base_url, await _ask_model_name(arguments.base_url)),
+                model=(url, await ask_model_name(url, environ=os.environ, timeout_s=_CONNECT_TIMEOUT_S))
+                if url is not None
+                else None,
                 max_tokens=arguments.max_tokens,
             )
         tests.append(test)
@@ -74,20 +75,6 @@ def run_test(arguments: argparse.Namespace) -> int:
     else:
         _show(test, judgement)
     return 1 if judgement.verdict is Verdict.NO else 0
-
-
-async def _ask_model_name(base_url: str) -> str:
-    server = InferenceClient(
-        base_url,
-        timeout_s=_CONNECT_TIMEOUT_S,
-        headers=ClientConfig(base_url=[base_url]).request_headers(base_url, os.environ),
-        is_direct=is_direct(base_url, os.environ),
-    )
-    try:
-        await server.wait_ready(_CONNECT_TIMEOUT_S)
-        return await server.model_name()
-    finally:
-        await server.aclose()
 
 
 def _show(test: EnvironmentTest, judgement: Judgement) -> None:

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trivet.client.inference_client import InferenceClient
+from trivet.client.inference_client import ask_model_name
 from trivet.config.schema.inference import ClientConfig
 from trivet.environments.apis.agents.completion_client import CompletionClient
 from trivet.environments.apis.agents.server import AgentServer, has_key
@@ -30,7 +30,6 @@ from trivet.environments.apis.agents.session import AgentSession, SessionLimits
 from trivet.environments.apis.turns import to_samples
 from trivet.errors import ConfigError
 from trivet.process.event_loop import run_until_signalled
-from trivet.process.proxies import is_direct
 from trivet.storage.durable import write_atomically
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.workers import HostSettings
@@ -63,17 +62,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
 
 async def _serve(arguments: argparse.Namespace) -> int:
     client = ClientConfig(base_url=[arguments.base_url])
-    server = InferenceClient(
-        arguments.base_url,
-        timeout_s=_CONNECT_TIMEOUT_S,
-        headers=client.request_headers(arguments.base_url, os.environ),
-        is_direct=is_direct(arguments.base_url, os.environ),
-    )
-    try:
-        await server.wait_ready(_CONNECT_TIMEOUT_S)
-        model = await server.model_name()
-    finally:
-        await server.aclose()
+    model = await ask_model_name(arguments.base_url, environ=os.environ, timeout_s=_CONNECT_TIMEOUT_S)
     try:
         agents = AgentServer(arguments.host, arguments.port, model=model)
     except OSError as exc:

@@ -15,8 +15,9 @@ import httpx
 import msgspec
 
 from trivet.client.server_load import ServerLoad, read_load
+from trivet.config.schema.inference import ClientConfig
 from trivet.errors import ConfigError, InferenceError, InferenceTimeout, PolicyRefused, ServerGone
-from trivet.process.proxies import PROXY_ERRORS
+from trivet.process.proxies import PROXY_ERRORS, is_direct
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.groups import server_root
 from trivet.wire.transfers import TransferRound
@@ -360,6 +361,21 @@ class InferenceClient:
         except httpx.HTTPError as exc:
             error_type = ServerGone if _is_refused(exc) else InferenceError
             raise error_type(f"{request} failed: {type(exc).__name__}: {exc}") from exc
+
+
+async def ask_model_name(base_url: str, *, environ: Mapping[str, str], timeout_s: float) -> str:
+    """Return the `model_name` of the server at `base_url`, once it answers.
+
+    Raises:
+        InferenceError: it did not answer within `timeout_s`.
+    """
+    headers = ClientConfig(base_url=[base_url]).request_headers(base_url, environ)
+    client = InferenceClient(base_url, timeout_s=timeout_s, headers=headers, is_direct=is_direct(base_url, environ))
+    try:
+        await client.wait_ready(timeout_s)
+        return await client.model_name()
+    finally:
+        await client.aclose()
 
 
 def _is_refused(error: BaseException | None) -> bool:
