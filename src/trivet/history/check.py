@@ -21,8 +21,9 @@ from trivet.wire.versions import Step
 _MAX_BREACHES = 10
 """Limit of breaches that are printed. The first is the cause, and later ones are often only consequences of it."""
 _NEVER_EXAMINED = (
+    "edits that recompute the chain",
     "what lies in logs/, metrics/, evals/ and configs/ beyond the values that were used; and of what the orchestrator's part of a "
-    "checkpoint means, all but the groups that it holds"
+    "checkpoint means, all but the groups that it holds",
 )
 
 
@@ -61,8 +62,7 @@ def check_run(layout: RunLayout) -> RunHistory:
     ledger.require(bool(history.starts), Invariant.INTACT_RECORD, f"{layout.events} holds no start of a role")
     files.compare(history)
     history.roles.report_clocks()
-    chain.report_not_examined()
-    ledger.not_examined.append(_NEVER_EXAMINED)
+    ledger.not_examined += _NEVER_EXAMINED
     return history
 
 

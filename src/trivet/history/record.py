@@ -157,10 +157,6 @@ class ChainHistory:
             )
         self._last[role] = parts.chain
 
-    def report_not_examined(self) -> None:
-        """Add to the ledger what the chain cannot show."""
-        self._ledger.not_examined.append("edits that recompute the chain")
-
 
 class RoleHistory:
     """Checks the order of each role's events: attempts, starts, stops and times."""

@@ -64,7 +64,10 @@ def submit(config: AnyConfig, *, command: SlurmCommand, is_dry_run: bool) -> str
         SubmissionFailed: sbatch refused the script, or there is none.
     """
     assert config.slurm is not None
-    show_notices(_notices(config.slurm))
+    if config.slurm.cpus_per_task is None and not config.slurm.exclusive:
+        show_notices(
+            ["[slurm] sets neither cpus_per_task nor exclusive: with most clusters the job has one core for all roles"]
+        )
     output_dir = _check(config, config.slurm)
     directory = RunLayout(output_dir).slurm
     text = to_toml(config.model_copy(update={"slurm": None}))
@@ -78,11 +81,6 @@ def submit(config: AnyConfig, *, command: SlurmCommand, is_dry_run: bool) -> str
         return f"wrote {script}; submit it with: sbatch {shlex.quote(str(script))}"
     job_id = run_sbatch(script)
     return f"job {job_id} submitted; its log: {directory / f'{job_id}.log'}, its script: {script}"
-
-
-def _notices(slurm: SlurmConfig) -> Iterator[str]:
-    if slurm.cpus_per_task is None and not slurm.exclusive:
-        yield "[slurm] sets neither cpus_per_task nor exclusive: with most clusters the job has one core for all roles"
 
 
 def _check(config: AnyConfig, slurm: SlurmConfig) -> Path:
