@@ -2,8 +2,8 @@
 
 import hmac
 import ipaddress
+import socket
 from collections.abc import Callable
-from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -27,8 +27,7 @@ class Gate:
         self._app = app
         self._is_open = is_open
         self._expected = f"Bearer {token}".encode()
-        # A web page can make its own name resolve to this address (DNS rebinding). Its Host header then has that foreign name.
-        self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()} if is_loopback(host) else None
+        self._host = host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with a refusal."""
@@ -37,13 +36,10 @@ class Gate:
 
     def _check(self, scope: Scope) -> JSONResponse | None:
         """Return the answer that refuses a request; None for a request that is allowed."""
-        headers, host_name = Headers(scope=scope), ""
-        with suppress(ValueError):  # raised for a header that is no address
-            host_name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        if self._hosts is not None and host_name not in self._hosts:
-            return _refuse(
-                403, f"the Host header says {host_name[:100]!r}; this server answers to {', '.join(sorted(self._hosts))}"
-            )
+        headers = Headers(scope=scope)
+        named = headers.get("host", "")
+        if is_loopback(self._host) and not is_own_name(named, host=self._host):
+            return _refuse(403, f"the Host header says {named[:100]!r}; this server answers to {self._host} and localhost")
         if self._is_open(scope["path"].removeprefix(scope.get("root_path", ""))):
             return None
         if hmac.compare_digest(headers.get("authorization", "").encode(), self._expected):
@@ -53,6 +49,24 @@ class Gate:
             "this route needs the run's secret as its bearer token: it is in .secret of the server's output_dir; name that "
             f"file with {SECRET_FILE}",
         )
+
+
+def is_own_name(host_header: str, *, host: str) -> bool:
+    """Return whether the Host header of a request names the server that listens on `host`.
+
+    A web page can make its own name resolve to this machine (DNS rebinding), but not an address. Its Host header has that name.
+    """
+    try:
+        name = urlsplit(f"//{host_header}").hostname or ""
+    except ValueError:  # `[` without its end
+        return False
+    if name in ("localhost", host.casefold()):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return not is_loopback(host) and name == socket.gethostname().casefold()
+    return address.is_loopback or not is_loopback(host)
 
 
 def is_loopback(host: str) -> bool:

@@ -6,14 +6,12 @@ A page of another site must not read a run through the user's browser. So reques
 their host. A foreign name that resolves to the loopback address is refused. And no answer allows another origin.
 """
 
-import ipaddress
 import logging
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
-from urllib.parse import urlsplit
 
 import msgspec
 import uvicorn
@@ -26,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trivet.errors import ConfigError
-from trivet.gate import is_loopback
+from trivet.gate import is_own_name
 from trivet.view.api import Api, BadQuery
 from trivet.view.files import NotServed
 
@@ -146,27 +144,11 @@ class GuardedApplication:
             await send(message)
 
         application = self._application
-        if not is_meant(Headers(scope=scope).get("Host", ""), given_host=self._given_host):
+        if not is_own_name(Headers(scope=scope).get("Host", ""), host=self._given_host):
             application = _error(403, "this server was asked for under a name that is not its own")
         elif len(scope["query_string"]) > _MAX_QUERY_CHARS:
             application = _error(414, "the address is too long")
         await application(scope, receive, send_guarded)
-
-
-def is_meant(host_header: str, *, given_host: str) -> bool:
-    """Return whether the Host header of a request names the server that listens on `given_host`."""
-    try:
-        name = urlsplit(f"//{host_header}").hostname or ""
-    except ValueError:  # `[` without its end
-        return False
-    if name in ("localhost", given_host.casefold()):
-        return True
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return not is_loopback(given_host) and name == socket.gethostname().casefold()
-    # An attacker can make a name resolve to this machine, but not an address.
-    return address.is_loopback or not is_loopback(given_host)
 
 
 def read_pages() -> dict[str, bytes]:

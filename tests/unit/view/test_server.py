@@ -22,10 +22,11 @@ from trivet.algorithms.filters import RolloutFilter, RolloutFilters, mask_rollou
 from trivet.cli.main import main
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
+from trivet.gate import is_own_name
 from trivet.orchestrator.checkpoint import write_rollouts
 from trivet.view.api import Api
 from trivet.view.run import ViewedRun, name_runs, open_run
-from trivet.view.server import ViewServer, is_meant, read_pages
+from trivet.view.server import ViewServer, read_pages
 from trivet.wire.versions import Step
 
 STEPS = 30
@@ -259,8 +260,8 @@ def test_a_wider_host_is_named_by_a_usable_address_and_answers_to_the_machines_a
     server = ViewServer(Api([ViewedRun(open_run(site.layout.root), name="run")]), host="0.0.0.0", port=0)
     with server.serving():
         assert server.url == f"http://localhost:{server.port}/"
-    assert is_meant("10.1.2.3:80", given_host="0.0.0.0")
-    assert not is_meant("evil.example", given_host="0.0.0.0")
+    assert is_own_name("10.1.2.3:80", host="0.0.0.0")
+    assert not is_own_name("evil.example", host="0.0.0.0")
 
 
 def test_runs_are_named_by_their_directories_and_by_what_tells_them_apart():
