@@ -93,6 +93,19 @@ def test_transfers_are_bounded_and_end_with_their_readers(layout: RunLayout) -> 
         assert 206 in (answer.status_code for answer in answers), "the server notices that both readers have left"
 
 
+def test_a_reader_that_takes_nothing_is_dropped(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivet.weights.serve._SEND_TIMEOUT_S", 0.05)
+    directory = publish_files(layout, 4, model=bytes(64 << 20))  # more than sockets buffer
+    path = f"4/{read_manifest(directory).digest}/model.safetensors"
+    with PolicyServer(layout.weights, max_transfers=1) as server, httpx.Client(headers=BEARER, timeout=20) as client:
+        stuck = client.send(client.build_request("GET", f"{server.url}/weights/{path}"), stream=True)
+        assert stuck.status_code == 200
+        answers = (ask(server, path, Range="bytes=67108863-") for _ in range(1000))
+        assert 206 in (answer.status_code for answer in answers)
+        with pytest.raises(httpx.RemoteProtocolError, match="without sending complete message body"):
+            stuck.read()
+
+
 def test_a_policy_that_is_being_fetched_is_served_as_far_as_it_is_verified(layout: RunLayout) -> None:
     digest = read_manifest(layout.weights_step(3)).digest
     partial = partial_directory(layout.weights, 3, digest)
