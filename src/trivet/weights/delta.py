@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from trivet.errors import WeightsError
 from trivet.storage.durable import FileRecord
@@ -94,33 +95,29 @@ def _divide(num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _encode(base: Path, path: Path, place: tuple[int, int]) -> bytes:
-    """Return the frame of a chunk: its compressed differences, or nothing if there are none.
-
-    The lowest byte of all groups of four comes first, then the next one of all. Bytes of one kind compress better together, for
-    values of two bytes too.
-    """
-    words = _read(base, place) ^ _read(path, place)
-    if not words.any():
+    """Return the frame of a chunk: its compressed differences, or nothing if there are none."""
+    differences = _read(base, place) ^ _read(path, place)
+    if not differences.any():
         return b""
-    planes = np.empty((4, len(words)), np.uint8)
-    for i, plane in enumerate(planes):
-        np.right_shift(words, 8 * i, out=plane, casting="unsafe")  # ten times as fast as copying every fourth byte
-    return _codec().compress(planes, asbytes=True)
+    in_order = np.empty(differences.shape, np.uint8)
+    in_order[:] = differences  # five times as fast as differences.tobytes()
+    return _codec().compress(in_order, asbytes=True)
 
 
 def _decode(base: Path, item: tuple[tuple[int, int], list[bytes]]) -> bytes:
     """Return the bytes of a chunk after all deltas, given its place in the base and its frame in each delta."""
     place, frames = item
-    words = _read(base, place)
+    content = _read(base, place)
     for frame in filter(None, frames):
-        planes = np.frombuffer(_codec().decompress(frame, words.nbytes, asbytes=True), np.uint8).reshape(4, -1)
-        for i, plane in enumerate(planes):
-            words ^= plane.astype(np.uint32) << (8 * i)
-    return words.tobytes()[: place[1]]
+        content ^= np.frombuffer(_codec().decompress(frame, content.size, asbytes=True), np.uint8).reshape(4, -1)
+    return content.T.tobytes()[: place[1]]
 
 
-def _read(path: Path, place: tuple[int, int]) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    """Return a chunk as numbers of four bytes, the last one filled up with zeros."""
+def _read(path: Path, place: tuple[int, int]) -> NDArray[np.uint8]:
+    """Return a chunk, filled up with zeros, as four rows: the first byte of every four bytes, the second one, and so on.
+
+    Bytes of one row compress better together, for values of two bytes too.
+    """
     start, num_bytes = place
     with path.open("rb") as file:
         file.seek(start)
@@ -128,7 +125,7 @@ def _read(path: Path, place: tuple[int, int]) -> np.ndarray[tuple[int], np.dtype
     if len(content) != num_bytes:
         raise WeightsError(f"{path} ends before byte {start + num_bytes}: it is shorter than recorded")
     content += bytes(-num_bytes % 4)
-    return np.frombuffer(content, np.uint32)
+    return np.frombuffer(content, np.uint8).reshape(-1, 4).T
 
 
 def _read_frame(delta: BinaryIO) -> bytes:
