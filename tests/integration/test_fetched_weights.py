@@ -20,7 +20,9 @@ from support.rl_run import CONFIG, Run
 from trivet.config.layout import SECRET_FILE
 from trivet.history.check import check_run
 from trivet.secret import make_secret
+from trivet.step_directories import list_steps
 from trivet.telemetry.events import read_events
+from trivet.weights.manifest import read_manifest
 from trivet.wire.events import Load, Publish, Restart, ServerUp
 
 TEMPLATE = (
@@ -28,6 +30,7 @@ TEMPLATE = (
     + """
 [weights]
 transport = "http"
+delta = true
 """
 )
 DISTANT = (
@@ -59,12 +62,16 @@ def assert_served_what_was_published(run: Run, *, num_restarts: int) -> None:
 
 def test_a_server_of_the_run_fetches_from_the_origin_which_may_be_killed(make_run: MakeRun) -> None:
     run = make_run(max_steps=12, template=TEMPLATE)
-    run.start()
+    run.start("--trainer.optim.lr", "1e-6")  # at the usual rate of this model, deltas are too large
     run.wait_for(run.layout.weights_step(2))
     run.role("origin").kill()
     assert run.await_exit() == 0, run.output[-4000:]
     assert_served_what_was_published(run, num_restarts=1)
-    assert "policy fetched" in run.layout.log_file("inference.stdout").read_text()
+    log = run.layout.log_file("inference.stdout").read_text()
+    assert "policy fetched" in log
+    assert "is of no use" not in log
+    newest = max(list_steps(run.layout.weights).items())[1]
+    assert read_manifest(newest).deltas
 
 
 class Machine:
