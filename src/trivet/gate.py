@@ -39,12 +39,12 @@ class Gate:
         headers = Headers(scope=scope)
         named = headers.get("host", "")
         if is_loopback(self._host) and not is_own_name(named, host=self._host):
-            return _refuse(403, f"the Host header says {named[:100]!r}; this server answers to {self._host} and localhost")
+            return refuse(403, f"the Host header says {named[:100]!r}; this server answers to {self._host} and localhost")
         if self._is_open(scope["path"].removeprefix(scope.get("root_path", ""))):
             return None
         if hmac.compare_digest(headers.get("authorization", "").encode(), self._expected):
             return None
-        return _refuse(
+        return refuse(
             401,
             "this route needs the run's secret as its bearer token: it is in .secret of the server's output_dir; name that "
             f"file with {SECRET_FILE}",
@@ -77,5 +77,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _refuse(status_code: int, reason: str) -> JSONResponse:
+def refuse(status_code: int, reason: str) -> JSONResponse:
+    """Return the answer to a request that is not carried out."""
     return JSONResponse({"status": "error", "reason": reason}, status_code=status_code)

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from trivet.config.schema.base import WebAddress
 from trivet.errors import TrivetError, WeightsError
-from trivet.gate import Gate
+from trivet.gate import Gate, refuse
 from trivet.inference.fetcher import PolicyFetcher
 from trivet.inference.policy_loader import PolicyLoader
 from trivet.key_names import key_name
@@ -138,15 +138,15 @@ def make_router(
     @router.post("/sleep")
     async def sleep() -> Response:
         if not can_sleep:
-            return _refusal(409, f"this server was started without {key_name('inference.sleep_while_training')} = true")
+            return refuse(409, f"this server was started without {key_name('inference.sleep_while_training')} = true")
         return await _refusal_of(loader.sleep()) or JSONResponse({"status": "ok"})
 
     @router.post("/load_lora_adapter")
     async def load_lora_adapter(body: LoadLoRAAdapter) -> Response:
         if adapters is None:
-            return _refusal(409, f"this server was started without {key_name('inference.enable_lora')} = true")
+            return refuse(409, f"this server was started without {key_name('inference.enable_lora')} = true")
         if body.lora_name == model_name:
-            return _refusal(409, f"{model_name} is the policy's own name; its adapter is loaded with /update_weights")
+            return refuse(409, f"{model_name} is the policy's own name; its adapter is loaded with /update_weights")
         loading = loader.while_awake(partial(adapters.load, body.lora_name, path=body.lora_path))
         answer = {"status": "ok", "lora_name": body.lora_name, "lora_path": str(body.lora_path)}
         return await _refusal_of(loading) or JSONResponse(answer)
@@ -187,9 +187,9 @@ async def _check_health(engine: "VersionedEngine", *, timeout_s: float) -> Respo
         async with asyncio.timeout(timeout_s):
             await engine.ping()
     except TimeoutError:
-        return _refusal(503, f"the engine did not answer within {timeout_s:.0f} s")
+        return refuse(503, f"the engine did not answer within {timeout_s:.0f} s")
     except Exception as exc:  # noqa: BLE001  the engine may raise anything, and each error makes this server unhealthy
-        return _refusal(503, f"the engine failed: {type(exc).__name__}: {exc}")
+        return refuse(503, f"the engine failed: {type(exc).__name__}: {exc}")
     return Response(status_code=200)
 
 
@@ -201,11 +201,7 @@ async def _refusal_of(change: Awaitable[object]) -> JSONResponse | None:
     try:
         await change
     except WeightsError as exc:
-        return _refusal(409, str(exc))
+        return refuse(409, str(exc))
     except TrivetError as exc:
-        return _refusal(500, str(exc))
+        return refuse(500, str(exc))
     return None
-
-
-def _refusal(status_code: int, reason: str) -> JSONResponse:
-    return JSONResponse({"status": "error", "reason": reason}, status_code=status_code)

@@ -12,12 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from trivet.config.layout import MANIFEST, parse_step, step_name
 from trivet.errors import WeightsError
+from trivet.gate import refuse
 from trivet.weights.fetch import partial_directory
 from trivet.weights.manifest import read_manifest_file
 
@@ -42,11 +43,11 @@ class PolicyFiles:
         try:
             path, found = await asyncio.to_thread(self._find, **request.path_params)
         except (WeightsError, OSError):
-            return _refuse(404, "this policy is not here")
+            return refuse(404, "this policy is not here")
         if "," in request.headers.get("range", ""):
-            return _refuse(400, "one part of a file can be asked for, not several")
+            return refuse(400, "one part of a file can be asked for, not several")
         if self._transfers.locked():
-            return _refuse(503, "other transfers are under way")
+            return refuse(503, "other transfers are under way")
         return _Transfer(path, found, self._transfers)
 
     def _find(self, version: str, digest: str, name: str) -> tuple[Path, os.stat_result]:
@@ -81,7 +82,3 @@ class _Transfer(FileResponse):
         async with self._transfers:
             with suppress(OSError):  # also a timeout; the server closes the connection, because the answer is not complete
                 await super().__call__(scope, receive, send_in_time)
-
-
-def _refuse(status_code: int, reason: str) -> JSONResponse:
-    return JSONResponse({"status": "error", "reason": reason}, status_code=status_code)
