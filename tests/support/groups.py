@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trivet.config.schema.orchestrator import FiltersConfig
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Group, Rollout, Sample
 from trivet.wire.versions import GroupId, PolicyVersion, Step, VersionRun
+
+NO_FILTERS = FiltersConfig(repetition=None, gibberish=None, zero_advantage=None)
 
 
 def make_examples(**sizes: int) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from trivet.config.schema.shared import IN_MEMORY
 from trivet.environments.port import EnvironmentPool
 from trivet.evaluation.evaluate import Evaluator
 from trivet.orchestrator.advantage import make_advantage
-from trivet.orchestrator.buffer import BufferState, GroupBuffer, rollout_filters
+from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.checkpoint import OrchestratorPart, data_of
 from trivet.orchestrator.dispatcher import ChangeEvent, Dispatcher, group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
@@ -184,7 +184,8 @@ def _make_buffer(
         write_event=telemetry.write_event,
         online_difficulty_filtering=config.buffer.online_difficulty_filtering,
         max_off_policy_steps=config.max_off_policy_steps if config.replay is None else UNLIMITED_STEPS,
-        filters=rollout_filters(config),
+        filters=config.filters,
+        masks_truncated=config.mask_truncated_completions,
         prompt_limits=limits_of(config),
         ready=waiting.ready,
     )

@@ -24,17 +24,8 @@ import numpy as np
 
 from trivet.algorithms.arithmetic import rounding_error
 from trivet.algorithms.dispatching import is_stale
-from trivet.algorithms.filters import (
-    FilterReason,
-    Gibberish,
-    Repetition,
-    RolloutFilter,
-    RolloutFilters,
-    filter_reason,
-    is_flat,
-    mask_rollouts,
-)
-from trivet.config.schema.orchestrator import OrchestratorConfig
+from trivet.config.schema.orchestrator import FiltersConfig
+from trivet.orchestrator.filters import FilterReason, RolloutFilter, filter_reason, is_flat, mask_rollouts
 from trivet.orchestrator.prompts import MAX_NAMED, PromptLimits
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
@@ -124,26 +115,6 @@ class GroupCounters:
             )
 
 
-def rollout_filters(config: OrchestratorConfig) -> RolloutFilters:
-    """Return the configured filters. Those that are enforced mask a rollout from the loss; the others only count matches."""
-    filters = config.filters
-    sections = {
-        RolloutFilter.REPETITION: filters.repetition,
-        RolloutFilter.GIBBERISH: filters.gibberish,
-        RolloutFilter.ZERO_ADVANTAGE: filters.zero_advantage,
-    }
-    enforced = {name for name, section in sections.items() if section is not None and section.enforce}
-    if config.mask_truncated_completions:
-        enforced.add(RolloutFilter.TRUNCATED)
-    repetition, gibberish = filters.repetition, filters.gibberish
-    return RolloutFilters(
-        repetition=repetition and Repetition(window=repetition.window, prob_threshold=repetition.prob_threshold),
-        gibberish=gibberish and Gibberish(token_id_threshold=gibberish.token_id_threshold, max_logprob=gibberish.max_logprob),
-        is_measuring_zero_advantage=filters.zero_advantage is not None,
-        enforced=frozenset(enforced),
-    )
-
-
 class GroupBuffer:
     """Keeps groups from dispatch to batch."""
 
@@ -153,14 +124,16 @@ class GroupBuffer:
         write_event: Callable[[Event], None],
         online_difficulty_filtering: bool,
         max_off_policy_steps: int,
-        filters: RolloutFilters | None = None,
+        filters: FiltersConfig | None = None,
+        masks_truncated: bool = False,
         prompt_limits: PromptLimits | None = None,
         ready: Sequence[Group] = (),
     ) -> None:
         self._write_event = write_event
         self._is_filtering = online_difficulty_filtering
         self._max_off_policy_steps = max_off_policy_steps
-        self._filters = filters or RolloutFilters()
+        self._filters = filters or FiltersConfig()
+        self._masks_truncated = masks_truncated
         self.prompt_limits = prompt_limits
         """The limits of prompt lengths. The server's context is part of them once `check_prompts` has read it."""
         self._ready = list(ready)
@@ -209,7 +182,7 @@ class GroupBuffer:
                 completion_tokens=num_sampled / len(group.rollouts),
             )
         )
-        matches = mask_rollouts(group, self._filters)
+        matches = mask_rollouts(group, self._filters, masks_truncated=self._masks_truncated)
         limits = self.prompt_limits
         reason = filter_reason(
             group,

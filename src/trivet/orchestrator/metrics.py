@@ -11,9 +11,9 @@ import numpy as np
 
 from trivet.algorithms.difficulty import has_passed
 from trivet.algorithms.dispatching import staleness
-from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.orchestrator.buffer import FinishedGroup, GroupCounters
 from trivet.orchestrator.checkpoint import RunTotals
+from trivet.orchestrator.filters import FilterReason, RolloutFilter
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import PolicyVersion, Step, count_tokens
 

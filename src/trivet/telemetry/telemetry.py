@@ -3,12 +3,10 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Literal
 
 import httpx
 
-from trivet.algorithms.detectors import Thresholds, make_detectors
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.shared import DetectorsConfig, SteppingRoleConfig
@@ -16,6 +14,7 @@ from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import Diverged
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.telemetry.console import eval_line, sample_lines, step_line
+from trivet.telemetry.detectors import make_detectors
 from trivet.telemetry.events import EventWriter
 from trivet.telemetry.logs import SUCCESS
 from trivet.telemetry.metrics import MetricsWriter
@@ -173,8 +172,7 @@ class DetectorWatch:
     """Checks each step's metrics with the detectors that are not off, and warns or stops as `[detectors]` configures."""
 
     def __init__(self, config: DetectorsConfig) -> None:
-        thresholds = Thresholds(**{field.name: getattr(config, field.name) for field in fields(Thresholds)})
-        detectors = make_detectors(thresholds, patience=config.patience)
+        detectors = make_detectors(config)
         self._reactions: dict[str, str] = {detector.name: getattr(config, detector.name) for detector in detectors}
         self._detectors = [detector for detector in detectors if self._reactions[detector.name] != "off"]
 

@@ -80,7 +80,7 @@ class Filter(Event):
 
     group_id: GroupId
     reason: str
-    """An `algorithms.filters.FilterReason`."""
+    """An `orchestrator.filters.FilterReason`."""
 
 
 class Drop(Event):

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.groups import make_group
+from support.groups import NO_FILTERS, make_group
 from trivet.algorithms.advantages import AdvantageInputs, agent_baselines, mean_baseline, turn_returns
 from trivet.algorithms.credit import set_advantages
-from trivet.algorithms.filters import FilterReason, RolloutFilter, RolloutFilters, filter_reason, mask_rollouts
+from trivet.config.schema.orchestrator import FiltersConfig
+from trivet.orchestrator.filters import FilterReason, RolloutFilter, filter_reason, mask_rollouts
 from trivet.wire.rollouts import Group, Rollout, Sample, TurnRun
 from trivet.wire.versions import GroupId, PolicyVersion, VersionRun
 
@@ -123,12 +124,11 @@ def test_values_go_to_the_tokens_turn_by_turn_also_where_a_later_turn_is_in_an_e
 
 
 def test_a_rollout_without_advantage_is_one_whose_tokens_all_have_none() -> None:
-    rules = RolloutFilters(is_measuring_zero_advantage=True)
     group = make_group(0, (1.0, 1.0))
     for rollout, values in zip(group.rollouts, ([1.0, -1.0, 1.0, -1.0], [0.0] * 4), strict=True):
         set_advantages(rollout, np.array(values))
     assert group.rollouts[0].advantage == 0.0  # its mean
-    assert mask_rollouts(group, rules) == [RolloutFilter.ZERO_ADVANTAGE]
+    assert mask_rollouts(group, FiltersConfig(), masks_truncated=False) == [RolloutFilter.ZERO_ADVANTAGE]
     assert filter_reason(group, num_sampled=8, online_difficulty_filtering=True) is None
     set_advantages(group.rollouts[0], np.zeros(4))
     assert filter_reason(group, num_sampled=8, online_difficulty_filtering=True) is FilterReason.ZERO_SIGNAL
@@ -147,7 +147,6 @@ def test_equal_advantages_of_all_tokens_are_flat_whatever_the_prompts_hold() -> 
     group = group_of(*(Rollout(index=index, reward=1.0, samples=[make_sample([TurnRun(0, 3)])]) for index in range(2)))
     for rollout in group.rollouts:
         set_advantages(rollout, np.ones(3))
-    filters = RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED}))
     group.rollouts[0].ran_out_of_context = True
-    mask_rollouts(group, filters)
+    mask_rollouts(group, NO_FILTERS, masks_truncated=True)
     assert filter_reason(group, num_sampled=6, online_difficulty_filtering=True) is FilterReason.ZERO_SIGNAL

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.groups import make_group
+from support.groups import NO_FILTERS, make_group
 from support.histories import write_events
-from trivet.algorithms.filters import RolloutFilter, RolloutFilters, mask_rollouts
 from trivet.cli.main import main
 from trivet.config.layout import RunLayout
 from trivet.history.selection import TRAINED, EndedGroup, add_difficulty, follow_groups, measure_selection, read_ended_groups
 from trivet.orchestrator.checkpoint import write_rollouts
+from trivet.orchestrator.filters import mask_rollouts
 from trivet.wire.events import AnyEvent, BatchFormed, Dispatch, Drop, Filter, Finish, Start
 from trivet.wire.versions import GroupId, PolicyVersion, Step
 
@@ -112,7 +112,7 @@ def test_masked_rollouts_of_a_trained_group_count_as_their_share_of_it(tmp_path:
     group = make_group(0, rewards=(1.0, 0.0, 0.0, 0.0))
     group.rollouts[3].samples[0].logprobs_T[:] = 0.0
     group.rollouts[3].samples[0].is_truncated = True
-    mask_rollouts(group, RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED})))
+    mask_rollouts(group, NO_FILTERS, masks_truncated=True)
     write_rollouts(layout, Step(1), [group], run_id="run")
     write_events(layout.events, [start(), dispatch(0), finish(0, 0.25), batch(1, 0)])
     trained, masked = read_ended_groups(layout)

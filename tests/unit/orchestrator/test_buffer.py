@@ -1,9 +1,8 @@
 import pytest
 
-from support.groups import make_draw, make_group, make_sample
-from trivet.algorithms.filters import RolloutFilter, RolloutFilters
-from trivet.config.schema.orchestrator import FiltersConfig, OrchestratorConfig, RepetitionFilterConfig
-from trivet.orchestrator.buffer import GroupBuffer, rollout_filters
+from support.groups import NO_FILTERS, make_draw, make_group, make_sample
+from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.filters import RolloutFilter
 from trivet.orchestrator.prompts import PromptLimits
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, Rollout
@@ -53,8 +52,7 @@ def masked_group() -> Group:
     ],
 )
 def test_a_group_without_signal_is_filtered_with_its_reason(events, group, is_filtering, reason):
-    filters = RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED}))
-    buffer = make_buffer(events, online_difficulty_filtering=is_filtering, filters=filters)
+    buffer = make_buffer(events, online_difficulty_filtering=is_filtering, filters=NO_FILTERS, masks_truncated=True)
     play(buffer, group)
     assert buffer.num_ready == (reason is None)
     assert [event.reason for event in events if isinstance(event, Filter)] == [reason] * bool(reason)
@@ -131,8 +129,7 @@ def test_the_first_error_of_a_fruitless_row_is_kept_and_forgotten_with_the_row(e
 
 
 def test_what_a_filter_masks_is_left_out_of_the_batch_and_keeps_the_baseline(events):
-    filters = RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED}))
-    buffer = make_buffer(events, filters=filters)
+    buffer = make_buffer(events, filters=NO_FILTERS, masks_truncated=True)
     group = make_group(0, rewards=(1.0, 0.0, 0.5))
     group.rollouts[1].samples[0].is_truncated = True
     for rollout, advantage in zip(group.rollouts, (0.5, -0.5, 0.0), strict=True):
@@ -142,14 +139,3 @@ def test_what_a_filter_masks_is_left_out_of_the_batch_and_keeps_the_baseline(eve
     assert [rollout.samples[0].num_loss_tokens for rollout in taken.rollouts] == [4, 0, 4]
     assert [rollout.advantage for rollout in taken.rollouts] == [0.5, -0.5, 0.0]
     assert buffer.counters.finished[0].matches == (RolloutFilter.TRUNCATED,)
-
-
-def test_filters_are_measured_unless_they_are_enforced_and_can_be_taken_away() -> None:
-    assert rollout_filters(OrchestratorConfig()).enforced == frozenset()
-    assert rollout_filters(OrchestratorConfig(mask_truncated_completions=True)).enforced == {RolloutFilter.TRUNCATED}
-    filters = FiltersConfig(gibberish=None, repetition=RepetitionFilterConfig(window=9, enforce=True))
-    found = rollout_filters(OrchestratorConfig(filters=filters))
-    assert found.gibberish is None
-    assert found.repetition is not None
-    assert found.repetition.window == 9
-    assert found.enforced == {RolloutFilter.REPETITION}

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from support.groups import make_group, make_sample
-from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.orchestrator.buffer import FinishedGroup, GroupCounters, LostGroup
+from trivet.orchestrator.filters import FilterReason, RolloutFilter
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import PolicyVersion, Step

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from support.groups import make_draw, make_group
-from trivet.algorithms.filters import FilterReason
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, InferenceError
 from trivet.orchestrator.buffer import FinishedGroup, GroupCounters
+from trivet.orchestrator.filters import FilterReason
 from trivet.orchestrator.prompts import PromptLimits, check_prompts, limits_of, with_question
 from trivet.wire.groups import Example
 

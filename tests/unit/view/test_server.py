@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from support.big_run import trainer_line, write_run
-from support.groups import make_group
-from trivet.algorithms.filters import RolloutFilter, RolloutFilters, mask_rollouts
+from support.groups import NO_FILTERS, make_group
 from trivet.cli.main import main
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.gate import is_own_name
 from trivet.orchestrator.checkpoint import write_rollouts
+from trivet.orchestrator.filters import mask_rollouts
 from trivet.view.api import Api
 from trivet.view.run import ViewedRun, name_runs, open_run
 from trivet.view.server import ViewServer, read_pages
@@ -226,7 +226,7 @@ def test_a_rollout_comes_with_its_tokens(site: Site):
 def test_a_rollout_that_is_masked_from_the_loss_shows_its_log_probabilities_and_says_so(tmp_path: Path):
     group = make_group(0)
     group.rollouts[1].samples[0].is_truncated = True
-    mask_rollouts(group, RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED})))
+    mask_rollouts(group, NO_FILTERS, masks_truncated=True)
     layout = write_run(tmp_path / "run", num_steps=1)
     write_rollouts(layout, Step(1), [group])
     with serving(layout) as site:

@@ -12,6 +12,7 @@ from statistics import median
 import numpy as np
 
 from trivet.algorithms.arithmetic import are_equal
+from trivet.config.schema.shared import DetectorsConfig
 from trivet.key_names import key_name, list_keys
 
 Metrics = Mapping[str, float]
@@ -20,18 +21,6 @@ _REFERENCE_STEPS = 5
 """Steps whose median is the normal level of a metric: the fewest for which two outliers do not change the median much."""
 _RECENT_STEPS = 20
 """Steps with whose median a spike is compared: enough that spikes do not raise it, few enough that it follows a slow change."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """The limits of the detectors. `config.schema.shared` documents them, under keys of the same meaning."""
-
-    failed_share: float
-    truncated_share: float
-    entropy_share: float
-    mismatch_kl: float
-    gradient_factor: float
-    stuck_policy_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +58,10 @@ class Detector:
         return Finding(detector=self.name, message=f"{observation}{duration}; {self.remedy}")
 
 
-def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
-    """Return every detector, ready for a fresh run.
+def make_detectors(config: DetectorsConfig) -> list[Detector]:
+    """Return every detector, ready for a fresh run."""
 
-    Args:
-        patience: steps in a row, for the conditions that may hold in a single step by chance.
-    """
-
-    def make(name: str, condition: Condition, remedy: str, *, patience: int = patience) -> Detector:
+    def make(name: str, condition: Condition, remedy: str, *, patience: int = config.patience) -> Detector:
         return Detector(name=name, condition=condition, patience=patience, remedy=remedy)
 
     return [
@@ -98,30 +83,30 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
         ),
         make(
             "failed_rollouts",
-            lambda metrics: _find_high_share(metrics, "error/mean", thresholds.failed_share, "of the groups failed"),
+            lambda metrics: _find_high_share(metrics, "error/mean", config.failed_share, "of the groups failed"),
             "the first error of each is in logs/orchestrator.stdout and logs/env_workers/",
         ),
         make(
             "truncated",
             lambda metrics: _find_high_share(
-                metrics, "is_truncated/mean", thresholds.truncated_share, "of the rollouts are cut off"
+                metrics, "is_truncated/mean", config.truncated_share, "of the rollouts are cut off"
             ),
             f"raise {list_keys('orchestrator.sampling.max_tokens', 'seq_len', 'max_model_len')}, or reward shorter answers",
         ),
         make(
             "entropy_collapse",
-            _find_fall("entropy/mean", share=thresholds.entropy_share),
+            _find_fall("entropy/mean", share=config.entropy_share),
             "the policy hardly varies its answers any more: lower optim.lr, raise sampling.temperature, or stop here",
         ),
         make(
             "mismatch_drift",
-            lambda metrics: _find_excess(metrics, "mismatch_kl/mean", thresholds.mismatch_kl),
+            lambda metrics: _find_excess(metrics, "mismatch_kl/mean", config.mismatch_kl),
             "trainer and server disagree about the same tokens: lower max_off_policy_steps or optim.lr, and check that both "
             "use the same dtype and that sampling is not cut (top_p, top_k, min_p, penalties)",
         ),
         make(
             "gradient_spike",
-            _find_spike("optim/grad_norm", factor=thresholds.gradient_factor),
+            _find_spike("optim/grad_norm", factor=config.gradient_factor),
             "a single one is clipped by optim.max_norm; if they repeat, lower optim.lr and look at the rollouts of the step",
             patience=1,
         ),
@@ -129,7 +114,7 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
             "stuck_policy",
             _find_standstill("progress/ckpt_step"),
             "batches are filled from an old policy: see whether the servers refuse new weights (logs/inference.stdout)",
-            patience=thresholds.stuck_policy_steps,
+            patience=config.stuck_policy_steps,
         ),
         make(
             "no_loss_tokens",

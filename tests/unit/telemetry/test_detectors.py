@@ -1,11 +1,10 @@
 import pytest
 
-from trivet.algorithms.detectors import Thresholds, make_detectors
+from trivet.config.schema.shared import DetectorsConfig
 from trivet.key_names import use_names
+from trivet.telemetry.detectors import make_detectors
 
-THRESHOLDS = Thresholds(
-    failed_share=0.5, truncated_share=0.5, entropy_share=0.1, mismatch_kl=0.1, gradient_factor=10.0, stuck_policy_steps=3
-)
+CONFIG = DetectorsConfig(entropy_share=0.1, gradient_factor=10.0, stuck_policy_steps=3, patience=2)
 HEALTHY = {
     "reward/min": 0.0,
     "reward/max": 1.0,
@@ -21,7 +20,7 @@ HEALTHY = {
 
 def findings(steps):
     """Return (step, detector) of every finding over `steps`."""
-    detectors = make_detectors(THRESHOLDS, patience=2)
+    detectors = make_detectors(CONFIG)
     said = []
     for step, metrics in enumerate(steps, start=1):
         found = [finding for detector in detectors if (finding := detector.check(metrics))]
@@ -84,5 +83,5 @@ def test_metrics_of_the_other_role_say_nothing():
 
 def test_a_remedy_names_each_key_of_the_user_once() -> None:
     with use_names({"seq_len": "args.length", "max_model_len": "args.length"}):
-        remedies = {detector.name: detector.remedy for detector in make_detectors(THRESHOLDS, patience=1)}
+        remedies = {detector.name: detector.remedy for detector in make_detectors(CONFIG)}
     assert remedies["truncated"] == "raise orchestrator.sampling.max_tokens and args.length, or reward shorter answers"

@@ -5,13 +5,13 @@ baseline. A rollout that is left out stays in its group with its reward; only it
 """
 
 import math
-from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from trivet.algorithms.arithmetic import are_equal
 from trivet.algorithms.credit import advantages_of
+from trivet.config.schema.orchestrator import FiltersConfig, GibberishFilterConfig, RepetitionFilterConfig
 from trivet.wire.rollouts import Group, MaskedTokens, Rollout, Sample
 
 _NO_ADVANTAGE = 1e-12
@@ -42,37 +42,6 @@ class RolloutFilter(StrEnum):
     """A rare token was sampled although its probability was nearly 0."""
     ZERO_ADVANTAGE = "zero_advantage"
     """The reward equals the baseline, so nothing is learnt from the rollout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repetition:
-    """The limits of the repetition filter."""
-
-    window: int
-    """Number of consecutive sampled tokens."""
-    prob_threshold: float
-    """The filter matches if each of these tokens had a probability above this."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gibberish:
-    """The limits of the gibberish filter."""
-
-    token_id_threshold: int
-    """Tokens with larger ids are rare."""
-    max_logprob: float
-    """The filter matches if a rare token was sampled with a log-probability below this."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutFilters:
-    """The filters of a run. A filter that is not enforced is only counted in metrics."""
-
-    repetition: Repetition | None = None
-    gibberish: Gibberish | None = None
-    is_measuring_zero_advantage: bool = False
-    enforced: frozenset[RolloutFilter] = frozenset()
-    """The filters that clear the loss mask of rollouts that they match."""
 
 
 def filter_reason(
@@ -108,19 +77,31 @@ def is_flat(group: Group) -> bool:
     return are_equal(group.rewards) and are_equal(np.concatenate([advantages_of(rollout) for rollout in group.rollouts]))
 
 
-def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:
+def enforced_filters(filters: FiltersConfig, *, masks_truncated: bool) -> set[RolloutFilter]:
+    """Return the filters that mask a rollout from the loss; the others only count matches."""
+    sections = {
+        RolloutFilter.REPETITION: filters.repetition,
+        RolloutFilter.GIBBERISH: filters.gibberish,
+        RolloutFilter.ZERO_ADVANTAGE: filters.zero_advantage,
+    }
+    enforced = {name for name, section in sections.items() if section is not None and section.enforce}
+    return enforced | {RolloutFilter.TRUNCATED} if masks_truncated else enforced
+
+
+def mask_rollouts(group: Group, filters: FiltersConfig, *, masks_truncated: bool) -> list[RolloutFilter]:
     """Clear the loss mask of rollouts that match an enforced filter. `Sample.masked` keeps the mask and the log-probabilities.
 
     Returns the first matching filter of each rollout that has one. Enforced filters come before others.
     """
+    enforced = enforced_filters(filters, masks_truncated=masks_truncated)
     first_matches: list[RolloutFilter] = []
     for rollout in group.rollouts:
         matches = [name for name in RolloutFilter if _matches(rollout, name, filters)]
-        matches.sort(key=lambda name: name not in filters.enforced)
+        matches.sort(key=lambda name: name not in enforced)
         if not matches:
             continue
         first_matches.append(matches[0])
-        if matches[0] in filters.enforced:
+        if matches[0] in enforced:
             for sample in rollout.samples:
                 sample.masked = MaskedTokens(loss_mask_T=sample.loss_mask_T, logprobs_T=sample.logprobs_T)
                 sample.loss_mask_T = np.zeros_like(sample.loss_mask_T)
@@ -128,7 +109,7 @@ def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:
     return first_matches
 
 
-def _matches(rollout: Rollout, name: RolloutFilter, filters: RolloutFilters) -> bool:
+def _matches(rollout: Rollout, name: RolloutFilter, filters: FiltersConfig) -> bool:
     match name:
         case RolloutFilter.TRUNCATED:
             return rollout.is_truncated
@@ -139,10 +120,10 @@ def _matches(rollout: Rollout, name: RolloutFilter, filters: RolloutFilters) -> 
             rule = filters.gibberish
             return rule is not None and any(is_gibberish(sample, rule) for sample in rollout.samples)
         case RolloutFilter.ZERO_ADVANTAGE:
-            return filters.is_measuring_zero_advantage and bool((np.abs(advantages_of(rollout)) <= _NO_ADVANTAGE).all())
+            return filters.zero_advantage is not None and bool((np.abs(advantages_of(rollout)) <= _NO_ADVANTAGE).all())
 
 
-def is_repetitive(sample: Sample, rule: Repetition) -> bool:
+def is_repetitive(sample: Sample, rule: RepetitionFilterConfig) -> bool:
     """Return whether `rule.window` sampled tokens in a row were each sampled with a probability above the threshold.
 
     Source: the repetition filter of prime-rl, after MiniMax-M1 (arXiv 2506.13585), section 4, which stops such generations.
@@ -155,7 +136,7 @@ def is_repetitive(sample: Sample, rule: Repetition) -> bool:
     return bool(run_lengths.max() >= rule.window)
 
 
-def is_gibberish(sample: Sample, rule: Gibberish) -> bool:
+def is_gibberish(sample: Sample, rule: GibberishFilterConfig) -> bool:
     """Return whether a rare token was sampled to which the policy gave a log-probability below the limit.
 
     Source: the gibberish filter of prime-rl.
