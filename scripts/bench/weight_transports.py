@@ -54,12 +54,10 @@ from trivet.config.layout import RunLayout
 from trivet.secret import RunSecret, make_secret
 from trivet.trainer.weight_sender import WeightSender
 from trivet.transfer.group import KEY_PURPOSE
-from trivet.transfer.tensors import fingerprint_files
 from trivet.weights.fetch import PolicyCache
 from trivet.weights.manifest import offer_policy, read_manifest
 from trivet.weights.publish import DeltaPublisher, publish
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import FetchablePolicy, PolicyVersion
+from trivet.wire.versions import FetchablePolicy, PolicyVersion, TransferRound
 
 PROBE_TOKENS = 64
 """The default of weights.probe_tokens."""
@@ -216,7 +214,6 @@ class Bench:
             write=self.policies.write,
             probe=self.probe,
             deltas=self.deltas,
-            fingerprint=fingerprint_files if self.transport == "gloo" else lambda _: "",
         )
         times = {"publish_s": time.perf_counter() - started}
         if self.deltas is not None and (figures := self.deltas.metrics):
@@ -284,7 +281,6 @@ async def send_in_memory(bench: Bench, client: InferenceClient) -> None:
     digest = read_manifest(bench.directory).digest
     policy = TargetPolicy(version=PolicyVersion(bench.version), digest=digest, directory=bench.directory)
     status = await server.ensure_policy((await rounds.begin([server], policy))[server], is_known_to_differ=True)
-    rounds.end(policy)
     assert status.source == "gloo", f"the server has loaded it from {status.source}"
 
 

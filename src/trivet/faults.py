@@ -32,7 +32,7 @@ POINTS = frozenset(
         "commit": "before during after",  # trainer: during is between COMMITTED and the renaming
         "clean_up": "before after",  # trainer: around the removal of what nobody needs
         "reload": "before during after",  # inference: during is while the engine is paused
-        "transfer": "init start update finish send",  # inference: before each phase; trainer: send is before each bucket
+        "transfer": "init receive send",  # inference: before the workers connect, while they receive; every rank: before 64 MiB
     }.items()
     for moment in moments.split()
 )

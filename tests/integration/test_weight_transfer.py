@@ -7,10 +7,9 @@ orchestrator's end.
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, aclosing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,17 +28,16 @@ from trivet.errors import InferenceError
 from trivet.examples.tiny_model import make_tokenizer
 from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
-from trivet.trainer import weight_sender
-from trivet.transfer.tensors import fingerprint_files
-from trivet.weights.manifest import read_manifest
+from trivet.transfer.group import TransferGroup
 from trivet.weights.publish import publish
 from trivet.wire.events import Load
-from trivet.wire.versions import PolicyStatus, PolicyVersion
+from trivet.wire.versions import PolicyStatus, PolicyVersion, TransferRound
 
 MakeRun = Callable[..., Run]
 pytestmark = pytest.mark.vllm
 
-PHASES = ("init", "start", "update", "finish")
+POINTS = ("transfer.init", "transfer.receive", "reload.before", "reload.during")
+"""Before the workers connect, while they receive, before and after the load from memory."""
 
 
 def answers(base_url: str) -> list[tuple[list[int], list[float]]]:
@@ -89,7 +87,6 @@ def test_servers_of_a_mixture_equal_a_fresh_one_to_the_last_bit(stack: ExitStack
             version=PolicyVersion(version),
             run_id="test",
             write=lambda directory, version=version: write(directory, seed=10 + version),
-            fingerprint=fingerprint_files,
         )
     dtype = {"model.dtype": family.served_dtype}
     first = start_server(stack, tmp_path / "start", tmp_path, **dtype)
@@ -104,40 +101,38 @@ def test_servers_of_a_mixture_equal_a_fresh_one_to_the_last_bit(stack: ExitStack
         of_first, of_second = answers(first.base_url), answers(second.base_url)
         assert of_first == of_second
         assert (of_first == fresh) is (version == 1)
-    assert len({each.group_id for each in rounds.announced}) == 1, "the connections are used again"
 
 
 def test_a_server_killed_in_any_phase_comes_back_from_the_files(
     stack: ExitStack, tiny_model_untied: Path, tmp_path: Path
 ) -> None:
     layout = RunLayout(tmp_path / "run")
-    for version in range(1, len(PHASES) + 2):
+    for version in range(1, len(POINTS) + 2):
         publish_for_transfer(layout, version=version, tied=False)
     schedule = tmp_path / "faults.json"
     faults = [
-        {"name": phase, "point": f"transfer.{phase}", "action": "kill", "step": version}
-        for version, phase in enumerate(PHASES, start=1)
+        {"name": point, "point": point, "action": "kill", "step": version} for version, point in enumerate(POINTS, start=1)
     ]
     schedule.write_text(json.dumps({"seed": 0, "faults": faults}))
     healthy = start_server(stack, tiny_model_untied, tmp_path)
     sender = open_weight_sender(layout, healthy.base_url)
     rounds = Rounds(layout, [healthy.base_url], announce=sender.begin, timeout_s=5)
-    for version, phase in enumerate(PHASES, start=1):
+    for version, point in enumerate(POINTS, start=1):
         with ExitStack() as mortal:
             doomed = start_server(mortal, tiny_model_untied, tmp_path, **{"faults.schedule": str(schedule)})
             rounds.urls[1:] = [doomed.base_url]
             found = rounds.load(version)
-            assert doomed.process.wait(60) == -signal.SIGKILL, phase
+            assert doomed.process.wait(60) == -signal.SIGKILL, point
             assert isinstance(found[1], InferenceError)
             assert isinstance(found[0], PolicyStatus)
             assert found[0].version == version
-            # A server that is lost before it receives may be noticed once the other one has everything.
-            allowed = {"init": {"files"}, "finish": {"gloo"}}.get(phase, {"files", "gloo"})
-            assert found[0].source in allowed, phase
+            # A server that is lost while it receives may be noticed once the other one has everything.
+            allowed = {"transfer.init": {"files"}, "transfer.receive": {"files", "gloo"}}.get(point, {"gloo"})
+            assert found[0].source in allowed, point
         with ExitStack() as mortal:
             again = start_server(mortal, layout.weights_step(version), tmp_path)
-            assert answers(again.base_url) == answers(healthy.base_url), phase
-            if phase == PHASES[-1]:
+            assert answers(again.base_url) == answers(healthy.base_url), point
+            if point == POINTS[-1]:
                 rounds.urls[1:] = [again.base_url]
                 assert sources(rounds.load(version + 1)) == ["gloo", "gloo"], "the group is made again with the new server"
                 assert answers(again.base_url) == answers(healthy.base_url)
@@ -157,28 +152,33 @@ def test_a_trainer_lost_in_mid_transfer_leaves_the_servers_with_the_files(
     assert [answers(server.base_url) for server in servers] == [fresh, fresh]
 
 
-def test_tensors_that_are_not_those_of_the_manifest_are_not_served(
+def test_files_that_are_not_those_of_the_manifest_are_not_served(
     stack: ExitStack, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = RunLayout(tmp_path / "run")
     publish_for_transfer(layout, version=1)
     server = start_server(stack, tiny_model, tmp_path)
 
-    def with_a_flipped_bit(directory: Path) -> dict[str, Any]:
-        tensors = {name: tensor.clone() for name, tensor in map_tensors(directory).items()}
-        tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
-        return tensors
+    def with_a_flipped_bit(
+        group: TransferGroup, transfer: TransferRound, files: Iterable[torch.Tensor], *, rank: int = 0
+    ) -> None:
+        def altered() -> Iterator[torch.Tensor]:
+            for file in files:
+                file[-3] ^= 1  # memory of this process: the file on disk stays as it is
+                yield file
 
-    map_tensors = weight_sender.map_tensors
-    monkeypatch.setattr(weight_sender, "map_tensors", with_a_flipped_bit)
+        broadcast(group, transfer, altered(), rank=rank)
+
+    broadcast = TransferGroup.broadcast
+    monkeypatch.setattr(TransferGroup, "broadcast", with_a_flipped_bit)
     sender = open_weight_sender(layout, server.base_url)
     rounds = Rounds(layout, [server.base_url], announce=sender.begin)
     assert sources(rounds.load(1)) == ["files"]
-    assert "their fingerprint is another" in server.log.read_text()
-    altered = answers(server.base_url)
-    monkeypatch.setattr(weight_sender, "map_tensors", map_tensors)
+    assert "did not arrive as it was published" in server.log.read_text()
+    from_files = answers(server.base_url)
+    monkeypatch.setattr(TransferGroup, "broadcast", broadcast)
     assert sources(rounds.load(1)) == ["gloo"]
-    assert answers(server.base_url) == altered, "both are the published policy"
+    assert answers(server.base_url) == from_files, "both are the published policy"
 
 
 def test_a_policy_that_the_trainer_lacks_is_loaded_from_files_without_a_pause(
@@ -190,7 +190,8 @@ def test_a_policy_that_the_trainer_lacks_is_loaded_from_files_without_a_pause(
     sender = open_weight_sender(of_trainer, server.base_url)
     rounds = Rounds(layout, [server.base_url], announce=sender.begin)
     assert sources(rounds.load(1)) == ["files"]
-    assert "the trainer does not have it" in server.log.read_text()
+    log = server.log.read_text()
+    assert log.index("loading from files, not received") < log.index("policy loaded version=1")
 
 
 def test_requests_go_on_while_workers_wait_for_the_trainer(stack: ExitStack, tiny_model: Path, tmp_path: Path) -> None:
@@ -220,9 +221,8 @@ def test_every_policy_of_a_run_is_sent_from_memory_and_the_run_is_proven(make_ru
     assert versions == sorted(set(versions))
     assert len(versions) >= 3, "a policy that a newer one overtakes is not loaded"
     assert_proven(check_run(run.layout))
-    manifest = read_manifest(run.layout.weights_step(6))
-    assert manifest.fingerprint == fingerprint_files(run.layout.weights_step(6))
-    assert manifest.probe is not None, "each policy was compared with the trainer's log-probabilities before it was served"
+    probes = {each.probe_mismatch is None for each in loads}
+    assert probes == {False}, "each policy was compared with the trainer's log-probabilities before it was served"
 
 
 @pytest.mark.gpu

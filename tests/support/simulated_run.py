@@ -32,8 +32,7 @@ from trivet.weights.publish import publish
 from trivet.wire.batches import Batch
 from trivet.wire.events import Event, Publish, Start, Train
 from trivet.wire.rollouts import Rollout
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import FetchablePolicy, PolicyStatus, PolicyVersion, Step
+from trivet.wire.versions import FetchablePolicy, PolicyStatus, PolicyVersion, Step, TransferRound
 
 EXAMPLES = {"toy": [f"hash-{index}" for index in range(13)]}
 START_DIGEST = "start"

@@ -22,17 +22,15 @@ from trivet.faults import arm
 from trivet.secret import make_secret
 from trivet.trainer.weight_sender import WeightSender
 from trivet.transfer.group import KEY_PURPOSE
-from trivet.transfer.tensors import fingerprint_files
 from trivet.weights.manifest import Manifest, read_manifest
 from trivet.weights.publish import publish
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import PolicyStatus, PolicyVersion
+from trivet.wire.versions import PolicyStatus, PolicyVersion, TransferRound
 
 
 def publish_for_transfer(layout: RunLayout, *, version: int, **options: int | bool) -> Manifest:
-    """Publish other weights of the same shape as policy `version`, with the fingerprint of its tensors."""
+    """Publish other weights of the same shape as policy `version`."""
     write = tiny_model_writer(seed=1000 + version, **options)  # type: ignore[arg-type]
-    return publish(layout, version=PolicyVersion(version), run_id="test", write=write, fingerprint=fingerprint_files)
+    return publish(layout, version=PolicyVersion(version), run_id="test", write=write)
 
 
 def open_weight_sender(layout: RunLayout, base_url: str, *, device: str = "cpu") -> WeightSender:
@@ -42,7 +40,7 @@ def open_weight_sender(layout: RunLayout, base_url: str, *, device: str = "cpu")
 
 
 class SenderProcess:
-    """A trainer's sender in a process of its own, which kills or stops itself before it sends the first bucket."""
+    """A trainer's sender in a process of its own, which kills or stops itself before it sends the first chunk."""
 
     def __init__(self, layout: RunLayout, base_url: str, *, action: str) -> None:
         schedule = layout.root.parent / "sender-faults.json"
@@ -109,9 +107,7 @@ class Rounds:
                     server.status = await client.served_policy()
                 servers = [self._servers[url] for url in self.urls]
                 policies = await self._planned.begin(servers, policy)
-                found = await asyncio.gather(*(one(server, policies.get(server, policy)) for server in servers))
-                self._planned.end(policy)
-                return found
+                return await asyncio.gather(*(one(server, policies.get(server, policy)) for server in servers))
 
         return asyncio.run(scenario())
 

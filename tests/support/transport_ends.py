@@ -16,7 +16,7 @@ from trivet.process.sockets import key_pair
 from trivet.secret import RunSecret
 from trivet.transport.zeromq import KEY_PURPOSE, ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
-from trivet.wire.transfers import TransferRound
+from trivet.wire.versions import TransferRound
 
 Frames = list[bytes]
 Relay = Callable[[Frames, Callable[[Frames], bytes | None]], bytes | None]

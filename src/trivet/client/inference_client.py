@@ -20,8 +20,7 @@ from trivet.errors import ConfigError, InferenceError, InferenceTimeout, PolicyR
 from trivet.process.proxies import PROXY_ERRORS, is_direct
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.groups import server_root
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import FetchablePolicy, PolicyStatus, VersionRun
+from trivet.wire.versions import FetchablePolicy, PolicyStatus, TransferRound, VersionRun
 
 _POLL_INTERVAL_S = 0.5
 """Seconds between two questions whether a server is ready."""

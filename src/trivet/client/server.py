@@ -8,8 +8,7 @@ from pathlib import Path
 from trivet.client.inference_client import InferenceClient
 from trivet.client.server_load import ServerLoad
 from trivet.errors import ForeignPolicy, InferenceError, InferenceTimeout
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import START_VERSION, FetchablePolicy, PolicyStatus, PolicyVersion
+from trivet.wire.versions import START_VERSION, FetchablePolicy, PolicyStatus, PolicyVersion, TransferRound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

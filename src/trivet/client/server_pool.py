@@ -388,8 +388,6 @@ class ServerPool:
             await asyncio.gather(*loads, return_exceptions=True)
         for task in late:
             self.mark_unhealthy(loads[task], f"it did not load policy {policy.version} when half of the servers had")
-        if self._transfers is not None:
-            self._transfers.end(policy)
         return errors
 
     async def _ensure_on(self, server: Server, policy: TargetPolicy) -> InferenceError | None:

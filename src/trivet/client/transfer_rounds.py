@@ -8,34 +8,30 @@ from urllib.parse import urlsplit
 import msgspec
 
 from trivet.client.server import Server, TargetPolicy
-from trivet.wire.transfers import TransferRound
+from trivet.wire.versions import TransferRound
 
 Announce = Callable[[TransferRound], Awaitable[None]]
 """Tells the trainer of a round. It may get lost: then the servers load from files."""
 
 
 class TransferRounds:
-    """The rounds of a run. A round after a failure, or with other servers, makes new connections."""
+    """The rounds of a run, which are independent of each other."""
 
     def __init__(self, announce: Announce, *, timeout_s: float) -> None:
         """Plan rounds whose exchanges take at most `timeout_s` each."""
         self._announce = announce
         self._timeout_s = timeout_s
-        self._members: list[Server] = []
-        """The servers of the group, which are those of the last round unless it failed."""
-        self._group_id = ""
 
     async def begin(self, servers: Sequence[Server], policy: TargetPolicy) -> dict[Server, TargetPolicy]:
         """Announce a round for `policy` to those of `servers` that can take part; return the policy for each of these."""
         able = {server: server.status for server in servers if server.status is not None and server.status.num_workers}
         if not able:
             return {}
-        if list(able) != self._members:
-            self._members, self._group_id = list(able), secrets.token_hex(16)
-        first = self._members[0]
+        first = next(iter(able))
         transfer = TransferRound(
             version=policy.version,
-            group_id=self._group_id,
+            digest=policy.digest or "",
+            group_id=secrets.token_hex(16),
             host=urlsplit(first.root).hostname or "",
             port=able[first].transfer_port,
             world_size=1 + sum(status.num_workers for status in able.values()),
@@ -48,11 +44,3 @@ class TransferRounds:
             policies[server] = replace(policy, transfer=msgspec.structs.replace(transfer, rank_offset=rank))
             rank += status.num_workers
         return policies
-
-    def end(self, policy: TargetPolicy) -> None:
-        """Forget the group if a server of the last round did not receive `policy` over it: its connections are unusable."""
-        for server in self._members:
-            status = server.status
-            if not server.is_admitted or status is None or not policy.is_served(status) or status.source == "files":
-                self._members = []
-                return

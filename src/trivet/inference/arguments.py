@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from trivet.config.schema.inference import COMPUTED_VLLM_ARGUMENTS, VLLM_KEYS, InferenceConfig
-from trivet.config.schema.shared import IN_MEMORY
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.process.sockets import ServerShard
@@ -37,9 +36,6 @@ _CPU_BLOCK_SIZE = 32
 """Tokens of a block of the KV cache. Requests share whole blocks of a prompt, and vLLM's own 128 on CPUs is longer than many
 prompts. Its attention for CPUs takes multiples of 32. Measured with 64 requests, 8 different prompts of 34 tokens and 64 new tokens
 each: 151 to 177 tokens/s with 128, 217 to 226 with 32 (SmolLM2, float32, AVX2, two cores)."""
-
-TRANSFER_ENGINE = "trivet-"
-"""The names of `weight_transfer.PolicyTransferEngine` in vLLM begin with this; `nccl` or `gloo` follows."""
 
 WORKER_EXTENSION = "trivet.inference.worker_extension.PolicyWorkerExtension"
 
@@ -114,8 +110,6 @@ def vllm_arguments(
     if config.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
     arguments |= _memory_arguments(config, is_cpu=is_cpu)
-    transfer = {"weight_transfer_config": {"backend": f"{TRANSFER_ENGINE}{config.weights_transport}"}}
-    arguments |= transfer if config.weights_transport in IN_MEMORY else {}
     if config.deterministic:
         # The rounding of a sum depends on the size of the batch and on how much of the prefix was cached.
         arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}

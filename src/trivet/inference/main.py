@@ -23,7 +23,7 @@ from trivet.checkpoints.run_record import read_run
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import InferenceConfig
-from trivet.config.schema.shared import RunIdentity
+from trivet.config.schema.shared import IN_MEMORY, RunIdentity, WeightsTransport
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
 from trivet.inference.arguments import (
@@ -117,7 +117,15 @@ def serve(config: InferenceConfig) -> int:
         return _run_shard(args)
     cache = make_cache(config, secret)
     roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs, cache.directory]
-    running = _run(args, secret=secret, roots=roots, cache=cache, is_one_process=is_one_process, shard=shard)
+    running = _run(
+        args,
+        secret=secret,
+        roots=roots,
+        cache=cache,
+        transport=config.weights_transport,
+        is_one_process=is_one_process,
+        shard=shard,
+    )
     with closing(cache):
         exit_code = uvloop.run(running)
     # os._exit skips the interpreter's own clean-up, in which triton's bindings would report their live objects as leaks.
@@ -204,6 +212,7 @@ async def _run(
     secret: RunSecret,
     roots: Sequence[Path],
     cache: PolicyCache,
+    transport: WeightsTransport,
     is_one_process: bool,
     shard: ServerShard | None,
 ) -> int:
@@ -212,6 +221,7 @@ async def _run(
     Args:
         roots: directories below which policies may be loaded from.
         cache: has the policies that are fetched.
+        transport: how the server can receive policies.
         is_one_process: the worker runs in the engine's process: on a CPU without parallelism.
         shard: this node's share of a server over several nodes; None for a server on one node.
     """
@@ -220,7 +230,7 @@ async def _run(
         rank_store = open_rank_store(shard) if shard is not None else None
         engine = _start_engine(args, is_one_process=is_one_process)
         try:
-            return await _serve_http(engine, args, sock, secret=secret, roots=roots, cache=cache)
+            return await _serve_http(engine, args, sock, secret=secret, roots=roots, cache=cache, transport=transport)
         finally:
             engine.shutdown(timeout=0)
             del rank_store  # closes the store, now that the ranks have ended
@@ -306,6 +316,7 @@ async def _serve_http(
     secret: RunSecret,
     roots: Sequence[Path],
     cache: PolicyCache,
+    transport: WeightsTransport,
 ) -> int:
     """Answer requests on `sock` until a signal comes or the engine dies; return the exit code."""
     with importing():
@@ -321,7 +332,8 @@ async def _serve_http(
         if not ended.done():
             ended.set_result(exit_code)
 
-    engine.transfer_key = secret.derive(KEY_PURPOSE)
+    if transport in IN_MEMORY:
+        engine.transfer_backend, engine.transfer_key = transport, secret.derive(KEY_PURPOSE)
     loader = PolicyLoader(
         engine, model_name=args.model, start_directory=_model_directory(args.model), roots=roots, on_broken=lambda: end(1)
     )

@@ -9,7 +9,8 @@ These are the steps of one policy from the orchestrator onto this server:
     → `engine_records.PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches`
     → `VersionedEngine.score`: the engine reproduces the policy's probe (`weights.probe`) → `.resume` → answer
 
-With a transfer (`inference.weights_transport`) the weights come from the trainer's memory, and from the files only if it fails.
+With a transfer (`inference.weights_transport`) `VersionedEngine.receive` gets the files from the trainer's memory before the pause,
+and they are loaded in place of those of the directory. If it fails, the directory is verified and loaded.
 
 With `inference.sleep_while_training` the engine sleeps before the load. Its weights take GPU memory again before the load, its KV
 cache takes GPU memory after the load. While the trainer has not freed that memory, the load waits.
@@ -29,8 +30,8 @@ from trivet.faults import reach
 from trivet.key_names import key_name
 from trivet.telemetry import process_report
 from trivet.weights.adapters import base_of, is_adapter, is_same_model
-from trivet.weights.manifest import Manifest, make_start_manifest, read_manifest, verify, verify_manifest
-from trivet.wire.transfers import TransferRound
+from trivet.weights.manifest import Manifest, make_start_manifest, verify_files, verify_manifest
+from trivet.wire.versions import TransferRound
 
 if TYPE_CHECKING:
     from trivet.inference.versioned_engine import VersionedEngine
@@ -116,8 +117,6 @@ class PolicyLoader:
         """How closely the engine reproduces the served policy's probe; None for a policy without one."""
         self.source = _FILES
         """Where the served policy came from: `files`, `nccl` or `gloo`."""
-        self._must_abort = False
-        """True after a transfer began to replace the weights and did not finish."""
         self._parts_asleep: set[EnginePart] = set()
         """The parts of the engine that have no GPU memory."""
 
@@ -149,7 +148,7 @@ class PolicyLoader:
         """Serve the policy in `directory`; return its manifest.
 
         Args:
-            transfer: a round in which the trainer sends the policy. If it fails in any phase, the files are loaded.
+            transfer: a round in which the trainer sends the policy. If it fails, the files in `directory` are loaded.
             is_verified: every byte was compared with the manifest, in a directory where nobody else can change it.
 
         Raises:
@@ -160,10 +159,10 @@ class PolicyLoader:
         """
         require_below(self._roots, directory)
         async with self._lock:
-            if transfer is not None and not await self._connect(transfer, directory):
-                transfer = None
-            check = verify if transfer is None and not is_verified else verify_manifest
-            manifest = await asyncio.to_thread(check, directory, max_bytes=self.max_bytes)
+            manifest = await asyncio.to_thread(verify_manifest, directory, max_bytes=self.max_bytes)
+            is_received = transfer is not None and await self._receive(transfer, directory, manifest)
+            if not is_received and not is_verified:
+                await asyncio.to_thread(verify_files, directory, manifest)
             if is_adapter(directory):
                 if not self._engine.serves_adapters:
                     raise WeightsError(
@@ -175,7 +174,7 @@ class PolicyLoader:
                         f"{key_name('inference.model.name')} = {base!r}"
                     )
             reach("reload.before", step=manifest.version)
-            await self._switch(directory, manifest, transfer)
+            await self._switch(directory, manifest, is_received=is_received)
             reach("reload.after", step=manifest.version)
             return manifest
 
@@ -231,25 +230,25 @@ class PolicyLoader:
                 self._on_broken()
                 raise InferenceError(f"the engine did not answer within {self._timeout_s:.0f} s: the server ends") from exc
 
-    async def _connect(self, transfer: TransferRound, directory: Path) -> bool:
-        """Connect for `transfer` while requests go on. Return False, after which the files are to be loaded, if that fails."""
+    async def _receive(self, transfer: TransferRound, directory: Path, manifest: Manifest) -> bool:
+        """Receive the policy while requests go on. Return False, after which the files are to be loaded, if that fails."""
         try:
-            if not self._engine.transfer_backend or self._parts_asleep or not read_manifest(directory).fingerprint:
-                raise WeightsError("the server is asleep or was not started for transfers, or the policy has no fingerprint")
-            await self._engine.connect_transfer(transfer)
+            if not self._engine.transfer_backend or self._parts_asleep or is_adapter(directory):
+                raise WeightsError("the server is asleep or was not started for transfers, or the policy is an adapter")
+            await self._engine.receive(transfer, manifest.weight_files)
         except Exception as exc:  # noqa: BLE001  vLLM passes on any error of a worker, and the files are still there
-            logger.warning("loading from files, not connected version=%s: %s: %s", transfer.version, type(exc).__name__, exc)
+            logger.warning("loading from files, not received version=%s: %s: %s", transfer.version, type(exc).__name__, exc)
             return False
         return True
 
-    async def _switch(self, directory: Path, manifest: Manifest, transfer: TransferRound | None = None) -> None:
+    async def _switch(self, directory: Path, manifest: Manifest, *, is_received: bool = False) -> None:
         """Pause the engine, load the policy and resume. If the load fails, load the previous policy again and raise."""
         started = self._clock()
         previous_directory, previous = self._directory, self.policy
         if not self._parts_asleep:
             await self._pause()
         try:
-            await self._replace(directory, manifest, transfer)
+            await self._replace(directory, manifest, is_received=is_received)
         except Exception as exc:  # noqa: BLE001  the engine may raise anything; a partly replaced policy must not sample
             logger.error("load failed directory=%s version=%s: %s", directory, manifest.version, exc)
             await self._restore(previous_directory, previous, failed=directory, cause=exc)
@@ -266,11 +265,11 @@ class PolicyLoader:
             self._on_broken()
             raise InferenceError(f"the engine did not pause ({type(exc).__name__}: {exc}): the server ends") from exc
 
-    async def _replace(self, directory: Path, manifest: Manifest, transfer: TransferRound | None = None) -> None:
+    async def _replace(self, directory: Path, manifest: Manifest, *, is_received: bool = False) -> None:
         """Load the policy into the paused engine and compare its probe. The attributes change only when all of it succeeded."""
         async with asyncio.timeout(self._timeout_s):
             await self._wake("weights")
-            source = await self._load_missing(directory, manifest, transfer)
+            await self._load_missing(directory, is_received=is_received)
             reach("reload.during", step=manifest.version)
             self._engine.ledger.switch(manifest.version, at=self._clock())
             await self._engine.drop_caches()
@@ -284,7 +283,8 @@ class PolicyLoader:
                 # With data parallelism several engines computed the probe. The largest mismatch of them counts.
                 results = [compare(manifest.probe, logprobs, dtype=dtype, where=where) for logprobs in scores]
                 result = max(results, key=lambda result: result.mismatch)
-        self._directory, self._policy, self.probe_result, self.source = directory, manifest, result, source
+        self._directory, self._policy, self.probe_result = directory, manifest, result
+        self.source = self._engine.transfer_backend if is_received else _FILES
 
     async def _wake(self, part: EnginePart) -> None:
         """Take GPU memory for a sleeping part; retry while another process holds that memory. An awake part stays as it is."""
@@ -302,41 +302,17 @@ class PolicyLoader:
                 logger.warning("waiting for GPU memory part=%s: %s", part, exc)
                 await self._sleep(_WAKE_RETRY_INTERVAL_S)
 
-    async def _load_missing(self, directory: Path, manifest: Manifest, transfer: TransferRound | None) -> str:
-        """Load the part of the policy that the engine does not have: if it has the start model's weights, only the adapter.
-
-        Return where the weights came from.
-        """
-        source = _FILES
+    async def _load_missing(self, directory: Path, *, is_received: bool) -> None:
+        """Load the part of the policy that the engine does not have: if it has the start model's weights, only the adapter."""
         adapter = directory if is_adapter(directory) else None
         base = self._start_directory if adapter else directory
         has_base = self._engine.serves_adapters and base == self._base_directory == self._start_directory
         if not has_base:
             self._base_directory = None
-            if transfer is not None and await self._receive(transfer, manifest):
-                source = self._engine.transfer_backend
-            else:
-                if self._must_abort:
-                    await self._engine.abort_transfer()
-                    self._must_abort = False
-                if transfer is not None:
-                    await asyncio.to_thread(verify, directory, max_bytes=self.max_bytes)
-                await self._engine.load(base)
+            await self._engine.load(base, is_received=is_received)
             self._base_directory = base
         if self._engine.serves_adapters:
             await self._engine.load_adapter(adapter)
-        return source
-
-    async def _receive(self, transfer: TransferRound, manifest: Manifest) -> bool:
-        """Receive the policy; return False, after which the files are to be loaded, if that fails."""
-        self._must_abort = True
-        try:
-            await self._engine.receive(transfer, fingerprint=manifest.fingerprint)
-        except Exception as exc:  # noqa: BLE001  vLLM passes on any error of a worker
-            logger.warning("loading from files, not received version=%s: %s: %s", transfer.version, type(exc).__name__, exc)
-            return False
-        self._must_abort = False
-        return True
 
     async def _restore(self, directory: Path, manifest: Manifest, *, failed: Path, cause: Exception) -> NoReturn:
         """Load the previous policy, in `directory`, after `cause` made the load of `failed` fail. Then raise an error."""

@@ -22,8 +22,7 @@ from trivet.gate import Gate, refuse
 from trivet.inference.fetcher import PolicyFetcher
 from trivet.inference.policy_loader import PolicyLoader
 from trivet.key_names import key_name
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import FetchablePolicy, PolicyStatus
+from trivet.wire.versions import FetchablePolicy, PolicyStatus, TransferRound
 
 if TYPE_CHECKING:
     from trivet.inference.api_server import NamedAdapters

@@ -24,7 +24,6 @@ import msgspec
 
 from trivet.errors import InferenceError
 from trivet.faults import reach
-from trivet.inference.arguments import TRANSFER_ENGINE
 from trivet.inference.engine_process import await_children, end_with_api_server
 from trivet.inference.engine_records import PolicyLedger, RequestEngines, TokenVersions
 from trivet.inference.policy_loader import EnginePart
@@ -42,19 +41,16 @@ from trivet.inference.vllm_names import (
     SamplingParams,
     TokensPrompt,
     UniProcExecutor,
-    WeightTransferInitRequest,
-    WeightTransferUpdateRequest,
     current_platform,
 )
 from trivet.inference.worker_extension import POLICY_ADAPTER_ID, policy_adapter
-from trivet.wire.transfers import TransferRound
+from trivet.storage.durable import FileRecord
+from trivet.wire.versions import TransferRound
 
 _SALT_SEPARATOR = "/"
 """Separates the policy's part of a cache salt from the part that the request brought."""
-_CONNECT_POLL_INTERVAL_S = 0.05
-"""Seconds between two questions whether the workers are connected. The engine answers each between two of its steps."""
-_NUM_CONNECT_WAITS = 4
-"""Waits of a connecting worker that each have the round's timeout: the store, the other ranks, their proofs, the header."""
+_RECEIVE_POLL_INTERVAL_S = 0.05
+"""Seconds between two questions whether the workers have received a policy. The engine answers each between two of its steps."""
 _PROBE_ID_START = "probe-"
 """The first characters of the ids of requests that score a probe. Users' requests have other ids."""
 
@@ -100,6 +96,8 @@ class VersionedEngine(AsyncLLM):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = PolicyLedger()
+        self.transfer_backend = ""
+        """`nccl` or `gloo`, as `inference.weights_transport` says; empty if the engine takes part in no transfer."""
         self.transfer_key = b""
         """The key that every rank of a transfer must have."""
         self._admitted: WeakKeyDictionary[RequestOutputCollector, _AdmittedRequest] = WeakKeyDictionary()
@@ -199,44 +197,31 @@ class VersionedEngine(AsyncLLM):
         await self.pause_generation(mode="keep", clear_cache=False)
         self._has_scored, self._paused_at = False, time.monotonic()
 
-    async def load(self, directory: Path) -> None:
-        """Replace the weights of every worker by those in `directory`."""
-        await self.collective_rpc("load_policy", args=(str(directory),))
+    async def load(self, directory: Path, *, is_received: bool = False) -> None:
+        """Replace the weights of every worker by those in `directory`.
 
-    async def connect_transfer(self, transfer: TransferRound) -> None:
-        """Connect every worker for `transfer`, while requests go on.
+        Args:
+            is_received: read the files that `receive` received, and not `directory`.
+        """
+        await self.collective_rpc("load_policy", args=(str(directory), is_received))
+
+    async def receive(self, transfer: TransferRound, records: dict[str, FileRecord]) -> None:
+        """Receive a policy into the main memory of every worker, while requests go on. `load` reads it from there.
+
+        Args:
+            records: the policy's weight files, by name.
 
         Raises:
-            Exception: a rank is missing, or the trainer refuses. vLLM passes errors of workers on as errors of its own.
+            Exception: a rank is missing, silent or lost, or other bytes arrived. vLLM passes errors of workers on as errors of its
+                own.
         """
-        info = {"transfer": msgspec.to_builtins(transfer), "key": self.transfer_key}
         reach("transfer.init", step=transfer.version)
-        async with asyncio.timeout(_NUM_CONNECT_WAITS * transfer.timeout_s):
-            await self.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-            while not all(await self.collective_rpc("is_transfer_connected")):  # noqa: ASYNC110  workers are other processes
-                await asyncio.sleep(_CONNECT_POLL_INTERVAL_S)
-
-    async def receive(self, transfer: TransferRound, *, fingerprint: str) -> None:
-        """Replace the weights of every worker by those that the trainer sends; after an error call `abort_transfer`."""
-        reach("transfer.start", step=transfer.version)
-        async with asyncio.timeout(transfer.timeout_s):
-            await self.start_weight_update()
-        reach("transfer.update", step=transfer.version)
-        # Each exchange has the round's deadline. How many there are depends on the model, so the loader limits the whole.
-        await self.update_weights(WeightTransferUpdateRequest(update_info={"fingerprint": fingerprint}))
-        reach("transfer.finish", step=transfer.version)
-        async with asyncio.timeout(transfer.timeout_s):
-            await self.collective_rpc("finish_transfer")
-
-    async def abort_transfer(self) -> None:
-        """End a transfer that failed. If `receive` had begun, the weights are arbitrary until the next load."""
-        await self.collective_rpc("abort_transfer")
-
-    @property
-    def transfer_backend(self) -> str:
-        """`nccl` or `gloo`, as `inference.weights_transport` says; empty if the engine takes part in no transfer."""
-        config = self.vllm_config.weight_transfer_config
-        return "" if config is None else config.backend.removeprefix(TRANSFER_ENGINE)
+        infos = msgspec.to_builtins(transfer), msgspec.to_builtins(records)
+        await self.collective_rpc("begin_transfer", args=(*infos, self.transfer_backend, self.transfer_key))
+        reach("transfer.receive", step=transfer.version)
+        # Each exchange of the workers has the round's deadline. How many there are depends on the policy's size.
+        while not all(await self.collective_rpc("is_transfer_done")):  # noqa: ASYNC110  workers are other processes
+            await asyncio.sleep(_RECEIVE_POLL_INTERVAL_S)
 
     @property
     def num_workers(self) -> int:

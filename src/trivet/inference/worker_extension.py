@@ -21,28 +21,25 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
-from trivet.config.schema.shared import IN_MEMORY
-from trivet.inference.arguments import TRANSFER_ENGINE
+from trivet.inference.policy_receiver import PolicyReceiver
 from trivet.inference.vllm_names import (
     LogitsProcessorWithLoRA,
     LoRARequest,
     ParallelLMHead,
     VocabParallelEmbedding,
-    WeightTransferEngineFactory,
     apply_sampling_constraints,
     current_platform,
     get_tensor_model_parallel_rank,
 )
 from trivet.machine import Heap
+from trivet.storage.durable import FileRecord
+from trivet.wire.versions import TransferRound
 
 POLICY_ADAPTER_ID = 2**20
 """The adapter's id in vLLM. It is above the ids of adapters that users load, which vLLM counts from 1."""
-# Each worker imports this module before it creates its engine.
-for _transport in IN_MEMORY:
-    _engine = ("trivet.inference.weight_transfer", "PolicyTransferEngine")
-    WeightTransferEngineFactory.register_engine(f"{TRANSFER_ENGINE}{_transport}", *_engine)
 _heap = Heap()
 """The heap of this worker process. After a load its unused memory is given back to the system."""
 
@@ -67,31 +64,37 @@ class PolicyWorkerExtension:
 
     model_runner: Any
     """Set by the worker."""
+    parallel_config: Any
+    """Set by the worker."""
+    policy_receiver: PolicyReceiver | None = None
+    """Has the policy that was received last and is not loaded yet. Made by the first transfer."""
 
-    def load_policy(self, directory: str) -> None:
-        """Replace the served weights by those in `directory`, in place."""
+    def load_policy(self, directory: str, is_received: bool = False) -> None:
+        """Replace the served weights by those in `directory`, or by those that were received, in place."""
+        source: dict[str, Any] = {"weights_path": directory}
+        if is_received:
+            assert self.policy_receiver is not None, "no transfer was begun"
+            source = {"weights_iterator": self.policy_receiver.take()}
         forget_expert_kernels(self.model_runner.get_model())
         load_gpt_oss_by_expert(self.model_runner.get_model())
-        self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  a method of the worker that this extends
+        self.reload_weights(**source)  # type: ignore[attr-defined]  a method of the worker that this extends
         repack_lm_heads(self.model_runner.get_model())
         _heap.trim_if_grown()
 
-    def is_transfer_connected(self) -> bool:
-        """Return whether the tensors of the transfer that was begun can be received; raise the error of the connection."""
-        return self.weight_transfer_engine.is_connected()  # type: ignore[attr-defined]  an attribute of the worker
+    def begin_transfer(self, transfer: dict[str, Any], records: dict[str, Any], backend: str, key: bytes) -> None:
+        """Begin to receive a policy. The arguments are those of `VersionedEngine.receive`, as built-in types."""
+        if self.policy_receiver is None:
+            device = self.model_runner.device if backend == "nccl" else torch.device("cpu")
+            self.policy_receiver = PolicyReceiver(device=device, key=key)
+        announced = msgspec.convert(transfer, TransferRound)
+        parallel = self.parallel_config
+        rank = announced.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self.policy_receiver.begin(announced, msgspec.convert(records, dict[str, FileRecord]), rank=rank)
 
-    def finish_transfer(self) -> None:
-        """Finish a transfer, and drop what the worker computed with the previous weights, as vLLM's `reload_weights` does."""
-        self.finish_weight_update()  # type: ignore[attr-defined]  a method of the worker
-        self.model_runner.reset_encoder_cache()
-        self.model_runner.reset_mm_cache()
-        _heap.trim_if_grown()
-
-    def abort_transfer(self) -> None:
-        """End a transfer that failed, in whatever phase. The weights are arbitrary until the next load."""
-        worker: Any = self
-        worker._weight_update_active = False
-        worker.weight_transfer_engine.abort()
+    def is_transfer_done(self) -> bool:
+        """Return whether the policy has arrived; raise the error of the transfer."""
+        assert self.policy_receiver is not None, "no transfer was begun"
+        return self.policy_receiver.is_done()
 
     def load_policy_adapter(self, directory: str | None) -> None:
         """Replace the policy's adapter by the one in `directory`, in place; None: by an adapter that changes nothing."""

@@ -35,7 +35,6 @@ from trivet.checkpoints.commit import (
 from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.checkpoints.settings import DataRecord, write_data_record, write_settings
 from trivet.config.layout import RunLayout
-from trivet.config.schema.shared import IN_MEMORY
 from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
@@ -54,7 +53,6 @@ from trivet.trainer.model.export import Exporter
 from trivet.trainer.probe import choose_samples, score
 from trivet.trainer.ranks.world import World, barrier, open_group
 from trivet.trainer.step import Learner, StepResult
-from trivet.transfer.tensors import fingerprint_files
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import DeltaPublisher, publish
@@ -176,7 +174,6 @@ class Session:
                 run_id=self.config.run.id,
                 write=lambda directory: self.exporter.write(directory, weights),
                 probe=probe,
-                **({"fingerprint": fingerprint_files} if self.config.weights.transport in IN_MEMORY else {}),
                 deltas=self._deltas,
             )
         logger.info("policy published version=%s digest=%s", step, manifest.digest[:12])

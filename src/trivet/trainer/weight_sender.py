@@ -1,7 +1,7 @@
 """Sends published policies from the trainer's rank 0 into the memory of the inference servers, on a thread of its own.
 
 consumes: rounds that the orchestrator announced (`transport.zeromq`); the files of weights/step_N, whose pages are still in memory
-produces: the tensors of a policy, on every worker of the round
+produces: the files of a policy, in the memory of every worker of the round
 waits for: a round; the workers, for at most the round's timeout in each exchange
 unblocked by: `begin`; the workers. Training never waits for this thread, and no failure here ends the trainer
 """
@@ -9,15 +9,15 @@ unblocked by: `begin`; the workers. Training never waits for this thread, and no
 import logging
 import queue
 import threading
+from collections.abc import Iterator
 
 import torch
 
 from trivet.config.layout import RunLayout
 from trivet.errors import WeightsError
 from trivet.transfer.group import TransferGroup
-from trivet.transfer.tensors import describe, map_tensors
-from trivet.weights.manifest import read_manifest
-from trivet.wire.transfers import TransferHeader, TransferRound
+from trivet.weights.manifest import verify_manifest
+from trivet.wire.versions import TransferRound
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,8 @@ class WeightSender:
             device: the GPU for NCCL, the CPU for gloo.
         """
         self._layout = layout
-        self._device = device
-        self._key = key
+        self._group = TransferGroup(device=device, key=key)
         self._rounds: queue.SimpleQueue[TransferRound] = queue.SimpleQueue()
-        self._group: TransferGroup | None = None
         # A daemon: at the trainer's end it may wait for servers that have ended.
         threading.Thread(target=self._run, name="weight-sender", daemon=True).start()
 
@@ -49,28 +47,20 @@ class WeightSender:
             while not self._rounds.empty():
                 transfer = self._rounds.get()
             try:
-                self._send(transfer)
+                self._group.broadcast(transfer, self._map_files(transfer))
+                logger.info("policy sent version=%s ranks=%s", transfer.version, transfer.world_size - 1)
             except Exception as exc:  # noqa: BLE001  whatever failed, the servers load from the files and training goes on
                 logger.warning("policy not sent version=%s: %s: %s", transfer.version, type(exc).__name__, exc)
-                self._close()
 
-    def _send(self, transfer: TransferRound) -> None:
-        if self._group is None or self._group.id != transfer.group_id:
-            self._close()
-            self._group = TransferGroup(transfer, rank=0, device=self._device, key=self._key)
+    def _map_files(self, transfer: TransferRound) -> Iterator[torch.Tensor]:
+        """Yield the published files as memory. Their pages are still in main memory, because they were just written.
+
+        Raises:
+            WeightsError: the policy was removed, or is not the one that the servers expect.
+        """
         directory = self._layout.weights_step(transfer.version)
-        try:
-            read_manifest(directory)
-        except WeightsError as exc:
-            self._group.send_header(TransferHeader(version=transfer.version, refusal=f"the trainer does not have it: {exc}"))
-            return
-        tensors = map_tensors(directory)
-        header = TransferHeader(version=transfer.version, tensors=[describe(*pair) for pair in tensors.items()])
-        self._group.send_header(header)
-        self._group.send(header, tensors)
-        logger.info("policy sent version=%s ranks=%s", transfer.version, transfer.world_size - 1)
-
-    def _close(self) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.close()
+        manifest = verify_manifest(directory)
+        if manifest.digest != transfer.digest:
+            raise WeightsError(f"{directory} has the digest {manifest.digest[:12]}, and servers expect {transfer.digest[:12]}")
+        for name, record in manifest.weight_files.items():
+            yield torch.from_file(str(directory / name), size=record.num_bytes, dtype=torch.uint8)

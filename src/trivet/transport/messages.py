@@ -22,8 +22,7 @@ from trivet.process.sockets import in_frames
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.batches import MAGIC, Alive, Batch, BatchHeader, BatchReply, BatchVerdict
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import Step
+from trivet.wire.versions import Step, TransferRound
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from trivet.secret import RunSecret
 from trivet.transport.messages import BatchMessage, Inbox, RepeatedWarning, is_acknowledged, make_message
 from trivet.wire.batches import Alive, Batch
 from trivet.wire.codec import encode
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import Step
+from trivet.wire.versions import Step, TransferRound
 
 logger = logging.getLogger(__name__)
 

@@ -41,8 +41,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the run that published the policy."""
     probe: Probe | None = None
     """The log-probabilities that a server must reproduce after loading the policy; None: nothing is compared."""
-    fingerprint: str = ""
-    """The fingerprint of the files' tensors (`transfer.tensors`), for servers that get them from memory; may be empty."""
     deltas: tuple[DeltaRecord, ...] = ()
     """The newest deltas that lead to this policy. The last one makes it, and each other one makes the base of the next."""
 
@@ -50,6 +48,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Size of all files."""
         return sum(record.num_bytes for record in self.files.values())
+
+    @property
+    def weight_files(self) -> dict[str, FileRecord]:
+        """The files that have tensors, in the order of their names."""
+        return {name: record for name, record in sorted(self.files.items()) if name.endswith(".safetensors")}
 
     @property
     def sha256(self) -> str:
@@ -124,6 +127,12 @@ def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:
         WeightsError: the policy is unfinished, altered, or too large.
     """
     manifest = verify_manifest(directory, max_bytes=max_bytes)
+    verify_files(directory, manifest)
+    return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Check the files of a policy as `verify` does. `manifest` is that of `verify_manifest`."""
     for name in manifest.files:
         if (directory / name).is_symlink():
             raise WeightsError(f"{directory / name} is a link: a weights directory holds its own files")
@@ -133,4 +142,3 @@ def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:
     unlisted = sorted(path.name for path in directory.glob("*.safetensors") if path.name not in manifest.files)
     if unlisted:
         raise WeightsError(f"{directory / unlisted[0]} is not in {MANIFEST}: it was added after publication; remove it")
-    return manifest

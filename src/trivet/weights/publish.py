@@ -39,7 +39,6 @@ def publish(
     write: Callable[[Path], None],
     announce: Callable[[Manifest], None] = lambda _: None,
     probe: Probe | None = None,
-    fingerprint: Callable[[Path], str] = lambda _: "",
     deltas: "DeltaPublisher | None" = None,
 ) -> Manifest:
     """Publish policy `version`.
@@ -52,7 +51,6 @@ def publish(
         write: writes the policy's files into the directory that it gets.
         announce: called when all files are written and no reader can see them yet, so no load precedes it.
         probe: the probe for the manifest.
-        fingerprint: computes the fingerprint for the manifest from the files in the directory that it gets.
         deltas: adds the delta from the policy before.
     """
     final = layout.weights_step(version)
@@ -65,7 +63,6 @@ def publish(
     reach("weight_write.during", step=version, path=staging)
     _require_flat_files(staging)
     manifest = make_manifest(staging, version=version, run_id=run_id, probe=probe)
-    manifest = msgspec.structs.replace(manifest, fingerprint=fingerprint(staging))
     if deltas is not None:
         manifest = deltas.add(staging, manifest)
     sync_tree(staging)

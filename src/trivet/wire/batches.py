@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 
 from trivet.wire.experts import RoutedExperts
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import GroupId, Step
+from trivet.wire.versions import GroupId, Step, TransferRound
 
 MAGIC = "trivet"
 """Marks a message of this program, in the `magic` field of its header."""

@@ -1,4 +1,4 @@
-"""Defines policy versions, steps and group ids, the status of the policy on a server, and run-length codes for versions of tokens.
+"""Defines policy versions, steps and group ids, a policy's status on a server and ways there, and run-length codes for versions.
 
 Policy version N is the weights after optimizer step N; version 0 is the start model. Batch n is trained in step n (from 1).
 """
@@ -51,6 +51,25 @@ class FetchablePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the bytes of manifest.json, which has the probe too. The digest covers the files alone."""
     sources: tuple[str, ...]
     """Addresses. The first is the origin's, which has every published policy. The others may have it already, or get it later."""
+
+
+class TransferRound(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy's way from the trainer, which has rank 0 of a group, to the workers of the servers that take part."""
+
+    version: PolicyVersion
+    digest: str
+    """Digest in the manifest of the policy."""
+    group_id: str
+    """Names the round's connections. No other round has it, so what an earlier one left in the store is not read."""
+    host: str
+    """The address at which the ranks of the group find each other: a store that one of the servers opened."""
+    port: int
+    world_size: int
+    """Ranks of the group: the trainer, and every worker of every server that takes part."""
+    timeout_s: float
+    """Longest time for the ranks to connect, and for one exchange afterwards."""
+    rank_offset: int = 0
+    """The rank of the receiver's first worker; 0 for the trainer."""
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):

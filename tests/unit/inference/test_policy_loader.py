@@ -15,8 +15,7 @@ from trivet.inference.policy_loader import EnginePart, PolicyLoader
 from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import PolicyVersion
+from trivet.wire.versions import PolicyVersion, TransferRound
 
 
 class FakeEngine:
@@ -34,7 +33,7 @@ class FakeEngine:
     ) -> None:
         """
         Args:
-            transfer: the phase in which a transfer fails; `never`; empty for an engine that takes part in none.
+            transfer: `works` or `fails`; empty for an engine that takes part in none.
             scores: what each engine computes for the probe.
             num_wakes_refused: attempts to take GPU memory that fail before one succeeds.
         """
@@ -50,20 +49,10 @@ class FakeEngine:
         self.transfer = transfer
         self.transfer_backend = "gloo" if transfer else ""
 
-    async def connect_transfer(self, transfer: TransferRound) -> None:
-        self.calls.append(f"connect {transfer.version}")
-        if self.transfer == "init":
+    async def receive(self, transfer: TransferRound, records: dict[str, FileRecord]) -> None:
+        self.calls.append(f"receive {transfer.version} {' '.join(records)}")
+        if self.transfer == "fails":
             raise RuntimeError("a rank is missing")
-
-    async def receive(self, transfer: TransferRound, *, fingerprint: str) -> None:
-        self.calls.append(f"receive {fingerprint}")
-        if self.transfer in ("update", "abort"):
-            raise RuntimeError("the trainer is lost")
-
-    async def abort_transfer(self) -> None:
-        self.calls.append("abort")
-        if self.transfer == "abort":
-            raise RuntimeError("the layers are lost")
 
     async def capture_experts(self) -> None:
         """Do nothing: no model of a test has experts."""
@@ -71,8 +60,8 @@ class FakeEngine:
     async def pause(self) -> None:
         self.calls.append("pause")
 
-    async def load(self, directory: Path) -> None:
-        self.calls.append(f"load {directory.name}")
+    async def load(self, directory: Path, *, is_received: bool = False) -> None:
+        self.calls.append(f"load {'what arrived' if is_received else directory.name}")
         await asyncio.sleep(0)
         if directory.name in self.refused:
             raise RuntimeError("shapes differ")
@@ -122,7 +111,6 @@ def layout(tmp_path: Path) -> RunLayout:
             run_id="test",
             write=lambda directory, content=content: (directory / "model.safetensors").write_bytes(content) and None,
             probe=PROBE if version == 3 else None,
-            fingerprint=lambda directory, version=version: f"fingerprint {version}",
         )
     start = tmp_path / "start"
     start.mkdir()
@@ -319,39 +307,26 @@ def test_loads_at_the_same_time_happen_one_after_the_other(layout: RunLayout) ->
     assert engine.calls == [*_LOAD_1, *_LOAD_2]
 
 
+_TAIL_3 = ["drop_caches", "score [[1, 2, 3]]", "resume"]
+
+
 @pytest.mark.parametrize(
-    ("engine", "source", "calls"),
+    ("transfer", "source", "calls"),
     [
-        (
-            {"transfer": "never"},
+        pytest.param(
+            "works",
             "gloo",
-            ["connect 3", "pause", "receive fingerprint 3", "drop_caches", "score [[1, 2, 3]]", "resume"],
+            ["receive 3 model.safetensors", "pause", "load what arrived", *_TAIL_3],
+            id="it arrives before the pause",
         ),
-        ({}, "files", ["pause", "load step_3", "drop_caches", "score [[1, 2, 3]]", "resume"]),
-        (
-            {"transfer": "init"},
-            "files",
-            ["connect 3", "pause", "load step_3", "drop_caches", "score [[1, 2, 3]]", "resume"],
+        pytest.param(
+            "fails", "files", ["receive 3 model.safetensors", "pause", "load step_3", *_TAIL_3], id="a transfer that fails"
         ),
-        (
-            {"transfer": "update"},
-            "files",
-            [
-                "connect 3",
-                "pause",
-                "receive fingerprint 3",
-                "abort",
-                "load step_3",
-                "drop_caches",
-                "score [[1, 2, 3]]",
-                "resume",
-            ],
-        ),
+        pytest.param("", "files", ["pause", "load step_3", *_TAIL_3], id="the engine takes part in none"),
     ],
-    ids=["it succeeds", "the engine takes part in none", "it fails before the pause", "it fails in the middle"],
 )
-def test_what_an_engine_does_for_a_transfer(layout: RunLayout, engine: dict[str, Any], source: str, calls: list[str]) -> None:
-    fake = FakeEngine(**engine)
+def test_what_an_engine_does_for_a_transfer(layout: RunLayout, transfer: str, source: str, calls: list[str]) -> None:
+    fake = FakeEngine(transfer=transfer)
 
     async def scenario(loader: PolicyLoader) -> None:
         await loader.load(layout.weights_step(3), transfer_of(3))
@@ -363,35 +338,35 @@ def test_what_an_engine_does_for_a_transfer(layout: RunLayout, engine: dict[str,
 
 
 def transfer_of(version: int) -> TransferRound:
-    return TransferRound(version=PolicyVersion(version), group_id="g", host="h", port=1, world_size=2, timeout_s=1.0)
+    return TransferRound(
+        version=PolicyVersion(version), digest="d", group_id="g", host="h", port=1, world_size=2, timeout_s=1.0
+    )
 
 
 def test_files_that_were_altered_are_not_loaded_in_place_of_a_failed_transfer(layout: RunLayout) -> None:
     (layout.weights_step(2) / "model.safetensors").write_bytes(b"weights X")
-    fake = FakeEngine(transfer="update")
+    fake = FakeEngine(transfer="fails")
 
     async def scenario(loader: PolicyLoader) -> None:
-        await loader.load(layout.weights_step(1))
         with pytest.raises(WeightsError, match=r"altered|not what was published"):
+            await loader.load(layout.weights_step(2), transfer_of(2))
+
+    assert run(layout, fake, scenario) == []
+    assert fake.calls == ["receive 2 model.safetensors"], "the engine did not even pause"
+
+
+def test_an_engine_that_cannot_load_what_arrived_serves_the_policy_before_from_its_files(layout: RunLayout) -> None:
+    fake = FakeEngine(transfer="works", refused=["step_2"])
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.load(layout.weights_step(1), transfer_of(1))
+        assert loader.source == "gloo"
+        with pytest.raises(InferenceError, match="policy 1 is served again"):
             await loader.load(layout.weights_step(2), transfer_of(2))
         assert (loader.policy.version, loader.source) == (1, "files")
 
     assert run(layout, fake, scenario) == []
-    assert fake.calls[len(_LOAD_1) :] == [
-        *["connect 2", "pause", "receive fingerprint 2", "abort", "undo_score", "load step_1", "drop_caches", "resume"]
-    ]
-
-
-def test_an_engine_that_a_failed_transfer_leaves_in_pieces_stays_paused(layout: RunLayout) -> None:
-    fake, broken = FakeEngine(transfer="abort"), list[str]()
-
-    async def scenario(loader: PolicyLoader) -> None:
-        with pytest.raises(InferenceError, match="the layers are lost"):
-            await loader.load(layout.weights_step(1), transfer_of(1))
-
-    run(layout, fake, scenario, broken=broken)
-    assert broken == ["broken"]
-    assert not [call for call in fake.calls if call == "resume" or call.startswith("load")]
+    assert fake.calls[-4:] == ["undo_score", "load step_1", "drop_caches", "resume"]
 
 
 def publish_adapter(layout: RunLayout, version: int, *, base: str) -> None:

@@ -15,8 +15,7 @@ from trivet.errors import FetchFailed, InferenceError, WeightsError
 from trivet.inference.arguments import vllm_arguments
 from trivet.inference.routes import add_gate, add_routes, make_router
 from trivet.weights.manifest import Manifest
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import FetchablePolicy, PolicyVersion
+from trivet.wire.versions import FetchablePolicy, PolicyVersion, TransferRound
 
 SERVED = {
     "status": "ok",
@@ -208,7 +207,7 @@ def test_a_refused_update_gives_the_whole_reason(error: Exception, status_code: 
 
 def test_an_update_by_a_transfer_hands_the_round_on() -> None:
     transfer = TransferRound(
-        version=PolicyVersion(3), group_id="g", host="h", port=7, world_size=3, timeout_s=2.0, rank_offset=1
+        version=PolicyVersion(3), digest="d", group_id="g", host="h", port=7, world_size=3, timeout_s=2.0, rank_offset=1
     )
     loader = FakeLoader()
     body = {"weight_dir": "/w/step_3", "transfer": msgspec.to_builtins(transfer)}

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from trivet.checkpoints.commit import (
     ORCHESTRATOR,
@@ -36,9 +35,7 @@ from trivet.trainer.measurement.fake import fake_rows
 from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.session import Session
 from trivet.trainer.step import Learner, StepResult, train_step
-from trivet.transfer.tensors import fingerprint_files
 from trivet.weights.catalog import published_versions
-from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
 from trivet.weights.retention import acknowledge
 from trivet.wire.events import Commit, Publish, Retire
@@ -115,16 +112,6 @@ def test_a_policy_can_be_read_once_it_was_waited_for(make_session) -> None:
     (event,) = session.telemetry.events
     assert isinstance(event, Publish)
     assert event.version == 3
-
-
-@pytest.mark.parametrize("transport", ["files", "gloo", "nccl"])
-def test_a_policy_that_is_to_be_sent_carries_the_fingerprint_of_its_files(make_session, transport: str) -> None:
-    session = make_session(weights={"transport": transport})
-    session.exporter.write = lambda directory, weights: save_file(weights, directory / "model.safetensors")
-    session.publish(Step(3))
-    await_policy(session)
-    directory = session.layout.weights_step(3)
-    assert read_manifest(directory).fingerprint == ("" if transport == "files" else fingerprint_files(directory))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -13,11 +13,10 @@ from trivet.transport.messages import Inbox
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.batches import Alive
 from trivet.wire.codec import encode
-from trivet.wire.transfers import TransferRound
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.versions import PolicyVersion, Step, TransferRound
 
 RUN = RunIdentity(id="run", attempt=2)
-TRANSFER = TransferRound(version=PolicyVersion(3), group_id="g", host="h", port=1, world_size=2, timeout_s=1.0)
+TRANSFER = TransferRound(version=PolicyVersion(3), digest="d", group_id="g", host="h", port=1, world_size=2, timeout_s=1.0)
 
 
 class Clock:

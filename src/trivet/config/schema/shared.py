@@ -237,12 +237,13 @@ class WeightsConfig(Section):
 
     transport: WeightsTransport = "files"
     """`files`: servers read `weights/`, at the same path on every machine. `http`: each machine fetches a policy from the origin or
-    from another server while its servers still generate; no shared directory is needed. `nccl`, `gloo`: the trainer sends a
-    published policy into the servers' memory, by NCCL between GPUs or else by gloo, unencrypted; who misses it reads `weights/`."""
+    from another server while its servers still generate; no shared directory is needed. `nccl`, `gloo`: the trainer sends it into
+    the main memory of each server's workers, which need it for one more copy of the policy, while they still generate: by NCCL
+    between GPUs or else by gloo, unencrypted; who misses it reads `weights/`."""
     origin: OriginConfig = OriginConfig()
     transfer_timeout: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
-    """nccl and gloo: longest wait for the other ranks, in each phase and for each 64 MiB of weights, seconds. The engine is paused
-    meanwhile if a rank is lost in mid-transfer."""
+    """nccl and gloo: longest wait for the other ranks, to connect and for each 64 MiB of weights, seconds. Servers generate
+    meanwhile."""
 
     probe_tokens: int = Field(default=64, ge=0, le=4096)
     """Tokens whose log-probabilities a server must reproduce before it serves a policy. 0: nothing is compared."""
