@@ -6,6 +6,7 @@ orchestrator's end.
 
 import asyncio
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, aclosing
@@ -181,7 +182,7 @@ def test_files_that_are_not_those_of_the_manifest_are_not_served(
     assert answers(server.base_url) == from_files, "both are the published policy"
 
 
-def test_a_policy_that_the_trainer_lacks_is_loaded_from_files_without_a_pause(
+def test_a_policy_that_the_trainer_lacks_is_loaded_from_files_and_one_whose_files_are_gone_from_memory(
     stack: ExitStack, tiny_model: Path, tmp_path: Path
 ) -> None:
     layout, of_trainer = RunLayout(tmp_path / "run"), RunLayout(tmp_path / "elsewhere")
@@ -192,6 +193,9 @@ def test_a_policy_that_the_trainer_lacks_is_loaded_from_files_without_a_pause(
     assert sources(rounds.load(1)) == ["files"]
     log = server.log.read_text()
     assert log.index("loading from files, not received") < log.index("policy loaded version=1")
+    publish_for_transfer(of_trainer, version=2)
+    shutil.copytree(of_trainer.weights_step(2), layout.weights_step(2), ignore=shutil.ignore_patterns("*.safetensors"))
+    assert sources(rounds.load(2)) == ["gloo"]
 
 
 def test_requests_go_on_while_workers_wait_for_the_trainer(stack: ExitStack, tiny_model: Path, tmp_path: Path) -> None:

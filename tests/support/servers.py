@@ -17,6 +17,7 @@ import pytest
 from support.processes import find_free_port
 from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import SECRET_FILE, RunLayout
+from trivet.process.sockets import ReservedPorts
 from trivet.secret import make_secret
 from trivet.wire.groups import server_root
 
@@ -39,8 +40,16 @@ class ServerProcess:
 
 @contextmanager
 def run_server(model: Path, *, log: Path, module: str = "trivet.inference.main", **overrides: str) -> Iterator[ServerProcess]:
-    """Start a server, wait until it is ready, and end it after the block. `overrides` are flags: `max_num_seqs="4"`."""
-    port = find_free_port()
+    """Start a server, wait until it is ready, and end it after the block. `overrides` are flags: `max_num_seqs="4"`.
+
+    Its port is reserved, because it does not listen before its engine is ready. Without that, a server of another suite on this
+    machine could get the port meanwhile and answer in its place, and this one would answer requests of that suite.
+    """
+    with ReservedPorts() as ports:
+        yield from _run_server(model, ports.reserve("127.0.0.1", preferred=find_free_port()), log, module, overrides)
+
+
+def _run_server(model: Path, port: int, log: Path, module: str, overrides: dict[str, str]) -> Iterator[ServerProcess]:
     flags = {
         "model.name": str(model),
         "model.dtype": "float32",
