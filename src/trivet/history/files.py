@@ -17,6 +17,7 @@ from trivet.checkpoints.commit import (
     verify_checkpoint,
 )
 from trivet.checkpoints.orchestrator_part import read_pending_groups
+from trivet.checkpoints.run_record import read_run
 from trivet.config.layout import COMMITTED, ROLLOUTS_FILE, RunLayout
 from trivet.errors import CheckpointError
 from trivet.history.ledger import Invariant
@@ -30,13 +31,6 @@ from trivet.wire.status import RunState, RunStatus
 from trivet.wire.versions import Step
 
 _COMMIT, _ONCE, _RECORD = Invariant.ONE_COMMIT, Invariant.EXACTLY_ONCE, Invariant.INTACT_RECORD
-
-
-class _RunFile(msgspec.Struct):
-    """The fields of run.json that are compared."""
-
-    id: str
-    attempt: int
 
 
 class Files:
@@ -89,10 +83,8 @@ class Files:
             require(self.has_launcher, _RECORD, f"{path} is not there, and the launcher's {self.layout.status.name} is")
         if not self.has_launcher:
             return
-        try:
-            run = msgspec.json.decode(path.read_bytes(), type=_RunFile)
-        except (OSError, *DECODE_ERRORS) as exc:
-            require(False, _RECORD, f"{path} cannot be read: {exc}")
+        if (run := read_run(self.layout)) is None:
+            require(False, _RECORD, f"{path} cannot be read: it is damaged, or of another version of trivet")
             return
         require(history.run_id in ("", run.id), _RECORD, f"{path} is of run {run.id!r}, the history of {history.run_id!r}")
         last_attempt = max((event.attempt for event in history.roles.last.values()), default=0)

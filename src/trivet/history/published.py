@@ -17,7 +17,8 @@ from trivet.storage.durable import DECODE_ERRORS, digest_of, explain_difference,
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.wire.events import Retire
-from trivet.wire.versions import PolicyVersion, VersionRun
+from trivet.wire.rollouts import RolloutRecord
+from trivet.wire.versions import PolicyVersion
 
 _ONCE, _VERSIONS, _READERS, _RECORD = (
     Invariant.EXACTLY_ONCE,
@@ -27,18 +28,6 @@ _ONCE, _VERSIONS, _READERS, _RECORD = (
 )
 _MEAN_TOLERANCE = 1e-9
 """Relative and absolute tolerance between two means of the same rewards, which may be added in different orders."""
-
-
-class _RolloutLine(msgspec.Struct):
-    """The fields of a line of rollouts.jsonl that are compared."""
-
-    group_id: int
-    env: str
-    example_id: int
-    index: int
-    reward: float | None
-    """The reward; None when it is not a number."""
-    versions: list[VersionRun] = []
 
 
 def compare_weights(history: RunHistory, layout: RunLayout, versions: Sequence[PolicyVersion]) -> None:
@@ -148,8 +137,8 @@ def _compare_step(
             _RECORD,
             f"the files in {directory} are not those that were written there: one was changed, added or removed",
         )
-    path, decoder = directory / ROLLOUTS_FILE, msgspec.json.Decoder(_RolloutLine)
-    rollouts_by_group: dict[int, list[_RolloutLine]] = {}
+    path, decoder = directory / ROLLOUTS_FILE, msgspec.json.Decoder(RolloutRecord)
+    rollouts_by_group: dict[int, list[RolloutRecord]] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -159,7 +148,7 @@ def _compare_step(
                 return
             if not require(line.endswith(b"\n"), _RECORD, f"{path}:{number} is cut short"):
                 return
-            rollouts_by_group.setdefault(rollout.group_id, []).append(rollout)
+            rollouts_by_group.setdefault(-1 if rollout.group_id is None else rollout.group_id, []).append(rollout)
     missing, added = sorted(groups.keys() - rollouts_by_group.keys()), sorted(rollouts_by_group.keys() - groups.keys())
     parts = [f"not {missing[:8]}"] * bool(missing) + [f"also {added[:8]}"] * bool(added)
     require(not parts, _ONCE, f"{path} holds other groups ({' but '.join(parts)}) than step {step} trained")
@@ -176,7 +165,7 @@ def _compare_step(
 
 
 def _compare_group(
-    ledger: Ledger, name: str, rollouts: Sequence[_RolloutLine], group: LiveGroup, *, group_size: int | None
+    ledger: Ledger, name: str, rollouts: Sequence[RolloutRecord], group: LiveGroup, *, group_size: int | None
 ) -> None:
     """Compare the rollouts of one group with its events: indices, example, mean reward and versions."""
     indices = [rollout.index for rollout in rollouts]
@@ -193,14 +182,12 @@ def _compare_group(
         _ONCE,
         f"{name} is of example {(first.env, first.example_id)}; it was dispatched as {(group.env, group.example_id)}",
     )
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    if len(rewards) == len(rollouts):
-        mean = math.fsum(rewards) / len(rewards)
-        ledger.require(
-            math.isclose(mean, group.reward_mean, rel_tol=_MEAN_TOLERANCE, abs_tol=_MEAN_TOLERANCE),
-            _ONCE,
-            f"{name} has the mean reward {mean:.9g}; it finished with {group.reward_mean:.9g}",
-        )
+    mean = math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)
+    ledger.require(
+        math.isclose(mean, group.reward_mean, rel_tol=_MEAN_TOLERANCE, abs_tol=_MEAN_TOLERANCE),
+        _ONCE,
+        f"{name} has the mean reward {mean:.9g}; it finished with {group.reward_mean:.9g}",
+    )
     versions = [run.version for rollout in rollouts for run in rollout.versions]
     found = (min(versions, default=-1), max(versions, default=-1))
     ledger.require(
