@@ -77,7 +77,13 @@ class Api:
             "timeline": Route(_timeline, lambda run, _: [*run.metrics.stamp(), stamp_of(run.layout.events)]),
             "steps": Route(lambda run, _: run.rollouts.steps(), lambda run, _: stamp_of(run.rollouts.directory)),
             "rollouts": Route(_rollouts, lambda run, query: stamp_of(_rollouts_file(run, query))),
-            "rollout": Route(_rollout, lambda run, query: stamp_of(_rollouts_file(run, query))),
+            "rollout": Route(
+                _rollout,
+                lambda run, query: [
+                    stamp_of(_rollouts_file(run, query)),
+                    stamp_of(run.layout.explained_step(_number(query, "step", default=0))),
+                ],
+            ),
             "evals": Route(
                 lambda run, _: [
                     {"step": found.step, "name": found.name, "summary": found.summary, "fault": found.fault}
@@ -85,13 +91,6 @@ class Api:
                     if found.summary or found.fault or found.results.stat().st_size  # one that has just begun has no line
                 ],
                 lambda run, _: run.evaluations.stamp(),
-            ),
-            "explanation": Route(
-                _explanation,
-                lambda run, query: [
-                    stamp_of(_rollouts_file(run, query)),
-                    stamp_of(run.layout.explained_step(_number(query, "step", default=0))),
-                ],
             ),
             "selection": Route(_selection, lambda run, _: stamp_of(run.layout.events)),
             "config": Route(
@@ -177,31 +176,15 @@ def _rollouts(run: ViewedRun, query: Query) -> object:
 
 
 def _rollout(run: ViewedRun, query: Query) -> object:
-    """Return a rollout, and for each of its samples columns over the tokens, null where the model did not sample."""
-    path = _rollouts_file(run, query)
+    """Return a rollout with the explanation of its tokens; without it for an evaluation, which keeps no tokens."""
     line = _number(query, "line", default=0)
-    record = run.rollouts.record(path, line)
-    fault, tables = "", []
+    record = run.rollouts.record(_rollouts_file(run, query), line)
+    if "eval" in query:
+        return {"record": record, "samples": []}
     try:
-        for sample in run.rollouts.samples(path.parent, line) if "eval" not in query else []:
-            # A filter may have cleared the sample's loss mask. `masked` then keeps the mask and log-probabilities from before.
-            token_ids, unfiltered = sample.token_ids_T.tolist(), sample.masked or sample
-            # `versions` covers the sampled tokens alone.
-            versions = iter([part.version for part in sample.versions for _ in range(part.length)])
-            is_sampled, logprobs = unfiltered.loss_mask_T.tolist(), unfiltered.logprobs_T.tolist()
-            table = {
-                "token_ids": token_ids,
-                "texts": run.token_text.pieces(token_ids),
-                "logprobs": [
-                    float(f"{value:.4g}") if is_set else None for value, is_set in zip(logprobs, is_sampled, strict=True)
-                ],
-                "versions": [next(versions, None) if is_set else None for is_set in is_sampled],
-                "is_masked": sample.masked is not None,
-            }
-            tables.append(table)
-    except NotServed as exc:
-        fault = str(exc)
-    return {"record": record, "samples": tables, "fault": fault}
+        return explain_rollout(run, step=_number(query, "step", default=0), line=line)
+    except NotServed as exc:  # the file of the samples is damaged
+        return {"record": record, "samples": [], "fault": str(exc)}
 
 
 def _selection(run: ViewedRun, _: Query) -> object:
@@ -209,11 +192,6 @@ def _selection(run: ViewedRun, _: Query) -> object:
         return measure_selection(read_ended_groups(run.layout))
     except (ConfigError, HistoryError) as exc:
         return {"fault": str(exc)}
-
-
-def _explanation(run: ViewedRun, query: Query) -> object:
-    step, line = _number(query, "step", default=0), _number(query, "line", default=0)
-    return explain_rollout(run, step=step, line=line)
 
 
 def _rollouts_file(run: ViewedRun, query: Query) -> Path:

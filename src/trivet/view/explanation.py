@@ -46,6 +46,8 @@ class SampleExplanation(msgspec.Struct, kw_only=True):
     texts: list[str] | None
     """The text of each token; None if the run has no tokenizer any more."""
     reasons: list[TokenReason]
+    versions: list[int | None]
+    """The policy that sampled the token; None for one that was read."""
     sampler_logprobs: list[float]
     trainer_logprobs: list[float]
     ratios: list[float]
@@ -87,13 +89,16 @@ def explain_rollout(run: ViewedRun, *, step: int, line: int) -> RolloutExplanati
     clips = explained is not None and explained.loss_type in CLIPPING_LOSSES
     parts: list[SampleExplanation] = []
     for sample, own in zip(samples, shares, strict=True):
+        # A filter may have cleared the sample's loss mask. `masked` then keeps the mask and log-probabilities from before.
         token_ids, sampled = sample.token_ids_T.tolist(), sample.masked or sample
+        versions = iter([part.version for part in sample.versions for _ in range(part.length)])  # of sampled tokens alone
         unknown_T = np.full(len(token_ids), np.nan)
         parts.append(
             SampleExplanation(
                 token_ids=token_ids,
                 texts=run.token_text.pieces(token_ids),
                 reasons=find_reasons(sample, seq_len=seq_len, has_tools=has_tools, shares=own, clips=clips),
+                versions=[next(versions, None) if is_sampled else None for is_sampled in sampled.loss_mask_T],
                 sampler_logprobs=np.where(sampled.loss_mask_T, sampled.logprobs_T, np.nan).tolist(),
                 trainer_logprobs=(own.logprobs_T if own else unknown_T).tolist(),
                 ratios=(own.ratios_T if own else unknown_T).tolist(),

@@ -1,19 +1,12 @@
 // Why each token of a rollout was trained or not, and how much: the reasons always, the weights once `trivet explain` computed them.
 
-import { ask } from "./ask.js";
-import { fill, h, table } from "./dom.js";
+import { h, table } from "./dom.js";
 import { number } from "./format.js";
 
 const COLOURS = { "trained": "transparent", "prompt": "#8884", "tool result": "#48f4", "later turn": "#48f2", "cut": "#f804", "filtered": "#c0c4", "off-policy mask": "#f004", "clipped": "#fa04" };
 
-/** A section that is filled when its answer is there. */
-export function explainView({ run, step, line }) {
-  const section = h("section", { class: "tokens", "aria-label": "Training of each token" });
-  ask("explanation", { run, step, line }).then(({ data }) => draw(section, data), (error) => fill(section, h("p", { class: "fault" }, error.message)));
-  return section;
-}
-
-function draw(section, { samples, loss, step_loss: stepLoss, missing }) {
+/** @param explained the server's answer for a rollout of a step */
+export function explainView({ samples, loss, step_loss: stepLoss, missing }) {
   const counts = new Map();
   for (const sample of samples) {
     sample.reasons.forEach((reason, index) => {
@@ -26,7 +19,7 @@ function draw(section, { samples, loss, step_loss: stepLoss, missing }) {
   }
   const largest = Math.max(...samples.flatMap((sample) => sample.weights.map((value) => Math.abs(value ?? 0))), 0);
   const rows = [...counts].map(([reason, row]) => [h("span", { style: { background: COLOURS[reason] } }, reason), number(row.tokens), ...(loss === null ? [] : [number(row.loss), number(row.weight)])]);
-  fill(section, h("h3", {}, "Training of each token"),
+  return h("section", { class: "tokens", "aria-label": "Training of each token" }, h("h3", {}, "Training of each token"),
     loss === null ? null : h("p", { class: "hint" }, `The rollout adds ${number(loss)} to the step's loss of ${number(stepLoss)}. Green: the step raises the token's probability; red: it lowers it.`),
     missing ? h("p", { class: "hint" }, missing) : null,
     table(["reason", "tokens", ...(loss === null ? [] : ["share of the loss", "sum of |weight|"])], rows),

@@ -59,7 +59,7 @@ export class RolloutsPage {
     if (!isNew && this.shownLine === line) return;
     this.shownLine = line;
     for (const row of this.list.querySelectorAll("[data-line]")) row.setAttribute("aria-current", row.dataset.line === String(line));
-    fill(this.detail, rolloutView(data, { line }), this.query.eval || !data.samples.length ? null : explainView({ run: this.query.run, step: this.query.step, line }));
+    fill(this.detail, rolloutView(data, { line }), data.samples.length ? explainView(data) : null);
   }
 
   drawBar({ envs }) {

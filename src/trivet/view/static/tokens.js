@@ -18,7 +18,7 @@ export function tokenView(samples) {
 
 function sampleView(sample, { by, title }) {
   const versions = [...new Set(sample.versions.filter((version) => version !== null))].sort((one, other) => one - other);
-  const sampled = sample.logprobs.filter((value) => value !== null);
+  const sampled = sample.sampler_logprobs.filter((value) => value !== null);
   const mean = sampled.reduce((sum, value) => sum + value, 0) / (sampled.length || 1);
   const line = h("div", { class: "text" });
   let drawn = 0;
@@ -31,12 +31,12 @@ function sampleView(sample, { by, title }) {
   extend();
   return h("div", { class: "sample" }, title ? h("h4", {}, title) : null,
     h("p", { class: "hint" }, `${number(sample.token_ids.length)} tokens, ${number(sampled.length)} of them sampled by ${versions.length === 1 ? `policy ${versions[0]}` : `policies ${versions.join(", ")}`}; `,
-      `mean log-probability ${number(mean)}.`, sample.is_masked ? " A filter masked the sample from the loss." : "", sample.texts ? "" : " The run has no tokenizer any more: ids are shown."),
+      `mean log-probability ${number(mean)}.`, sample.reasons.includes("filtered") ? " A filter masked the sample from the loss." : "", sample.texts ? "" : " The run has no tokenizer any more: ids are shown."),
     legend(by, versions), line, more);
 }
 
 function tokenMark(sample, index, { by, versions }) {
-  const logprob = sample.logprobs[index], version = sample.versions[index];
+  const logprob = sample.sampler_logprobs[index], version = sample.versions[index];
   const words = sample.texts ? sample.texts[index] : ` ${sample.token_ids[index]}`;
   if (logprob === null) return h("span", { class: "read", title: `token ${sample.token_ids[index]}, read, not sampled` }, words);
   const title = `token ${sample.token_ids[index]}: p = ${percent(Math.exp(logprob))}, log-probability ${number(logprob)}, policy ${version}`;
