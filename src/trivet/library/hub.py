@@ -3,12 +3,10 @@
 The card states what the files of the run prove: data, rewards, steps, commit and the result of `trivet check`.
 """
 
-import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trivet.checkpoints.commit import committed_steps, read_record
 from trivet.config.layout import RunLayout
@@ -16,6 +14,7 @@ from trivet.config.masking import mask_table
 from trivet.dependencies import own_version
 from trivet.errors import ConfigError, TrivetError
 from trivet.history.check import check_run
+from trivet.view.run import read_config
 from trivet.weights.adapters import is_adapter
 from trivet.weights.manifest import read_manifest
 
@@ -47,7 +46,7 @@ def write_card(directory: Path, policy: "Policy", *, name: str, steps: Sequence[
 
     layout = RunLayout(policy.directory.parent.parent)
     is_rl = (layout.configs / "orchestrator.toml").exists()
-    base = str(_read_config(layout, "trainer" if is_rl else "sft").get("model", {}).get("name", ""))
+    base = str(read_config(layout, "trainer" if is_rl else "sft").get("model", {}).get("name", ""))
     front = ModelCardData(
         base_model=base if base and not Path(base).exists() else None,  # a directory of this machine is no model of the hub
         library_name="peft" if is_adapter(directory) else "transformers",
@@ -71,9 +70,9 @@ def write_card(directory: Path, policy: "Policy", *, name: str, steps: Sequence[
 
 def _data(layout: RunLayout) -> Iterator[str]:
     """Yield a line for each data set of fine-tuning or environment: its name, and what it is made of, without secrets."""
-    if name := _read_config(layout, "sft").get("data", {}).get("name"):
+    if name := read_config(layout, "sft").get("data", {}).get("name"):
         yield Path(str(name)).name if Path(str(name)).exists() else str(name)
-    for env in _read_config(layout, "orchestrator").get("env", []):
+    for env in read_config(layout, "orchestrator").get("env", []):
         args = env.get("args") or {}
         described = ", ".join(f"{key}: {value}" for key, value in mask_table(args.get("made_of") or args).items() if value)
         yield f"{env.get('name') or env['id']}{f' ({described})' if described else ''}"
@@ -103,9 +102,3 @@ def _proof(layout: RunLayout) -> str:
     if ledger.breaches:
         return f"broken: {len(ledger.breaches)} of {ledger.checks:,} statements of `trivet check` do not hold"
     return f"consistent: {ledger.checks:,} statements of `trivet check` hold: rollouts trained once, versions, commits"
-
-
-def _read_config(layout: RunLayout, role: str) -> dict[str, Any]:
-    with suppress(FileNotFoundError):
-        return tomllib.loads((layout.configs / f"{role}.toml").read_text())
-    return {}

@@ -45,12 +45,10 @@ class BadQuery(NotServed):
 class PageAnswer:
     """An answer, and a tag as HTTP's ETag."""
 
-    body: bytes
-    """JSON; empty when it was not modified."""
+    body: bytes | None
+    """JSON; None when the client has the answer already: HTTP's 304."""
     tag: str
     """Digest of the query and of the stamps of the files behind the answer."""
-    is_not_modified: bool = False
-    """The client has the answer already: HTTP's 304."""
 
 
 RouteFunction = Callable[[ViewedRun, Query], object]
@@ -114,9 +112,7 @@ class Api:
         run = self._runs[_number(query, "run", default=0, high=len(self._runs) - 1)]
         with run.lock:
             tag = _digest(repr((path, sorted(query.items()), route.stamp(run, query))).encode())
-            if tag == client_tag:
-                return PageAnswer(b"", tag, is_not_modified=True)
-            return PageAnswer(msgspec.json.encode(route.answer(run, query)), tag)
+            return PageAnswer(None if tag == client_tag else msgspec.json.encode(route.answer(run, query)), tag)
 
 
 def _status(run: ViewedRun, _: Query) -> object:

@@ -7,7 +7,6 @@ more on a side, over that side's seeds too.
 Legend: E examples, S runs of one side.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from trivet.storage.durable import DECODE_ERRORS
 from trivet.telemetry.metrics import read_metrics
 from trivet.view.evaluations import FoundEvaluation, find_evaluations
 from trivet.view.rollouts import RolloutFile
+from trivet.view.run import read_config
 
 BUDGETS = ("rollouts", "tokens", "seconds")
 
@@ -120,9 +120,8 @@ def _measure_costs(layout: RunLayout) -> dict[int, dict[str, float]]:
     if not layout.events.exists():  # the directory of `uv run eval`
         return costs
     try:
-        config = tomllib.loads((layout.configs / "orchestrator.toml").read_text(encoding="utf-8"))
-        size = int(config["rollouts_per_example"])
-    except (OSError, ValueError, KeyError) as exc:
+        size = int(read_config(layout, "orchestrator")["rollouts_per_example"])
+    except (ValueError, KeyError) as exc:
         raise ConfigError(f"{layout.configs} does not say rollouts_per_example ({exc}); give a run's output_dir") from exc
     events = [line.event for line in read_lines(layout.events)]
     groups, num_ended_at = follow_groups(events)

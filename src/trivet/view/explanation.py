@@ -6,16 +6,14 @@ The reasons follow from the recorded rollouts. Ratios, shares of the loss and we
 Legend: T tokens of a sample.
 """
 
-import tomllib
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from trivet.config.layout import RunLayout
 from trivet.transport.explained import CLIPPING_LOSSES, SampleShares, read_explained
-from trivet.view.run import ViewedRun
+from trivet.view.run import ViewedRun, read_config
 from trivet.wire.rollouts import Sample
 
 
@@ -80,7 +78,7 @@ def explain_rollout(run: ViewedRun, *, step: int, line: int) -> RolloutExplanati
     Raises:
         NotServed: there is no such rollout.
     """
-    directory, seq_len = run.layout.rollouts_step(step), _read_seq_len(run.layout)
+    directory, seq_len = run.layout.rollouts_step(step), read_config(run.layout, "orchestrator").get("seq_len")
     record = run.rollouts.record(directory / "rollouts.jsonl", line)
     samples = run.rollouts.samples(directory, line)
     explained = read_explained(run.layout, step)
@@ -141,11 +139,3 @@ def find_reasons(
         for index in np.flatnonzero(shares.is_bounded_T):
             reasons[index] = TokenReason.CLIPPED if clips else TokenReason.OFF_POLICY_MASK
     return reasons
-
-
-def _read_seq_len(layout: RunLayout) -> int | None:
-    """Return the tokens to which the run's orchestrator cuts samples; None if its configuration cannot be read."""
-    try:
-        return tomllib.loads((layout.configs / "orchestrator.toml").read_text(encoding="utf-8")).get("seq_len")
-    except (OSError, ValueError):
-        return None

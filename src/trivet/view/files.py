@@ -62,30 +62,35 @@ def is_inside(root: Path, path: Path) -> bool:
     return True
 
 
-def read_inside(root: Path, path: Path) -> bytes:
-    """Return the content of a file of the run.
+def open_inside(root: Path, path: Path) -> BinaryIO:
+    """Open a file of the run.
 
     Raises:
         NotServed: as `check_inside`, or it cannot be read.
     """
     try:
-        with open_regular(check_inside(root, path)) as file:
-            return file.read()
+        return open_regular(check_inside(root, path))
     except OSError as exc:
         raise NotServed(f"{_name_in(root, path)} cannot be read: {exc.strerror}") from exc
+
+
+def read_inside(root: Path, path: Path) -> bytes:
+    """Return the content of a file of the run. Raises as `open_inside`."""
+    with open_inside(root, path) as file:
+        return file.read()
 
 
 class GrowingLines:
     """Reads each complete line of a growing file once."""
 
     def __init__(self, root: Path, path: Path) -> None:
-        self._root, self.path = root, path
+        self._root, self._path = root, path
         self._offset = 0
         self._inode: int | None = None
 
     def was_replaced(self) -> bool:
         """Return whether the file was replaced or shortened, as by a resume. Then the next read starts at its beginning."""
-        stamp = stamp_of(self.path)
+        stamp = stamp_of(self._path)
         inode, num_bytes = (stamp.inode, stamp.num_bytes) if stamp is not None else (None, 0)
         is_replaced = self._inode is not None and (inode != self._inode or num_bytes < self._offset)
         if is_replaced:
@@ -93,22 +98,11 @@ class GrowingLines:
         self._inode = inode
         return is_replaced
 
-    def open(self) -> BinaryIO:
-        """Open the file.
-
-        Raises:
-            NotServed: as `read_inside`.
-        """
-        try:
-            return open_regular(check_inside(self._root, self.path))
-        except OSError as exc:
-            raise NotServed(f"{_name_in(self._root, self.path)} cannot be read: {exc.strerror}") from exc
-
     def read_new(self) -> Iterator[bytes]:
         """Yield the lines that were completed since the last call. An incomplete last line is left for a later call."""
-        if stamp_of(self.path) is None:
+        if stamp_of(self._path) is None:
             return
-        with self.open() as file:
+        with open_inside(self._root, self._path) as file:
             self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self._offset)
             rest = b""

@@ -64,20 +64,23 @@ SHOWN_FIRST = [
     MetricKey("orchestrator", "is_truncated/mean"),
     MetricKey("orchestrator", "error/mean"),
 ]
-PHASES: Mapping[str, list[str]] = {
-    "trainer": [
-        "time/wait_for_batch",
-        "time/forward_backward",
-        "time/optimizer",
-        "time/wait_for_policy",
-        "time/probe",
-        "time/broadcast_weights",
-        "time/save_ckpt",
-    ],
-    "orchestrator": ["time/generate_completions", "time/update_weights"],
+PHASES: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "trainer": {
+        "time/wait_for_batch": ("waits for a batch", "orchestrator"),
+        "time/forward_backward": ("forward and backward", ""),
+        "time/optimizer": ("optimizer", ""),
+        "time/wait_for_policy": ("waits for the last policy's files", "disk"),
+        "time/probe": ("scores the policy's probe", ""),
+        "time/broadcast_weights": ("publishes weights", ""),
+        "time/save_ckpt": ("checkpoint", ""),
+    },
+    "orchestrator": {
+        "time/generate_completions": ("waits for rollouts", "inference"),
+        "time/update_weights": ("loads a policy", ""),
+    },
 }
-"""The parts of a step of each role, in their order. `time/update_weights` overlaps with others: the servers load a policy
-meanwhile."""
+"""The parts of a step of each role, in their order: by metric the activity, and the role that it waits for; empty where it works.
+`time/update_weights` overlaps with others: the servers load a policy meanwhile."""
 ALWAYS_READ = [*SHOWN_FIRST, *(MetricKey(role, name) for role, names in PHASES.items() for name in ["time/step", *names])]
 """Metrics that are read in one pass over the files before the first request."""
 _SUBSTITUTE_ROLES = {"trainer": "sft"}

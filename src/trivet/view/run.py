@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from trivet.config.dump import literal
 from trivet.config.layout import RunLayout
 from trivet.config.masking import HIDDEN, mask_table
 from trivet.errors import ConfigError
@@ -116,6 +117,14 @@ def name_runs(directories: list[Path]) -> list[str]:
     return ["/".join(parts[-depth:]).removeprefix("//") for parts in paths]
 
 
+def read_config(layout: RunLayout, role: str) -> dict[str, Any]:
+    """Return the configuration of a role as it is in its file; empty if there is no readable one."""
+    try:
+        return tomllib.loads((layout.configs / f"{role}.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
 def read_configs(layout: RunLayout) -> dict[str, dict[str, str]]:
     """Return the configuration of each role: the value of each key in TOML notation. Values that may be secret are left out.
 
@@ -140,7 +149,5 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             for index, item in enumerate(value):
                 yield from _flatten(item, f"{name}[{index}].")
-        elif isinstance(value, bool):
-            yield name, "true" if value else "false"
         else:
-            yield name, f'"{value}"' if isinstance(value, str) and value != HIDDEN else str(value)
+            yield name, HIDDEN if value == HIDDEN else literal(value)

@@ -119,7 +119,7 @@ def make_application(api: Api, *, host: str) -> "GuardedApplication":
             logger.exception("cannot answer %s", path)
             return _error(500, f"{path} cannot be answered: a fault of trivet view; its terminal has the details")
         headers = {"ETag": f'"{answer.tag}"'}
-        if answer.is_not_modified:
+        if answer.body is None:
             return Response(status_code=304, headers=headers)
         return Response(answer.body, media_type="application/json", headers=headers)
 

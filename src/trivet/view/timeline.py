@@ -16,21 +16,11 @@ from trivet.view.files import GrowingLines
 from trivet.view.metrics import PHASES, RunMetrics
 
 _STEP_S = "time/step"
-_TRAINER_ACTIVITIES = {
-    "time/wait_for_batch": ("waits for a batch", "orchestrator"),
-    "time/forward_backward": ("forward and backward", ""),
-    "time/optimizer": ("optimizer", ""),
-    "time/wait_for_policy": ("waits for the last policy's files", "disk"),
-    "time/probe": ("scores the policy's probe", ""),
-    "time/broadcast_weights": ("publishes weights", ""),
-    "time/save_ckpt": ("checkpoint", ""),
-}
-"""For each of the trainer's `PHASES`: its activity, and the role that it waits for; empty where it works."""
 _OTHER = ("other work", "")
-_FILLING = ("waits for rollouts", "inference")
+_FILLING = PHASES["orchestrator"]["time/generate_completions"]
 _HANDING_OVER = ("packs, sends, waits for the acknowledgement", "trainer")
-_GENERATING = ("generates rollouts", "")
-_LOADING = "loads a policy"
+_GENERATING = "generates rollouts"
+_LOADING, _ = PHASES["orchestrator"]["time/update_weights"]
 _NOTED = {"load", "commit", "restart", "serverdown", "serverup", "stop", "start", "evaluate"}
 # `event` is the first field of every line of events.jsonl, so a line need not be decoded to be passed over.
 _NOTED_STARTS = tuple(f'{{"event":"{name}"'.encode() for name in sorted(_NOTED))
@@ -51,7 +41,7 @@ class Note(msgspec.Struct, kw_only=True):
     env: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TimelineSpan:
     """A stretch of time in which a role had one activity."""
 
@@ -144,9 +134,9 @@ def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int 
             for activity, seconds_of_steps in activities.items():
                 end = at + float(seconds_of_steps[line])
                 if end > at:
-                    spans.append(_span(role, step, at, end, activity))
+                    spans.append(TimelineSpan(role, step, at, end, *activity))
                     if activity == _FILLING:
-                        spans.append(_span("inference", step, at, end, _GENERATING))
+                        spans.append(TimelineSpan("inference", step, at, end, _GENERATING, ""))
                 at = end
     begin, end = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
     shown = [note for note in notes if begin <= note.time <= end]
@@ -156,19 +146,15 @@ def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int 
             # The event is written when the load is done. The orchestrator's next step records how long the load took.
             line = min(int(np.searchsorted(orchestrator["time"], note.time)), len(orchestrator["time"]) - 1)
             start = note.time - float(orchestrator["time/update_weights"][line])
-            spans.append(_span("inference", note.version, start, note.time, (f"{_LOADING}: {note.version}", "")))
+            spans.append(TimelineSpan("inference", note.version, start, note.time, f"{_LOADING}: {note.version}", ""))
     return Timeline(spans=spans, notes=shown, shares=shares, first_step=first, last_step=last, newest_step=newest)
-
-
-def _span(role: str, step: int, start: float, end: float, activity: tuple[str, str]) -> TimelineSpan:
-    return TimelineSpan(role=role, step=step, start=start, end=end, activity=activity[0], waits_for=activity[1])
 
 
 def _activities(role: str, table: Mapping[str, np.ndarray]) -> dict[tuple[str, str], np.ndarray]:
     """Return the seconds of each activity in each step, in the order of the role's loop."""
     total = table[_STEP_S]
     if role == "trainer":
-        phases = {_TRAINER_ACTIVITIES[name]: np.maximum(0.0, table[name]) for name in PHASES["trainer"]}
+        phases = {activity: np.maximum(0.0, table[name]) for name, activity in PHASES["trainer"].items()}
         return {**phases, _OTHER: np.maximum(0.0, total - sum(phases.values()))}
     filling = np.minimum(total, table["time/generate_completions"])
     return {_FILLING: filling, _HANDING_OVER: total - filling}
