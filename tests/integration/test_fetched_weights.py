@@ -56,7 +56,7 @@ def assert_served_what_was_published(run: Run, *, num_restarts: int) -> None:
     published = {(event.version, event.digest) for event in events if isinstance(event, Publish)}
     loaded = {(event.version, event.digest) for event in events if isinstance(event, Load | ServerUp) and event.version}
     assert loaded <= published
-    assert len({version for version, _ in loaded}) > 5
+    assert len({version for version, _ in loaded}) > 3  # a server that is slower than the trainer skips versions
     assert len([event for event in events if isinstance(event, Restart)]) == num_restarts
 
 
