@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single  # the form with a gradient
 
 from trivet.trainer.attention.packed import PackedAttention
 from trivet.trainer.rows import RowTensors
@@ -67,7 +68,9 @@ class ContextGroup:
 
         The gradient of a score goes to the rank that computed it, and is not summed over the group.
         """
-        return _ShareScores.apply(scores, own, len(row.predictors_N), self.group)
+        shared = scores.new_zeros(len(row.predictors_N)).index_copy_(0, own, scores.detach())
+        dist.all_reduce(shared, group=self.group)  # adds zeros of the other ranks, so the sum is exact
+        return shared.index_copy(0, own, scores)
 
     def divide_attention(self, attend: PackedAttention) -> PackedAttention:
         """Return an attention over the tokens of a slice, made from `attend` over whole rows. Collective over the group.
@@ -104,35 +107,4 @@ class ContextGroup:
         Before attention these are heads and tokens of [1, H, T, D], after it tokens and heads of [1, T, H, D].
         """
         parts = torch.stack(tensor.chunk(self.size, dim=scattered))
-        return torch.cat(list(_Exchange.apply(parts, self.group)), dim=gathered)
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends part i of [P, ...] to rank i, and returns what this rank gets from each. Its gradient takes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.forward(ctx, grads[0], ctx.group), None
-
-
-class _ShareScores(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, scores: torch.Tensor, own: torch.Tensor, num_loss_tokens: int, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.save_for_backward(own)
-        shared = scores.new_zeros(num_loss_tokens).index_copy_(0, own, scores)
-        dist.all_reduce(shared, group=group)  # adds zeros of the other ranks, so the sum is exact
-        return shared
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (own,) = ctx.saved_tensors
-        return grads[0][own], None, None, None
+        return torch.cat(list(all_to_all_single(parts, None, None, self.group)), dim=gathered)

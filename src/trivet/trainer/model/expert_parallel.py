@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single  # the form with a gradient
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
@@ -104,25 +105,9 @@ def _exchange_tokens(experts: torch.nn.Module, forward: Callable[..., Any], mesh
         counts = sent.tolist(), received.tolist()
         own = chosen.new_empty(sum(counts[1]))
         dist.all_to_all_single(own, chosen, counts[1], counts[0], group=group)
-        hidden_RD = _Exchange.apply(hidden_UD[tokens], *counts, group)
-        outputs = _Exchange.apply(compute_own(hidden_RD, own - first), *reversed(counts), group)
+        hidden_RD = all_to_all_single(hidden_UD[tokens], counts[1], counts[0], group)
+        outputs = all_to_all_single(compute_own(hidden_RD, own - first), counts[0], counts[1], group)
         weighted = outputs * weights_UK.flatten()[order][:, None]
         return torch.zeros_like(hidden_UD).index_add(0, tokens, weighted.to(hidden_UD.dtype))
 
     return run
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of a group, in order of ranks, and returns the rows that come. Its gradient takes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.counts, ctx.group = (sent, received), group
-        result = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        sent, received = ctx.counts
-        return _Exchange.forward(ctx, grads[0], received, sent, ctx.group), None, None, None
