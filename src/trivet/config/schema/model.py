@@ -156,7 +156,7 @@ class TrainerModelConfig(Section):
     share_prefixes: bool = True
     """Compute common prefixes of samples once, such as the prompt of a group. Results are equal up to rounding."""
     attn: Literal["auto", "sdpa", "flash_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Attention over packed rows. On CUDA `flash_varlen` (torch's own); where those packages are installed `flash_attention_2`,
+    """Attention over packed rows. On CUDA `flash_varlen` or `flash_attention_2` (torch's own); where those packages are installed
     `flash_attention_3` (compute capability 9.0) and `flash_attention_4` (9.0 and 10.0). `sdpa` (sample by sample) runs anywhere.
     `auto` takes the fastest that can: a package's only where it agrees with torch's own on a small row at the start. Models whose
     rows hold one sample each keep transformers' own attention."""

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 from trivet.errors import ConfigError
 
 PACKAGES = {
-    "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_4": "flash_attn.cute.interface",
 }
@@ -86,7 +85,6 @@ def choose_attention(
     if attn == "auto":
         if has_special_scores or device_type != "cuda" or is_float32 or _why_no_flash("flash_varlen", capability, heads):
             return "sdpa"
-        # Flash attention 2 is no faster than torch's own, which is made from it.
         packages = (
             name for name in _CAPABILITIES if not _why_no_flash(name, capability, heads) and is_installed(PACKAGES[name])
         )
@@ -106,7 +104,7 @@ def choose_attention(
             f'model.attn = "{attn}" needs the Python module {PACKAGES[attn]}, which is not installed; install it, or set '
             'model.attn = "flash_varlen", which torch brings'
         )
-    return attn
+    return "flash_varlen" if attn == "flash_attention_2" else attn  # torch's own is made from flash attention 2
 
 
 def _why_no_flash(attn: str, capability: tuple[int, int] | None, heads: HeadDims) -> str | None:

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
@@ -187,14 +186,8 @@ def register_attention(
         refused.add(PACKAGES[resolved])
     logger.info("attention chosen attn=%s device=%s", resolved, device.type)
     # Transformers would check a name with "sdpa" or "flash" in it against its own functions of that name.
-    # The packages of flash attention 3 and 4 replace the kernels behind torch's `varlen_attn`, so both use `flash_varlen_packed`.
-    name, function = {
-        "sdpa": ("by_sample", sdpa_packed),
-        "flash_varlen": ("varlen", flash_varlen_packed),
-        "flash_attention_2": ("fa2", partial(package_packed, "flash_attention_2")),
-        "flash_attention_3": ("varlen", flash_varlen_packed),
-        "flash_attention_4": ("varlen", flash_varlen_packed),
-    }[resolved]
+    # Packages of flash attention replace the kernels behind torch's `varlen_attn`.
+    name, function = ("by_sample", sdpa_packed) if resolved == "sdpa" else ("varlen", flash_varlen_packed)
 
     def attend_packed(*tensors: Any, dropout: float = 0.0, **options: Any) -> tuple[torch.Tensor, None]:
         """Compute attention; with dropout by `sdpa_packed`, the only one here that supports it."""
@@ -342,56 +335,13 @@ def flash_varlen_packed(
     **_: Any,  # models with `softcap` or sinks get `sdpa_packed` (`choose_attention`)
 ) -> tuple[torch.Tensor, None]:
     """Compute the same as `sdpa_packed`, but in one kernel and for float16 and bfloat16 alone; the shapes are the same."""
-    query, key, value, lengths = _to_varlen_inputs(query, key, value, segments)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if segments.key_tokens is not None:
+        key, value = (tensor.index_select(0, segments.key_tokens) for tensor in (key, value))
+    # Flash attention aligns the causal mask at the last query and the last key. A segment after its prefix needs that.
+    lengths = (segments.offsets, segments.key_offsets, segments.max_length, segments.max_key_length)
     head_options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _HAS_ENABLE_GQA else {}
     num_before = -1 if sliding_window is None else sliding_window - 1  # tokens that a token sees before itself; -1: all
     output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(num_before, 0), **head_options)
     assert isinstance(output, torch.Tensor)
     return output[None], None
-
-
-def _to_varlen_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, int, int]]:
-    """Return queries [T, H, D], keys and values [E, K, D], and the offsets and the largest lengths of queries and keys.
-
-    Flash attention aligns the causal mask at the last query and the last key. A segment after its prefix needs that.
-    """
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if segments.key_tokens is not None:
-        key, value = (tensor.index_select(0, segments.key_tokens) for tensor in (key, value))
-    return query, key, value, (segments.offsets, segments.key_offsets, segments.max_length, segments.max_key_length)
-
-
-def package_packed(  # noqa: PLR0913  transformers fixes the signature
-    attn: str,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    segments: Segments,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_: Any,  # as in `flash_varlen_packed`
-) -> tuple[torch.Tensor, None]:
-    """Compute the same as `sdpa_packed`, with the package that `attn` names.
-
-    Shapes are as in `sdpa_packed`, dtypes as in `flash_varlen_packed`.
-    """
-    query, key, value, (offsets_q, offsets_k, max_length_q, max_length_k) = _to_varlen_inputs(query, key, value, segments)
-    window: dict[str, Any] = {} if sliding_window is None else {"window_size": (sliding_window - 1, 0)}
-    output = import_module(PACKAGES[attn]).flash_attn_varlen_func(
-        *(tensor.contiguous() for tensor in (query, key, value)),
-        cu_seqlens_q=offsets_q,
-        cu_seqlens_k=offsets_k,
-        max_seqlen_q=max_length_q,
-        max_seqlen_k=max_length_k,
-        softmax_scale=scaling,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),  # the packages do not read torch's own switch
-        **window,
-    )
-    # Versions of the package for Hopper differ: some return the log-sums of the softmax as well.
-    return (output[0] if isinstance(output, tuple) else output)[None], None

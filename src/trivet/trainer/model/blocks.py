@@ -32,7 +32,6 @@ _KEPT_OPERATORS = {
     "attention": frozenset(
         {
             "torch_attn::_varlen_attn",
-            "flash_attn::_flash_attn_varlen_forward",  # of the package flash-attn
             "aten::_scaled_dot_product_flash_attention",
             "aten::_scaled_dot_product_flash_attention_for_cpu",
             "aten::_scaled_dot_product_efficient_attention",

@@ -82,11 +82,11 @@ def test_the_features_of_heads_come_from_the_models_configuration() -> None:
 
 
 def test_an_attention_whose_package_is_missing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs the Python module flash_attn, which is not installed"):
+    with pytest.raises(ConfigError, match=r"needs the Python module flash_attn_interface, which is not installed"):
         choose_attention(
-            "flash_attention_2",
+            "flash_attention_3",
             device_type="cuda",
-            capability=(8, 0),
+            capability=(9, 0),
             has_special_scores=False,
             heads=HEADS,
             is_installed=set[str]().__contains__,

@@ -1,6 +1,3 @@
-import sys
-import types
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ from trivet.trainer.attention.choice import HeadDims
 from trivet.trainer.attention.packed import (
     Segments,
     flash_varlen_packed,
-    package_packed,
     register_attention,
     sdpa_packed,
 )
@@ -129,34 +125,6 @@ def test_keys_have_as_many_heads_as_queries_for_the_kernels_of_a_gpu(
 def test_flash_attention_is_refused_without_cuda(attn: str) -> None:
     with pytest.raises(ConfigError, match=r'set model\.attn = "sdpa"'):
         register_attention(attn, device=CPU, dtype=torch.bfloat16, heads=HEADS)
-
-
-def test_flash_attention_2_gets_the_samples_of_a_row_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the package's function computes each sample alone."""
-
-    def stand_in(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic):
-        assert causal
-        assert not deterministic
-        assert max_seqlen_q == max_seqlen_k == 4
-        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-        lengths = cu_seqlens_q.diff().tolist()
-        parts = zip(*(tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
-        outputs = [
-            scaled_dot_product_attention(*part, is_causal=True, scale=softmax_scale, enable_gqa=True)[0] for part in parts
-        ]
-        return torch.cat(outputs, dim=1).transpose(0, 1)
-
-    package = types.ModuleType("flash_attn")
-    monkeypatch.setattr(package, "flash_attn_varlen_func", stand_in, raising=False)
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, heads, 9, 8, generator=generator) for heads in (4, 2, 2)]
-    segments = Segments.from_samples([4, 1, 4], device=CPU)
-    found, expected = (
-        function(torch.nn.Identity(), *tensors, None, segments=segments, scaling=0.3)[0]
-        for function in (partial(package_packed, "flash_attention_2"), sdpa_packed)
-    )
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("paths", [[[], [], []], [[], [0], [0]]], ids=["samples alone", "a shared prefix"])
