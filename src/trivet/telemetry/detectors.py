@@ -1,6 +1,6 @@
 """Detects from the metrics of each step that a run learns nothing or is about to break.
 
-A detector gets the metrics of one role, step by step, and returns a finding when its condition has held for some steps in a row.
+A detector gets the metrics of one role, step by step, and says what is wrong when its condition has held for some steps.
 Detectors remember earlier steps, and have no other effect: `telemetry.telemetry` calls them and warns or ends the run.
 """
 
@@ -22,17 +22,6 @@ _REFERENCE_STEPS = 5
 _RECENT_STEPS = 20
 """Steps with whose median a spike is compared: enough that spikes do not raise it, few enough that it follows a slow change."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A condition that has held for long enough."""
-
-    detector: str
-    """The detector's key in `[detectors]`."""
-    message: str
-    """The observation, the number of steps for which it held, and the remedy."""
-
-
 Condition = Callable[[Metrics], str | None]
 """A function that returns what is wrong in a step, or None. It may remember earlier steps."""
 
@@ -42,20 +31,24 @@ class Detector:
     """Counts the steps in a row for which a condition has held."""
 
     name: str
+    """The detector's key in `[detectors]`."""
     condition: Condition
     patience: int
     """Steps in a row that the condition must hold."""
     remedy: str
     _num_steps_held: int = field(default=0, init=False)
 
-    def check(self, metrics: Metrics) -> Finding | None:
-        """Check the metrics of one step. Returns a finding after each `patience` steps in a row for which the condition held."""
+    def check(self, metrics: Metrics) -> str | None:
+        """Check the metrics of one step. After each `patience` steps in a row for which the condition held, describe it.
+
+        The text has the observation, the number of steps for which it held, and the remedy.
+        """
         observation = self.condition(metrics)
         self._num_steps_held = self._num_steps_held + 1 if observation else 0
         if observation is None or self._num_steps_held % self.patience:
             return None
         duration = f" for {self._num_steps_held} steps" if self._num_steps_held > 1 else ""
-        return Finding(detector=self.name, message=f"{observation}{duration}; {self.remedy}")
+        return f"{observation}{duration}; {self.remedy}"
 
 
 def make_detectors(config: DetectorsConfig) -> list[Detector]:

@@ -186,6 +186,6 @@ class DetectorWatch:
             finding = detector.check(metrics)
             if finding is None:
                 continue
-            if self._reactions[finding.detector] == "stop":
-                raise Diverged(f'step {step}: {finding.message} (detectors.{finding.detector} = "stop")')
-            logger.warning("step %s: %s (detectors.%s)", step, finding.message, finding.detector)
+            if self._reactions[detector.name] == "stop":
+                raise Diverged(f'step {step}: {finding} (detectors.{detector.name} = "stop")')
+            logger.warning("step %s: %s (detectors.%s)", step, finding, detector.name)
