@@ -181,7 +181,7 @@ def _open_host(
         from trivet.cluster.driver import lead  # imported here because a run on one machine needs no Ray
 
         driver = held.enter_context(
-            lead(config, layout=layout, run=run, python=sys.executable, touch_lock=directory.touch_lock)
+            lead(config, layout=layout, run=run, python=sys.executable, touch_lock=directory.lock.touch)
         )
         return driver.host, driver.plan
     environ = role_environment(os.environ) | share_secret(layout, environ=os.environ)

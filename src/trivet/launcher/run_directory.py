@@ -44,12 +44,12 @@ _MAX_SCRATCH_LENGTH = 70
 
 
 class RunDirectory:
-    """An output directory that this process locks, from `__enter__` to `close`."""
+    """An output directory that this process has locked within the block."""
 
     def __init__(self, layout: RunLayout, *, wait: LockWait = _SHORT_WAIT) -> None:
         self.layout = layout
         self._has_new_secret = False
-        self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", guards=layout.root, wait=wait)
+        self.lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", guards=layout.root, wait=wait)
 
     def __enter__(self) -> "RunDirectory":
         """Lock the directory. It is made if it does not exist.
@@ -60,7 +60,7 @@ class RunDirectory:
         """
         try:
             self.layout.root.mkdir(parents=True, exist_ok=True)
-            self._lock.__enter__()
+            self.lock.__enter__()
         except OSError as exc:
             raise ConfigError(
                 f"output_dir {str(self.layout.root)!r} cannot be written: {exc.strerror}; choose another"
@@ -68,24 +68,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the lock. The kernel does the same when the process ends in any way."""
-        self._lock.close()
-
-    def touch_lock(self) -> None:
-        """Write to the lock, as a sign that the directory answers.
-
-        Raises:
-            RunDirectoryBusy: another process has the lock: the file system gave it away while this one was cut off.
-            OSError: the directory does not answer.
-        """
-        self._lock.touch()
-
-    def keep_over_exec(self) -> None:
-        """Keep the lock when another program replaces this process."""
-        self._lock.keep_over_exec()
+        self.lock.close()
 
     def choose_start(self, *, resume_step: int | None, does_clean: bool, resume_from: Path | None = None) -> Step | None:
         """Decide where the run starts, and check that no results of another run would be lost. Nothing is changed.

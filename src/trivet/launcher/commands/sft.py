@@ -54,7 +54,7 @@ def start(config: SftConfig) -> int:
     layout, ckpt = RunLayout(config.output_dir), config.ckpt
     directory = RunDirectory(layout, wait=wait_of_job(os.environ))
     directory.__enter__()
-    directory.keep_over_exec()
+    directory.lock.keep_over_exec()
     write_configs({layout.configs / "sft.toml": config})
     record_choice(layout, config)
     os.environ.update(share_secret(layout, environ=os.environ))
