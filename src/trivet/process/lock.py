@@ -190,28 +190,18 @@ def _open_directory(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
 
 
-def lock_directory(directory: Path) -> int:
+def lock_directory(directory: Path, *, is_shared: bool = False) -> int:
     """Lock `directory` and return a file descriptor. The lock lasts until it is closed, or the process ends in any way.
+
+    Args:
+        is_shared: others may lock it in this way too. Nobody can remove it meanwhile (`remove_if_free`).
 
     Raises:
         OSError: another process has locked it, or it is not a directory.
     """
     file = _open_directory(directory, os.O_NOFOLLOW)
-    if not lock_descriptor(file, blocking=False):
-        os.close(file)
-        raise BlockingIOError(errno.EWOULDBLOCK, "another process has locked it", str(directory))
-    return file
-
-
-def share_directory(directory: Path) -> int:
-    """Lock `directory` together with others, so that nobody can remove it (`remove_if_free`). Return a file descriptor.
-
-    Raises:
-        OSError: a process is removing it, or it is not a directory.
-    """
-    file = _open_directory(directory, os.O_NOFOLLOW)
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         os.close(file)
         raise

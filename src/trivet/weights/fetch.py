@@ -30,7 +30,7 @@ from trivet.config.layout import MANIFEST, STABLE, step_name
 from trivet.errors import FetchFailed, WeightsError
 from trivet.key_names import key_name
 from trivet.machine import make_private_directory
-from trivet.process.lock import remove_if_free, share_directory
+from trivet.process.lock import lock_directory, remove_if_free
 from trivet.process.proxies import is_direct
 from trivet.step_directories import list_steps
 from trivet.storage.disk import format_bytes, free_bytes, is_full_disk
@@ -233,7 +233,7 @@ class PolicyCache:
                 logger.info("policy fetched version=%s seconds=%.2f", policy.version, time.monotonic() - started)
             if (previous := self._locks.pop(final, None)) is not None:
                 os.close(previous)
-            self._locks[final] = share_directory(final)
+            self._locks[final] = lock_directory(final, is_shared=True)
         return final
 
     def settle(self, directory: Path) -> None:
@@ -259,7 +259,7 @@ class PolicyCache:
         self._root.parent.mkdir(parents=True, exist_ok=True)
         for directory in (self._root, self.directory):
             make_private_directory(directory, setting=key_name("inference.weight_cache"))
-        self._run_lock = share_directory(self.directory)
+        self._run_lock = lock_directory(self.directory, is_shared=True)
         for other in self._root.iterdir():
             remove_if_free(other)  # not this one, which is locked
 
