@@ -2,11 +2,12 @@
 
 import json
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
 
 from trivet.config.user_input import usable_path
 from trivet.errors import ConfigError
@@ -47,16 +48,16 @@ def find_linear_modules(name: str) -> LinearModules | None:
         if not directory.is_dir():
             directory = _find_downloaded(name)
         files = find_weight_files(directory) if directory is not None else []
-        headers = [read_header(file) for file in files if file.suffix == ".safetensors"]
+        shapes = [read_shapes(file) for file in files if file.suffix == ".safetensors"]
     except (ConfigError, OSError, ValueError):
         return None  # `check_files`, or the process that loads the model, reports the problem
-    if not headers:
+    if not shapes:
         return None
     matrices = [
         tensor.removesuffix(".weight")
-        for header in headers
-        for tensor, entry in header.items()
-        if tensor.endswith(".weight") and len(entry["shape"]) == 2
+        for of_file in shapes
+        for tensor, shape in of_file.items()
+        if tensor.endswith(".weight") and len(shape) == 2
     ]
     # transformers stacks the matrices of all experts into one parameter, so an expert's matrix is no module.
     own = [module for module in matrices if not _EXPERT.search(f"{module}.")]
@@ -146,23 +147,13 @@ def _find_downloaded(name: str) -> Path | None:
     return next((Path(path).parent for path in found if isinstance(path, str)), None)
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: name, dtype and shape of each tensor. Raises ValueError if the file is incomplete.
-
-    Source: https://github.com/huggingface/safetensors, "Format": the header's length as 8 bytes, then JSON.
-    """
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        num_bytes = file.stat().st_size
-        if not 0 < length <= num_bytes - 8:
-            raise ValueError(f"{file.name} is no safetensors file, or is cut short")
-        header: dict[str, Any] = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end != num_bytes:
-        raise ValueError(f"{file.name} has {num_bytes} bytes and should have {end}: it is cut short or damaged; copy it again")
-    return header
+def read_shapes(file: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor of a safetensors file. Raises ValueError if the file is incomplete."""
+    try:
+        with cast(Any, safe_open(file, framework="numpy")) as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  it is no table
+    except SafetensorError as exc:
+        raise ValueError(f"{file.name} is no safetensors file, or is cut short or damaged ({exc}); copy it again") from exc
 
 
 def read_chat_template(value: str, *, key: str = "chat_template") -> str:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from trivet.config.layout import RunLayout
-from trivet.config.model_files import find_weight_files, read_header
+from trivet.config.model_files import find_weight_files, read_shapes
 from trivet.config.schema.rl import RLConfig
 from trivet.launcher.gpu_shares import share_gpus
 from trivet.machine import Machine
@@ -158,10 +158,10 @@ def read_shape(config: RLConfig) -> ModelShape | None:
     directory = Path(config.trainer.model.name)
     try:
         table: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
-        headers = [read_header(file) for file in find_weight_files(directory) if file.suffix == ".safetensors"]
+        files = [file for file in find_weight_files(directory) if file.suffix == ".safetensors"]
+        tensors = {name: shape for file in files for name, shape in read_shapes(file).items()}
     except (OSError, ValueError):
         return None
-    tensors: dict[str, list[int]] = {name: entry["shape"] for header in headers for name, entry in header.items()}
     if not tensors:
         return None
     text: dict[str, Any] = {**table, **(table.get("text_config") or {})}

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from trivet.config.model_files import find_weight_files, read_header
+from trivet.config.model_files import find_weight_files, read_shapes
 from trivet.config.schema.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.ranks.world import World, broadcast_bytes
@@ -63,13 +63,13 @@ class SafetensorsWeights:
         for file in find_weight_files(directory):
             if file.suffix != ".safetensors":
                 return None
-            header = read_header(file)
-            if twice := sorted(header.keys() & file_by_tensor.keys()):
+            shapes = read_shapes(file)
+            if twice := sorted(shapes.keys() & file_by_tensor.keys()):
                 raise ConfigError(
                     f"model.name = {name!r}: the tensor {twice[0]} is in both {file_by_tensor[twice[0]].name} and {file.name}; "
                     "remove the file that is not of this model"
                 )
-            file_by_tensor |= dict.fromkeys(header, file)
+            file_by_tensor |= dict.fromkeys(shapes, file)
         return cls(file_by_tensor) if file_by_tensor else None
 
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
