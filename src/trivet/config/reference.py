@@ -1,4 +1,4 @@
-"""Lists the keys of a configuration with their documentation, for `--help` and for the pages of keys.
+"""Lists the keys of a configuration with their documentation, for `--help` and for scripts/docs_configuration.py.
 
 The documentation of a key is the docstring under its field, which is read from the source. pydantic could read it too
 (`use_attribute_docstrings`), but would do so at every import, which took a fifth of the time that a command needs to start.
@@ -72,15 +72,6 @@ EXAMPLES: dict[type[Section], tuple[str, str]] = {
 }
 """The command that reads each kind of configuration, and a command line that works."""
 
-REMARKS: dict[type[Section], str] = {
-    RLConfig: "`uv run trainer`, `uv run orchestrator` and `uv run inference` start one role alone. They take the keys of its"
-    " sections without the first part: `trainer.optim.lr` is `optim.lr`.",
-    SftConfig: "Shares model, optimizer, schedule and checkpoints with the trainer.",
-    EvalConfig: "Measures the start weights and every published step on a running server.",
-    VfRLConfig: "The dialect of verifiers' trainer, translated to the keys of `rl`: `--dry-run` prints the key of each value.",
-}
-"""The kinds of configuration that have a reference page, each with a remark."""
-
 
 class KeyEntry(NamedTuple):
     """The texts that the reference shows for a key."""
@@ -134,23 +125,6 @@ def help_text(kind: type[Section], section_path: str = "") -> str:
             default = entry.default if entry.default == NEEDED else f"default {entry.default}"
             lines.append(f"  {entry.name:<26} {entry.type}, {default}{text}")
     return "\n".join(lines)
-
-
-def reference_pages() -> dict[str, str]:
-    """Return a page with every key for each command of `REMARKS`. The roles' sections are listed once, on the page of `rl`."""
-    pages: dict[str, str] = {}
-    for kind, remark in REMARKS.items():
-        command, example = EXAMPLES[kind]
-        parts = [f"# Keys of `{command}`\n\n```\nuv run {example}\n```\n\n{remark}\n"]
-        for section in list_sections(kind):
-            title = f"## `{section.header}`" if section.header else "## Top level"
-            lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-            for entry in section.keys:
-                name, kind_of_value, default, text = (cell.replace("|", "\\|") for cell in entry)
-                lines.append(f"| `{name}` | {kind_of_value} | {default if default == NEEDED else f'`{default}`'} | {text} |")
-            parts.append("\n\n".join([title, *([section.text] if section.text else []), "\n".join(lines)]) + "\n")
-        pages[command] = "\n".join(parts)
-    return pages
 
 
 def list_sections(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionEntry]:

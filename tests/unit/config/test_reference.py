@@ -1,15 +1,17 @@
 import pytest
 
+from support.scripts import load_script
 from trivet.config.keys import all_keys
 from trivet.config.load import COMMANDS
-from trivet.config.reference import EXAMPLES, REMARKS, help_text, list_sections, reference_pages
+from trivet.config.reference import EXAMPLES, help_text, list_sections
 from trivet.config.schema.base import Section
 from trivet.config.schema.vf_rl import VfRLConfig
 
-PAGES = reference_pages()
+script = load_script("docs_configuration")
+PAGES = script.reference_pages()
 
 
-@pytest.mark.parametrize("kind", REMARKS)
+@pytest.mark.parametrize("kind", script.REMARKS)
 def test_the_page_of_a_command_has_every_key(kind: type[Section]) -> None:
     page = PAGES[EXAMPLES[kind][0]]
     assert all(str(path[-1]) in page for path, _ in all_keys(kind))
