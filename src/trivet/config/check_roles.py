@@ -21,7 +21,12 @@ from trivet.config.schema.environment import (
     SamplingConfig,
 )
 from trivet.config.schema.evaluation import EvalConfig
-from trivet.config.schema.inference import VLLM_KEYS, InferenceConfig
+from trivet.config.schema.inference import (
+    COMPUTED_VLLM_ARGUMENTS,
+    SERVER_OWNED_VLLM_ARGUMENTS,
+    VLLM_KEYS,
+    InferenceConfig,
+)
 from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.config.schema.sft import ConversationsConfig, FakeDataConfig, SftConfig
@@ -270,9 +275,12 @@ def offline_problems(config: EvalConfig, at: Key = ROOT) -> Iterator[str]:
 def inference_problems(config: InferenceConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield the problems of an inference server."""
     for name, value in config.vllm_args.items():
-        if key := VLLM_KEYS.get(name.replace("-", "_")):
-            yield f"{at.vllm_args[name]} ({value}) has a key of its own: set {at[key]} instead"
-        if name.replace("-", "_") == "speculative_config":
+        argument, shown = name.replace("-", "_"), f"{at.vllm_args[name]} ({_format_value(name, value)})"
+        if key := (VLLM_KEYS | COMPUTED_VLLM_ARGUMENTS).get(argument):
+            yield f"{shown} has a key of its own: set {at[key]} instead"
+        if reason := SERVER_OWNED_VLLM_ARGUMENTS.get(argument):
+            yield f"{shown} is not allowed: {reason}; remove it"
+        if argument == "speculative_config":
             yield from _speculative_problems(name, value, config, at)
     if config.return_routed_experts and config.deterministic:
         yield (

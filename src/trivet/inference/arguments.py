@@ -7,27 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trivet.config.schema.inference import COMPUTED_VLLM_ARGUMENTS, VLLM_KEYS, InferenceConfig
+from trivet.config.schema.inference import InferenceConfig
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.process.sockets import ServerShard
-
-_REASON_OF_SAMPLING = "vLLM would apply sampling defaults of the model, which would bias the importance ratio"
-_REASON_OF_NODES = "set deployment.num_infer_nodes to start a server over several nodes"
-_SERVER_OWNED = {
-    "logprobs_mode": "log-probabilities must be those of the distribution sampled from",
-    "worker_extension_cls": "it is how weights are loaded",
-    "weight_transfer_config": "set inference.weights_transport",
-    "enable_scale_out": "/inference/v1/generate, which it enables, is how the server is asked for tokens",
-    "generation_config": _REASON_OF_SAMPLING,
-    "override_generation_config": _REASON_OF_SAMPLING,
-    "nnodes": _REASON_OF_NODES,
-    "node_rank": _REASON_OF_NODES,
-    "master_addr": _REASON_OF_NODES,
-    "master_port": _REASON_OF_NODES,
-    "headless": _REASON_OF_NODES,
-}
-"""vLLM's arguments that the server sets itself, and why no other value works."""
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of `max_lora_rank` that vLLM accepts."""
@@ -53,18 +36,8 @@ def vllm_arguments(
         shard: the share of this node in a server that spans several nodes.
 
     Raises:
-        ConfigError: `vllm_args` sets an argument that another key or the server itself sets, or `sleep_while_training` is set
-            for a server on the CPU.
+        ConfigError: `sleep_while_training` is set for a server on the CPU.
     """
-    keys = VLLM_KEYS | COMPUTED_VLLM_ARGUMENTS
-    for name, value in config.vllm_args.items():
-        if name in keys:
-            raise ConfigError(
-                f"inference.vllm_args.{name} = {value!r} is not allowed: it is what inference.{keys[name]} sets; set that key "
-                "instead"
-            )
-        if name in _SERVER_OWNED:
-            raise ConfigError(f"inference.vllm_args.{name} = {value!r} is not allowed: {_SERVER_OWNED[name]}; remove it")
     model = config.model
     arguments: dict[str, Any] = {
         "model": model.name,

@@ -116,6 +116,22 @@ def test_an_argument_of_the_engine_that_may_change_tokens_is_said(name: str) -> 
     assert f"inference.vllm_args.{name} (" in notice
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_num_seqs", r"inference\.vllm_args\.max_num_seqs \(1\) .*set inference\.max_num_seqs instead"),
+        ("kv_cache_memory_bytes", r"set inference\.cpu_kv_cache_gib instead"),
+        ("override_generation_config", r"override_generation_config \(1\) is not allowed: vLLM would apply sampling defaults"),
+        ("enable_scale_out", r"inference\.vllm_args\.enable_scale_out \(1\) is not allowed: /inference/v1/generate"),
+        ("logprobs_mode", r"inference\.vllm_args\.logprobs_mode \(1\) is not allowed: .*remove it"),
+        ("nnodes", r"inference\.vllm_args\.nnodes \(1\) is not allowed: set deployment\.num_infer_nodes to start"),
+    ],
+)
+def test_an_argument_of_the_engine_that_a_key_or_the_server_sets_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        notices(f"--inference.vllm-args.{name}", "1")
+
+
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 

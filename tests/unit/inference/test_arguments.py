@@ -47,25 +47,6 @@ def test_on_the_cpu_the_cache_has_a_size_instead_of_a_share_of_memory() -> None:
     assert "gpu_memory_utilization" not in arguments
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("max_num_seqs", r"inference\.vllm_args\.max_num_seqs = 1 .*inference\.max_num_seqs sets"),
-        ("kv_cache_memory_bytes", r"inference\.cpu_kv_cache_gib sets"),
-        (
-            "override_generation_config",
-            r"override_generation_config = 1 is not allowed: vLLM would apply sampling defaults",
-        ),
-        ("enable_scale_out", r"inference\.vllm_args\.enable_scale_out = 1 is not allowed: /inference/v1/generate"),
-        ("logprobs_mode", r"inference\.vllm_args\.logprobs_mode = 1 is not allowed: .*remove it"),
-        ("nnodes", r"inference\.vllm_args\.nnodes = 1 is not allowed: set deployment\.num_infer_nodes to start"),
-    ],
-)
-def test_an_argument_that_a_key_or_the_server_sets_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        vllm_arguments(make_config(vllm_args={name: 1}), is_cpu=True, run_secret="secret")
-
-
 @pytest.mark.parametrize(("rank", "taken"), [(1, 1), (2, 8), (16, 16), (17, 32), (200, 256), (512, 512)])
 def test_the_largest_rank_is_rounded_up_to_one_that_vllm_takes(rank: int, taken: int) -> None:
     arguments = vllm_arguments(

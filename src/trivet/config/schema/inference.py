@@ -45,6 +45,23 @@ COMPUTED_VLLM_ARGUMENTS = {
 }
 """Key of `[inference]` by the vLLM argument that the server computes from it. Their values differ."""
 
+_REASON_OF_SAMPLING = "vLLM would apply sampling defaults of the model, which would bias the importance ratio"
+_REASON_OF_NODES = "set deployment.num_infer_nodes to start a server over several nodes"
+SERVER_OWNED_VLLM_ARGUMENTS = {
+    "logprobs_mode": "log-probabilities must be those of the distribution sampled from",
+    "worker_extension_cls": "it is how weights are loaded",
+    "weight_transfer_config": "set inference.weights_transport",
+    "enable_scale_out": "/inference/v1/generate, which it enables, is how the server is asked for tokens",
+    "generation_config": _REASON_OF_SAMPLING,
+    "override_generation_config": _REASON_OF_SAMPLING,
+    "nnodes": _REASON_OF_NODES,
+    "node_rank": _REASON_OF_NODES,
+    "master_addr": _REASON_OF_NODES,
+    "master_port": _REASON_OF_NODES,
+    "headless": _REASON_OF_NODES,
+}
+"""vLLM's arguments that the server sets itself, and why no other value works."""
+
 
 class ElasticConfig(Section):
     """Servers that come and go: every address that `hostname` resolves to, or that `servers_file` lists, is a server."""
