@@ -393,16 +393,13 @@ def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares
     num_ranks = len(shares.trainer) or config.trainer_cpu_ranks
     is_on_cpu = not shares.trainer
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}
-    return ProcessSpec(
-        name=TRAINER,
+    env = hidden if is_on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)}
+    defaults = rank_environment(num_ranks, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu)
+    module = "trivet.trainer.main"
+    return replace(
+        role_process(TRAINER, module, config, python, file, env=env, env_defaults=defaults),
         unit=TRAINING,
-        argv=rank_command(python, "trivet.trainer.main", ("@", str(file)), num_ranks=num_ranks, is_on_cpu=is_on_cpu),
-        log=RunLayout(config.output_dir).log_file("trainer.stdout"),
-        env=hidden if is_on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)},
-        env_defaults={
-            "PYTHONUNBUFFERED": "1",
-            **rank_environment(num_ranks, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
-        },
+        argv=rank_command(python, module, ("@", str(file)), num_ranks=num_ranks, is_on_cpu=is_on_cpu),
         does_finish=True,
         reports=report_files(RunLayout(config.output_dir), TRAINER, num_ranks=num_ranks),
         are_children_watched=True,
