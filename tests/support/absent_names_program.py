@@ -15,7 +15,7 @@ from trivet.config.layout import STABLE, RunLayout
 from trivet.evaluation.targets import complete_steps
 from trivet.storage.durable import is_listed
 from trivet.weights.catalog import latest_version
-from trivet.weights.retention import reader_versions
+from trivet.weights.retention import LiveReaders
 
 POLL_S = 0.1
 
@@ -27,7 +27,7 @@ def main(output_dir: Path, seconds: float) -> int:
         "resumed policy": lambda: is_listed(layout.weights_step(1)) and (layout.weights_step(1) / STABLE).exists(),
         "evaluated policy": lambda: complete_steps(layout.weights),
         "commit": lambda: committed_steps(layout),
-        "reader": lambda: reader_versions(layout),
+        "reader": lambda: LiveReaders(layout).versions(),
     }
     deadline = time.monotonic() + seconds
     print("waiting", flush=True)

@@ -41,11 +41,6 @@ def forget_reader(layout: RunLayout, reader: str) -> None:
     _reader_file(layout, reader).unlink(missing_ok=True)
 
 
-def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
-    """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements count too."""
-    return {reader: acknowledgement.version for reader, acknowledgement in _read_acknowledgements(layout)}
-
-
 class LiveReaders:
     """Finds the readers of a run whose acknowledgements have not expired.
 
@@ -87,9 +82,9 @@ def _read_acknowledgements(layout: RunLayout) -> Iterator[tuple[str, Acknowledge
 
 def forget_readers_after(layout: RunLayout, version: PolicyVersion) -> None:
     """Remove the acknowledgements of policies newer than `version`, which no longer exist after a resume."""
-    for reader, held in reader_versions(layout).items():
-        if held > version:
-            _reader_file(layout, reader).unlink(missing_ok=True)
+    for reader, acknowledgement in _read_acknowledgements(layout):
+        if acknowledgement.version > version:
+            forget_reader(layout, reader)
 
 
 def reference_version_after(step: int, *, interval: int | None) -> PolicyVersion:

@@ -23,7 +23,7 @@ from trivet.evaluation.scores import Summary
 from trivet.evaluation.servers import connect
 from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
-from trivet.weights.retention import reader_versions
+from trivet.weights.retention import LiveReaders
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.rollouts import Rollout
 
@@ -119,7 +119,7 @@ def everything_in(directory):
 
 def test_each_policy_is_measured_on_the_server_that_holds_it(layout):
     with served() as (fake, url):
-        pool = Pool(fake, on_group=lambda request: needed.append(reader_versions(layout)))
+        pool = Pool(fake, on_group=lambda request: needed.append(LiveReaders(layout).versions()))
         needed = []
         evaluation = evaluate(config_for(url, layout, rollouts_per_example=2), pool)
     assert [(one.step, one.avg, one.completion_tokens) for one in evaluation.summaries] == [
@@ -134,7 +134,7 @@ def test_each_policy_is_measured_on_the_server_that_holds_it(layout):
     ]
     assert evaluation.scores[4]["eval/a/avg@2"] == 2.0
     assert [list(versions.values()) for versions in needed] == [[step] for step in (0, 1, 2, 4) for _ in range(3)]
-    assert reader_versions(layout) == {}
+    assert LiveReaders(layout).versions() == {}
     assert "base │ a" in evaluation.shown
     lines = [json.loads(line) for line in (layout.evals_step(4, "a") / "results.jsonl").read_text().splitlines()]
     assert [(line["example_id"], line["index"], line["reward"]) for line in lines] == [

@@ -13,7 +13,7 @@ from trivet.errors import ConfigError, HistoryError, WeightsError
 from trivet.library.run import Run, StepReader
 from trivet.telemetry.metrics import MetricsWriter
 from trivet.weights.publish import publish
-from trivet.weights.retention import reader_versions
+from trivet.weights.retention import LiveReaders
 from trivet.wire.versions import PolicyVersion
 
 
@@ -119,7 +119,7 @@ def test_a_saved_policy_is_whole_and_nothing_but_the_policy(layout: RunLayout, t
     assert {path.name for path in saved.iterdir()} == {
         path.name for path in layout.weights_step(5).iterdir() if path.name not in ("STABLE", "manifest.json")
     }
-    assert reader_versions(layout) == {}
+    assert LiveReaders(layout).versions() == {}
     with pytest.raises(WeightsError, match="exists already"):
         run.policy.save(saved)
     weights = layout.weights_step(2) / "model.safetensors"

@@ -13,7 +13,7 @@ from trivet.faults import damage
 from trivet.orchestrator.policy import READER, PolicyWatcher
 from trivet.weights.manifest import offer_policy, read_manifest
 from trivet.weights.publish import publish
-from trivet.weights.retention import reader_versions
+from trivet.weights.retention import LiveReaders
 from trivet.wire.versions import PolicyVersion, Step
 
 
@@ -74,7 +74,7 @@ async def test_the_newest_policy_is_loaded_or_in_a_strict_run_exactly_the_one_th
         await asyncio.sleep(1)
     assert versions(servers) == loads == [expected]
     assert servers.loaded[0].digest == read_manifest(layout.weights_step(expected)).digest
-    assert reader_versions(layout) == {READER: expected}
+    assert LiveReaders(layout).versions() == {READER: expected}
 
 
 @virtually
@@ -153,7 +153,7 @@ async def test_a_fresh_run_starts_from_the_start_model_and_says_so_to_whoever_re
     servers = FakeServers()
     await make_watcher(layout, servers).start_from_base(reload=True)
     assert servers.loaded == [TargetPolicy(version=PolicyVersion(0), digest=None, directory=None)]
-    assert reader_versions(layout) == {READER: 0}
+    assert LiveReaders(layout).versions() == {READER: 0}
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

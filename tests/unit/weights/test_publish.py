@@ -10,7 +10,7 @@ from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
 from trivet.weights.catalog import discard_policies_after, latest_version, published_versions
 from trivet.weights.manifest import Manifest, make_start_manifest, read_manifest, verify
 from trivet.weights.publish import publish
-from trivet.weights.retention import acknowledge, reader_versions
+from trivet.weights.retention import LiveReaders, acknowledge
 
 
 def write_model(content: bytes = b"weights"):
@@ -200,7 +200,7 @@ def test_going_back_removes_newer_unfinished_and_what_readers_said_of_them(layou
     acknowledge(layout, "behind", 2)
     discard_policies_after(layout, 2)
     assert sorted(path.name for path in layout.weights.iterdir()) == ["readers", "step_2"]
-    assert reader_versions(layout) == {"behind": 2}
+    assert LiveReaders(layout).versions() == {"behind": 2}
     verify(layout.weights_step(2))
 
 

@@ -13,7 +13,6 @@ from trivet.weights.retention import (
     acknowledge,
     forget_reader,
     needed_to_resume,
-    reader_versions,
     retirable,
     retire,
 )
@@ -74,18 +73,18 @@ def test_a_retired_version_leaves_no_trace(layout):
 
 
 def test_readers_are_remembered_by_name_whatever_characters_it_has(layout):
-    assert reader_versions(layout) == {}
+    assert LiveReaders(layout).versions() == {}
     acknowledge(layout, SERVER, 1)
     acknowledge(layout, SERVER, 2)
     acknowledge(layout, "server_1", 1)
-    assert reader_versions(layout) == {SERVER: 2, "server_1": 1}
+    assert LiveReaders(layout).versions() == {SERVER: 2, "server_1": 1}
 
 
 def test_an_unreadable_acknowledgement_is_named(layout):
     layout.readers.mkdir(parents=True)
     (layout.readers / "server_1.json").write_text("{}")
     with pytest.raises(WeightsError, match=r"server_1\.json is not an acknowledgement.*remove it"):
-        reader_versions(layout)
+        LiveReaders(layout).versions()
 
 
 def test_a_reader_that_comes_and_goes_counts_for_its_time_or_until_it_is_forgotten(layout):
