@@ -66,12 +66,11 @@ def write(config: RLConfig | SftConfig, *, command: SlurmCommand) -> str:
     assert kubernetes is not None
     require_portable(
         config,
-        shared=kubernetes.volume_path,
-        shared_key="kubernetes.volume_path",
+        "kubernetes",
+        shared="volume_path",
         working_dir=_working_dir(kubernetes),
-        overrides=kubernetes.pod_overrides,
-        overrides_key="kubernetes.pod_overrides",
-        secrets_key="kubernetes.secret_env",
+        merged="pod_overrides",
+        secret="secret_env",
     )
     if kubernetes.max_restarts:
         require_commits(config, restarted_by="kubernetes.max_restarts", otherwise=", or kubernetes.max_restarts = 0")

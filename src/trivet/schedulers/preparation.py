@@ -87,41 +87,36 @@ def require_commits(config: RLConfig | SftConfig | EvalConfig, *, restarted_by: 
 
 
 def require_portable(
-    config: RLConfig | SftConfig,
-    *,
-    shared: Path,
-    shared_key: str,
-    working_dir: Path,
-    overrides: Mapping[str, object],
-    overrides_key: str,
-    secrets_key: str,
+    config: RLConfig | SftConfig, section: str, *, shared: str, working_dir: Path, merged: str, secret: str
 ) -> None:
     """Refuse a command that would lose its results on other machines, or whose file would show secrets to those who read it.
 
     Args:
-        shared: the directory that outlives the machines, on them; `shared_key` names it.
+        section: the scheduler's table, in which the other texts name keys.
+        shared: the directory that outlives the machines, on them.
         working_dir: where the command runs on them.
-        overrides: what the user merges into the file; `overrides_key` names it.
-        secrets_key: the key that names secrets without their values.
+        merged: what the user merges into the file.
+        secret: names secrets without their values.
 
     Raises:
         ConfigError: output_dir is elsewhere, or a value may be secret.
     """
+    directory, overrides = (getattr(getattr(config, section), key) for key in (shared, merged))
     there = Path(os.path.normpath(working_dir / config.output_dir))
-    if not there.is_relative_to(shared):
+    if not there.is_relative_to(directory):
         raise ConfigError(
-            f"output_dir is {str(there)!r} on the machines of the job, and not below {shared_key} ({str(shared)!r}): what is"
-            " written there goes with them; choose another output_dir, such as a relative one"
+            f"output_dir is {str(there)!r} on the machines of the job, and not below {section}.{shared} ({str(directory)!r}): what"
+            " is written there goes with them; choose another output_dir, such as a relative one"
         )
     table = config.model_dump(mode="json", exclude={"kubernetes", "skypilot"})
     if found := sorted(set(_find_hidden((), table, mask_table(table)))):
         raise ConfigError(
             f"{', '.join(found)} may hold a secret, and the written file would show it: remove it, and give the job what it needs"
-            f" as a variable by {secrets_key}"
+            f" as a variable by {section}.{secret}"
         )
     if found := sorted(set(_find_variables(overrides))):
         raise ConfigError(
-            f"{overrides_key} gives {', '.join(found)} a value, which may be secret; name it in {secrets_key} instead"
+            f"{section}.{merged} gives {', '.join(found)} a value, which may be secret; name it in {section}.{secret} instead"
         )
 
 

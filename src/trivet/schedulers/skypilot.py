@@ -31,13 +31,7 @@ def write(config: RLConfig | SftConfig, *, command: SlurmCommand) -> str:
     sky = config.skypilot
     assert sky is not None
     require_portable(
-        config,
-        shared=sky.working_dir,
-        shared_key="skypilot.working_dir",
-        working_dir=sky.working_dir,
-        overrides=sky.task_overrides,
-        overrides_key="skypilot.task_overrides",
-        secrets_key="skypilot.secrets",
+        config, "skypilot", shared="working_dir", working_dir=sky.working_dir, merged="task_overrides", secret="secrets"
     )
     require_commits(config, restarted_by="a managed job of SkyPilot", otherwise="")
     directory = RunLayout(config.output_dir).skypilot.absolute()
