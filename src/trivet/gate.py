@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trivet.config.layout import SECRET_FILE
+from trivet.process.sockets import is_loopback
 
 
 class Gate:
@@ -67,14 +68,6 @@ def is_own_name(host_header: str, *, host: str) -> bool:
     except ValueError:
         return not is_loopback(host) and name == socket.gethostname().casefold()
     return address.is_loopback or not is_loopback(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is an address of the loopback interface, or the name of one."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def refuse(status_code: int, reason: str) -> JSONResponse:

@@ -33,8 +33,8 @@ from trivet.client.server_load import ServerLoad
 from trivet.client.transfer_rounds import TransferRounds
 from trivet.config.schema.inference import ClientConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused, ServerGone
-from trivet.gate import is_loopback
 from trivet.key_names import key_name
+from trivet.process.sockets import is_loopback
 from trivet.wire.events import Event, Load, ServerDown, ServerUp
 from trivet.wire.versions import START_VERSION
 
@@ -92,6 +92,8 @@ class ServerPool:
         self._on_down: list[Callable[[str], None]] = []
         self._on_up: list[Callable[[], None]] = []
         self._monitor = ServerMonitor(config, self, make_client=make_client, resolve=resolve, clock=clock, sleep=sleep)
+        self.run, self.is_at_fault = self._monitor.run, self._monitor.is_at_fault
+        """See `ServerMonitor`."""
         self._answered: list[Server] = []
         """Servers that answered at the start."""
 
@@ -316,14 +318,6 @@ class ServerPool:
         except InferenceError as exc:
             return exc
         return None
-
-    async def run(self) -> None:
-        """See `ServerMonitor.run`."""
-        await self._monitor.run()
-
-    async def is_at_fault(self, root: str) -> bool:
-        """See `ServerMonitor.is_at_fault`."""
-        return await self._monitor.is_at_fault(root)
 
     def probe_metrics(self) -> dict[str, float]:
         """Return the metric `probe/mismatch`: the largest mismatch of an admitted server. Empty for a policy without a probe."""

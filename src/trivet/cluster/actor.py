@@ -13,9 +13,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 import ray
 
-from trivet.cluster.addresses import address_towards, interface_of
+from trivet.cluster.addresses import interface_of
 from trivet.cluster.fence import Fence, is_missed
 from trivet.cluster.messages import LEAVING_FILE, ActorSettings, Desired, NodeFacts, Observed, decode, encode
 from trivet.cluster.node_processes import NodeProcesses
@@ -28,7 +29,7 @@ from trivet.launcher.run_directory import Scratch
 from trivet.machine import inspect_machine
 from trivet.process.lifetime import adopt_orphans, die_with_parent
 from trivet.process.lock import holder_of
-from trivet.process.sockets import ReservedPorts
+from trivet.process.sockets import ReservedPorts, address_towards
 from trivet.secret import share_secret
 
 _OBSERVE_INTERVAL_S = 0.5
@@ -110,7 +111,9 @@ class NodeActor:
             os._exit(1)
 
     def _make_processes(self, held: ExitStack) -> NodeProcesses:
-        self._environ = raylet_environment()
+        # The environment with which Ray was started. It changes variables of its workers, such as OMP_NUM_THREADS, which the
+        # processes of a run must not inherit.
+        self._environ = psutil.Process(os.getppid()).environ()
         environ = role_environment({name: value for name, value in self._environ.items() if not name.startswith("RAY_")})
         node, output_dir, own = self._settings.node, self._settings.output_dir, None
         if node in self._settings.own_directories:
@@ -169,15 +172,6 @@ class NodeActor:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             RunLog(sys.stdout, file, as_json=self._settings.does_log_json).say(message)
-
-
-def raylet_environment() -> dict[str, str]:
-    """Return the environment with which Ray was started on this machine.
-
-    Ray changes variables of its workers, such as OMP_NUM_THREADS, which the processes of a run must not inherit.
-    """
-    entries = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in (entry.partition(b"=") for entry in entries) if name}
 
 
 def _is_held(lock: Path) -> bool:

@@ -5,22 +5,10 @@ import socket
 import psutil
 
 from trivet.errors import ConfigError
+from trivet.process.sockets import address_towards, is_loopback
 
 _ELSEWHERE = "192.0.2.1"
 """An address that belongs to nobody (RFC 5737). A route to it is the default route; nothing is sent."""
-_ANY_PORT = 9
-
-
-def address_towards(host: str) -> str:
-    """Return the address of the interface through which this node reaches `host`. Nothing is sent.
-
-    Raises:
-        OSError: `host` is not known, or there is no way there.
-    """
-    family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def own_address(named: str | None) -> str:
@@ -37,7 +25,7 @@ def own_address(named: str | None) -> str:
             address = address_towards(candidate) if candidate else ""
         except OSError:
             continue
-        if address and not _is_loopback(address):
+        if address and not is_loopback(address):
             return address
     raise ConfigError(
         "the address at which other nodes reach this one cannot be told: it has no default route, and its host name leads to"
@@ -53,7 +41,3 @@ def interface_of(address: str) -> str:
         return ""
     owners = psutil.net_if_addrs().items()
     return next((name for name, own in owners if any(each.address.partition("%")[0] == address for each in own)), "")
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from trivet.cluster.addresses import address_towards, own_address
+from trivet.cluster.addresses import own_address
 from trivet.cluster.ray_node import RayNode, Signals, make_authority
 from trivet.errors import NodesMissing, TrivetError
 from trivet.process.lifetime import adopt_orphans, tied_command
-from trivet.process.sockets import ReservedPorts
+from trivet.process.sockets import ReservedPorts, address_towards
 from trivet.schedulers.lost_script import MAX_WATCHERS, replace_lost_script
 from trivet.shown_text import print_error
 from trivet.storage.durable import write_atomically, write_json_atomically

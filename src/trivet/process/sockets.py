@@ -8,6 +8,7 @@ of the same user share a port. So no other user can take the port before the rol
 """
 
 import errno
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping
@@ -26,7 +27,10 @@ MAX_FRAME_BYTES = 1 << 20
 at most this much memory."""
 MAX_CURVE_BYTES = 64
 """Bytes that the encryption adds to a frame: the name of the command, a nonce and an authentication code."""
+_HANDSHAKE_MS = 10_000
+"""A connection that has not shown the key after this time is closed. A loaded machine needs a fraction of a second."""
 _CONNECT_TIMEOUT_S = 1.0
+_ANY_PORT = 9
 _RANKS_VARIABLE, _SHARD_VARIABLE = "TRAINER_RANK_PLACE", "INFERENCE_SERVER_SHARD"
 
 
@@ -110,6 +114,26 @@ def is_reserved(host: str, port: int) -> bool:
         return caller.connect_ex((host, port)) != 0
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is an address of the loopback interface, or the name of one."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def address_towards(host: str) -> str:
+    """Return the address of the interface through which this node reaches `host`. Nothing is sent.
+
+    Raises:
+        OSError: `host` is not known, or there is no way there.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
 def listen_encrypted(endpoint: "zmq.Socket[Any]", *, host: str, port: int, key: bytes) -> None:
     """Make `endpoint` listen with encryption (CURVE), on a port that may be reserved.
 
@@ -124,7 +148,7 @@ def listen_encrypted(endpoint: "zmq.Socket[Any]", *, host: str, port: int, key: 
     """
     import zmq  # imported in the functions because most processes that reserve ports or listen need no ZeroMQ
 
-    endpoint.setsockopt(zmq.IPV6, 1)  # in addition to IPv4
+    _set_limits(endpoint)
     endpoint.curve_server = True
     endpoint.curve_publickey, endpoint.curve_secretkey = key_pair(key)
     endpoint.setsockopt(zmq.USE_FD, listen(host, port).detach())
@@ -139,11 +163,21 @@ def connect_encrypted(endpoint: "zmq.Socket[Any]", *, host: str, port: int, key:
     """
     import zmq
 
-    endpoint.setsockopt(zmq.IPV6, 1)  # in addition to IPv4
+    _set_limits(endpoint)
     endpoint.curve_serverkey, _ = key_pair(key)
     endpoint.curve_publickey, endpoint.curve_secretkey = zmq.curve_keypair()
     endpoint.connect(address := _address(host, port))
     return address
+
+
+def _set_limits(endpoint: "zmq.Socket[Any]") -> None:
+    """Bound what a stranger who connects can take. Closing the socket drops what is queued."""
+    import zmq
+
+    endpoint.setsockopt(zmq.IPV6, 1)  # in addition to IPv4
+    endpoint.setsockopt(zmq.LINGER, 0)
+    endpoint.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + MAX_CURVE_BYTES)
+    endpoint.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:

@@ -4,7 +4,7 @@ ZeroMQ may drop messages when a peer goes away. So a batch counts as delivered o
 acknowledgement of the last batch may be lost when the trainer ends; then `has_arrived` finds another sign that the trainer had it.
 
 Connections are encrypted with a key that is derived from the run's secret (`process.sockets`). A stranger who connects can make
-this process hold at most one frame, for at most `_HANDSHAKE_MS`.
+this process hold at most one frame, for at most ten seconds.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from trivet.config.layout import SECRET_FILE
 from trivet.config.schema.shared import RunIdentity, TransportConfig
 from trivet.errors import ConfigError, WaitTimeout
 from trivet.faults import reach
-from trivet.process.sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES, connect_encrypted, listen_encrypted
+from trivet.process.sockets import connect_encrypted, listen_encrypted
 from trivet.secret import RunSecret
 from trivet.transport.messages import BatchMessage, Inbox, RepeatedWarning, is_acknowledged, make_message
 from trivet.wire.batches import Alive, Batch
@@ -42,8 +42,6 @@ _LINGER_MS = 1_000
 """Longest time for which the sender waits for its last message to leave."""
 _HEARTBEAT_MS = 10_000
 """Interval of ZeroMQ's heartbeats. They show that a peer's machine has vanished, so that the connection is made again."""
-_HANDSHAKE_MS = 10_000
-"""A connection that has not shown the secret after this time is closed. A loaded machine needs a fraction of a second."""
 _MAX_QUEUED = 4
 """Limit of messages of one peer that wait to be read. A peer sends one and waits for the answer."""
 _MAX_RECONNECT_MS = 1_000
@@ -85,12 +83,6 @@ class _Handshakes:
         self._events.close()
 
 
-def _set_limits_and_heartbeat(socket: "zmq.Socket[Any]") -> None:
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + MAX_CURVE_BYTES)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-
-
 class ZmqSender:
     """The orchestrator's end of the connection. Call `send` from one task at a time."""
 
@@ -112,12 +104,11 @@ class ZmqSender:
         self._has_arrived = has_arrived
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
         # Queue no message while no trainer is connected: otherwise copies of a batch would pile up until it connects.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.SNDHWM, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
-        _set_limits_and_heartbeat(self._socket)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self._handshakes = _Handshakes(self._socket, self._context)
         self._stranger_warning = RepeatedWarning(logger)
         connect_encrypted(self._socket, host=config.advertise or config.host, port=config.port, key=secret.derive(KEY_PURPOSE))
@@ -209,8 +200,7 @@ class ZmqReceiver:
         self._inbox = Inbox(config, run=run, on_wait=on_wait, on_transfer=on_transfer)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        _set_limits_and_heartbeat(self._socket)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         self._handshakes = _Handshakes(self._socket, self._context)
         self._stranger_warning = RepeatedWarning(logger)

@@ -5,8 +5,9 @@ import socket
 import pytest
 
 from trivet.cluster import addresses
-from trivet.cluster.addresses import address_towards, interface_of, own_address
+from trivet.cluster.addresses import interface_of, own_address
 from trivet.errors import ConfigError
+from trivet.process.sockets import address_towards
 
 DEFAULT_ROUTE = "192.0.2.1"
 

@@ -5,12 +5,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from trivet.process.sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES
-
 KEY_PURPOSE = "nodes/environments"
 """Purpose for which the key of the connections is derived from the run's secret."""
-_HANDSHAKE_MS = 10_000
-"""A connection that has not shown the secret by then is closed."""
 _HEARTBEAT_MS = 1_000
 _HEARTBEAT_TIMEOUT_MS = 5_000
 """A connection whose line was cut is made anew after this long; TCP alone would wait for minutes."""
@@ -24,10 +20,7 @@ def open_socket(context: zmq.asyncio.Context, kind: zmq.SocketType) -> "zmq.asyn
     """Open a socket that neither listens nor connects yet."""
     socket: Any = context.socket(kind)
     for option, value in {
-        zmq.LINGER: 0,
-        zmq.MAXMSGSIZE: MAX_FRAME_BYTES + MAX_CURVE_BYTES,
         zmq.RCVHWM: _MAX_QUEUED,
-        zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
         zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
         zmq.HEARTBEAT_TIMEOUT: _HEARTBEAT_TIMEOUT_MS,
         zmq.RECONNECT_IVL_MAX: _MAX_RECONNECT_MS,
