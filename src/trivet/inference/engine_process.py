@@ -19,7 +19,7 @@ from typing import Any
 from trivet.errors import InferenceError
 from trivet.process.lifetime import die_with_parent
 from trivet.process.signals import ignore_stacks_signal, show_stacks_on_signal
-from trivet.process.sockets import ServerShard, listen
+from trivet.process.sockets import ServerShard
 
 _EXIT_TIMEOUT_S = 5.0
 """Longest wait for one child process, which has been ended already and only has to exit."""
@@ -89,20 +89,12 @@ def open_rank_store(shard: ServerShard) -> Any:
     Raises:
         InferenceError: another program has the port.
     """
-    from torch._C._distributed_c10d import TCPStore  # imported late, because torch takes long to import
+    from trivet.transfer.group import open_store  # imported late, because torch takes long to import
 
     try:
-        listener = listen(shard.host, shard.port)
+        return open_store(shard.host, shard.port)
     except OSError as exc:
         raise InferenceError(f"the ranks of this server cannot meet at {shard.host}:{shard.port}: {exc.strerror}") from exc
-    return TCPStore(
-        shard.host,
-        shard.port,
-        None,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def import_model_class(model: Path) -> None:

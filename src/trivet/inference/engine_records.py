@@ -11,7 +11,7 @@ would appear less loaded than it is. `RequestEngines` ignores such reports.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container
 from typing import Any
 
 from trivet.wire.versions import START_VERSION, PolicyVersion, VersionRun, join_versions
@@ -23,11 +23,6 @@ class PolicyLedger:
     def __init__(self) -> None:
         self._times = [float("-inf")]
         self._versions = [START_VERSION]
-
-    @property
-    def current(self) -> PolicyVersion:
-        """The policy version that is served now."""
-        return self._versions[-1]
 
     @property
     def num_switches(self) -> int:
@@ -53,17 +48,13 @@ class TokenVersions:
     """The policy of each token of one request, which may have several completions."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, list[VersionRun]] = {}
+        self.runs: dict[int, list[VersionRun]] = {}
+        """The runs (consecutive tokens of one version) of each completion by its index. A completion without tokens is absent."""
 
     def record(self, index: int, *, num_tokens: int, version: PolicyVersion) -> None:
         """Count `num_tokens` more tokens of completion `index` to `version`."""
-        earlier = self._runs.get(index, [])
-        self._runs[index] = join_versions([earlier, [VersionRun(version, num_tokens)]])
-
-    @property
-    def runs(self) -> Mapping[int, list[VersionRun]]:
-        """The runs (consecutive tokens of one version) of each completion by its index. A completion without tokens is absent."""
-        return self._runs
+        earlier = self.runs.get(index, [])
+        self.runs[index] = join_versions([earlier, [VersionRun(version, num_tokens)]])
 
 
 class RequestEngines(dict[str, Any]):

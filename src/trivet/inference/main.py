@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from trivet.checkpoints.run_record import read_run
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.schema.inference import InferenceConfig
-from trivet.config.schema.shared import IN_MEMORY, RunIdentity, WeightsTransport
+from trivet.config.schema.shared import IN_MEMORY, RunIdentity
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
 from trivet.inference.arguments import (
@@ -115,19 +115,8 @@ def serve(config: InferenceConfig) -> int:
     args = _make_namespace({**arguments, **position_overrides(config, arguments.get("hf_overrides", {}))}, config.vllm_args)
     if shard is not None and not shard.is_first:
         return _run_shard(args)
-    cache = make_cache(config, secret)
-    roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs, cache.directory]
-    running = _run(
-        args,
-        secret=secret,
-        roots=roots,
-        cache=cache,
-        transport=config.weights_transport,
-        is_one_process=is_one_process,
-        shard=shard,
-    )
-    with closing(cache):
-        exit_code = uvloop.run(running)
+    with closing(make_cache(config, secret)) as cache:
+        exit_code = uvloop.run(_run(config, args, secret=secret, cache=cache, is_one_process=is_one_process, shard=shard))
     # os._exit skips the interpreter's own clean-up, in which triton's bindings would report their live objects as leaks.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -207,21 +196,18 @@ def _run_shard(args: Namespace) -> int:
 
 
 async def _run(
+    config: InferenceConfig,
     args: Namespace,
     *,
     secret: RunSecret,
-    roots: Sequence[Path],
     cache: PolicyCache,
-    transport: WeightsTransport,
     is_one_process: bool,
     shard: ServerShard | None,
 ) -> int:
     """Start the engine and serve it; return the exit code.
 
     Args:
-        roots: directories below which policies may be loaded from.
         cache: has the policies that are fetched.
-        transport: how the server can receive policies.
         is_one_process: the worker runs in the engine's process: on a CPU without parallelism.
         shard: this node's share of a server over several nodes; None for a server on one node.
     """
@@ -230,7 +216,7 @@ async def _run(
         rank_store = open_rank_store(shard) if shard is not None else None
         engine = _start_engine(args, is_one_process=is_one_process)
         try:
-            return await _serve_http(engine, args, sock, secret=secret, roots=roots, cache=cache, transport=transport)
+            return await _serve_http(config, engine, args, sock, secret=secret, cache=cache)
         finally:
             engine.shutdown(timeout=0)
             del rank_store  # closes the store, now that the ranks have ended
@@ -309,14 +295,13 @@ def make_engine_config(args: Namespace) -> Any:
 
 
 async def _serve_http(
+    config: InferenceConfig,
     engine: "VersionedEngine",
     args: Namespace,
     sock: socket.socket,
     *,
     secret: RunSecret,
-    roots: Sequence[Path],
     cache: PolicyCache,
-    transport: WeightsTransport,
 ) -> int:
     """Answer requests on `sock` until a signal comes or the engine dies; return the exit code."""
     with importing():
@@ -332,12 +317,13 @@ async def _serve_http(
         if not ended.done():
             ended.set_result(exit_code)
 
-    if transport in IN_MEMORY:
-        engine.transfer_backend, engine.transfer_key = transport, secret.derive(KEY_PURPOSE)
+    if config.weights_transport in IN_MEMORY:
+        engine.transfer_backend, engine.transfer_key = config.weights_transport, secret.derive(KEY_PURPOSE)
+    roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs, cache.directory]
     loader = PolicyLoader(
         engine, model_name=args.model, start_directory=_model_directory(args.model), roots=roots, on_broken=lambda: end(1)
     )
-    store, transfer_port = open_store(args.host) if engine.transfer_backend else (None, 0)
+    store = open_store(args.host) if engine.transfer_backend else None
     await loader.prepare()
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
@@ -354,7 +340,7 @@ async def _serve_http(
         fetcher=PolicyFetcher(loader, cache),
         adapters=adapters,
         can_sleep=args.enable_sleep_mode,
-        transfer_port=transfer_port,
+        transfer_port=store.port if store is not None else 0,
     )
     router.routes.append(PolicyFiles(cache.directory).route)
     add_routes(app, router)

@@ -92,7 +92,7 @@ def make_router(
     engine: "VersionedEngine",
     *,
     model_name: str,
-    fetcher: PolicyFetcher | None = None,
+    fetcher: PolicyFetcher,
     adapters: "NamedAdapters | None" = None,
     can_sleep: bool = False,
     transfer_port: int = 0,
@@ -102,7 +102,7 @@ def make_router(
 
     Args:
         model_name: the name under which requests get the policy.
-        fetcher: fetches policies; None for a server that only reads directories.
+        fetcher: fetches policies.
         adapters: loads users' adapters; None for a server without adapters.
         can_sleep: the engine was started with `inference.sleep_while_training`.
         transfer_port: the port of the server's store for transfers; 0: there is none.
@@ -119,7 +119,7 @@ def make_router(
             probe_limit=result.limit if result else None,
             dtype=loader.dtype,
             asleep=loader.is_asleep,
-            is_fetching=fetcher is not None and fetcher.is_fetching,
+            is_fetching=fetcher.is_fetching,
             source=loader.source,
             num_workers=engine.num_workers,
             transfer_port=transfer_port,
@@ -170,12 +170,10 @@ def add_gate(app: FastAPI, *, token: str, host: str) -> None:
     app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token=token, host=host, is_open=is_open)
 
 
-async def _load(body: UpdateWeights | FetchWeights, loader: PolicyLoader, fetcher: PolicyFetcher | None) -> None:
+async def _load(body: UpdateWeights | FetchWeights, loader: PolicyLoader, fetcher: PolicyFetcher) -> None:
     """Serve the policy that a request names, or begin to fetch it."""
     if isinstance(body, UpdateWeights):
         await loader.load(body.weight_dir, body.transfer)
-    elif fetcher is None:
-        raise WeightsError("this server fetches no policies; send the weight_dir of a published one")
     else:
         await fetcher.load(FetchablePolicy(**body.model_dump()))
 

@@ -14,7 +14,6 @@ unblocked by: the other ranks; when a rank's process ends, the system closes its
 import hmac
 import os
 import secrets
-import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -25,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore  
 
 from trivet.errors import WeightsError
 from trivet.faults import reach
-from trivet.process.sockets import listen
+from trivet.process.sockets import address_towards, listen
 from trivet.wire.versions import TransferRound
 
 KEY_PURPOSE = "weights/transfer"
@@ -36,12 +35,18 @@ _NONCE_BYTES = 32
 _POLL_INTERVAL_S = 0.001
 
 
-def open_store(host: str) -> tuple[TCPStore, int]:
-    """Open a store in which the ranks of groups find each other's addresses; return it and its port. It closes when deleted."""
-    listener = listen(host, 0)
+def open_store(host: str, port: int = 0) -> TCPStore:
+    """Open a store in which the ranks of groups find each other's addresses. It closes when deleted.
+
+    Args:
+        port: 0: a free one.
+
+    Raises:
+        OSError: another program uses the port.
+    """
+    listener = listen(host, port)
     port = int(listener.getsockname()[1])
-    store = TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, port
+    return TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class TransferGroup:
@@ -109,9 +114,7 @@ class TransferGroup:
     def _open_gloo(self, transfer: TransferRound, store: PrefixStore, rank: int) -> Any:
         options = cast("Any", ProcessGroupGloo)._Options()  # which the public class does not declare
         options._timeout = self._timeout
-        with socket.socket(type=socket.SOCK_DGRAM) as route:  # nothing is sent: the system chooses the address of this machine
-            route.connect((transfer.host, transfer.port))
-            options._devices = [ProcessGroupGloo.create_device(hostname=route.getsockname()[0])]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(transfer.host))]
         return ProcessGroupGloo(store, rank, transfer.world_size, options)
 
     def _open_nccl(self, transfer: TransferRound, store: PrefixStore, rank: int) -> Any:

@@ -44,13 +44,13 @@ def manifest(layout: RunLayout) -> Manifest:
 
 @pytest.fixture
 def transfer(manifest: Manifest) -> Iterator[TransferRound]:
-    store, port = open_store("127.0.0.1")
+    store = open_store("127.0.0.1")
     yield TransferRound(
         version=manifest.version,
         digest=manifest.digest,
         group_id="g",
         host="127.0.0.1",
-        port=port,
+        port=store.port,
         world_size=2,
         timeout_s=20.0,
     )

@@ -17,7 +17,8 @@ KEY = b"k" * 32
 
 @pytest.fixture
 def make_round() -> Iterator[Callable[..., TransferRound]]:
-    store, port = open_store("127.0.0.1")
+    store = open_store("127.0.0.1")
+    port = store.port
 
     def make(group_id: str = "g", *, world_size: int = 3, timeout_s: float = 20.0) -> TransferRound:
         return TransferRound(
