@@ -3,21 +3,11 @@
 import argparse
 from pathlib import Path
 
-import msgspec
-
 from trivet.cli.reports import describe_interval, print_json, print_table
 from trivet.shown_text import one_line
 from trivet.view.comparison import BUDGETS, EnvironmentComparison, compare_runs, measure_run
 from trivet.view.picture import Panel, write_picture
 from trivet.view.run import open_run
-
-
-class ComparisonReport(msgspec.Struct, kw_only=True):
-    """The object that `--json` prints."""
-
-    a: list[str]
-    b: list[str]
-    environments: list[EnvironmentComparison]
 
 
 def configure_compare(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +28,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         names = f"A: {paths_a[0].name}", f"B: {paths_b[0].name}"
         write_picture(arguments.svg, "mean reward", [panel for env in found for panel in _make_panels(env, names)])
     if arguments.json:
-        print_json(ComparisonReport(a=list(map(str, paths_a)), b=list(map(str, paths_b)), environments=found))
+        print_json({"a": list(map(str, paths_a)), "b": list(map(str, paths_b)), "environments": found})
         return 0
     for environment in found:
         print(f"{one_line(environment.env)}, {environment.num_examples:,} examples, paired; B minus A")

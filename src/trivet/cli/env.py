@@ -86,10 +86,9 @@ def run_env(arguments: argparse.Namespace) -> int:
             require_on_hub(source)
             print("installing:", source.describe(), flush=True)
             started = time.monotonic()
-            made, inspected = install(source, directory=directory, venv=venv)
-            package = inspected.environment
+            made, package, api = install(source, directory=directory, venv=venv)
             print(
-                f"{package.module.replace('_', '-')} {package.version} ({inspected.api} API) in {made.path}: virtual environment "
+                f"{package.module.replace('_', '-')} {package.version} ({api} API) in {made.path}: virtual environment "
                 f"{made.describe()}, {time.monotonic() - started:.1f} s"
             )
             return 0

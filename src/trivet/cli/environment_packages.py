@@ -67,15 +67,6 @@ class PackageSource:
         return " ".join(self.words) + (f" from {self.index}" if self.index else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectedPackage:
-    """A package that was inspected and is not installed yet."""
-
-    environment: EnvironmentPackage
-    api: str
-    """The generation of the verifiers API that it uses: `v0` or `v1`."""
-
-
 def choose_source(name: str, *, folder: Path, is_index_allowed: bool) -> PackageSource:
     """Return the package that the user's argument stands for.
 
@@ -136,8 +127,10 @@ def require_on_hub(source: PackageSource) -> None:
         raise ConfigError(f"{source.index} has no package {name!r}, and nothing was changed; check owner and name")
 
 
-def inspect(source: PackageSource) -> InspectedPackage:
+def inspect(source: PackageSource) -> tuple[EnvironmentPackage, str]:
     """Fetch or build the package without its dependencies, and read its metadata and sources.
+
+    Returns the package, and the generation of the verifiers API that it uses: `v0` or `v1`.
 
     Raises:
         ConfigError: it cannot be fetched or built, or is no environment.
@@ -162,7 +155,7 @@ def inspect(source: PackageSource) -> InspectedPackage:
                 "version that is there, or for a package that is elsewhere"
             )
         sources = [path.read_text(errors="replace") for path in Path(directory).rglob("*.py")]
-        return InspectedPackage(environment=environments[0], api=detect_api(package, sources))
+        return environments[0], detect_api(package, sources)
 
 
 def detect_api(package: InstalledPackage, sources: Sequence[str]) -> str:
@@ -186,8 +179,8 @@ def detect_api(package: InstalledPackage, sources: Sequence[str]) -> str:
     return "v1" if any(_V1_IMPORT.search(text) for text in sources) else "v0"
 
 
-def install(source: PackageSource, *, directory: Path, venv: str | None) -> tuple[EnvironmentVenv, InspectedPackage]:
-    """Install a package. Return its virtual environment and the inspected package.
+def install(source: PackageSource, *, directory: Path, venv: str | None) -> tuple[EnvironmentVenv, EnvironmentPackage, str]:
+    """Install a package. Return its virtual environment, the package, and its generation of the verifiers API.
 
     Args:
         directory: the directory of all virtual environments.
@@ -197,8 +190,7 @@ def install(source: PackageSource, *, directory: Path, venv: str | None) -> tupl
         ConfigError: the package cannot be fetched or built, is no environment, or `venv` contains another environment.
         DependencyError: its requirements cannot be installed together. An earlier installation stays as it was.
     """
-    inspected = inspect(source)
-    package = inspected.environment
+    package, api = inspect(source)
     made = EnvironmentVenv(path=directory / (venv or package.module.replace("_", "-")))
     with _lock(directory):
         if venv is not None and made in find_venvs(directory) and not made.version_of(package.name):
@@ -207,14 +199,14 @@ def install(source: PackageSource, *, directory: Path, venv: str | None) -> tupl
         try:
             for leftover in (built, replaced):  # of an installation that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
-            _build(built, source, RELEASES[inspected.api])
+            _build(built, source, RELEASES[api])
             if made.path.exists():
                 made.path.rename(replaced)
             built.rename(made.path)
         finally:
             for leftover in (built, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
-    return made, inspected
+    return made, package, api
 
 
 def remove(env_id: str, *, directory: Path) -> None:

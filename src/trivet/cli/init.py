@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from string import Template
@@ -39,15 +38,6 @@ _NO_FIND_LINKS = """\
 # find-links = ["PAGE"]"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFiles:
-    """The result of `write_workspace`: names of files relative to the workspace."""
-
-    created: Sequence[str]
-    kept: Sequence[str]
-    """Files that existed with other content and were not changed."""
-
-
 def main() -> int:
     """Run `trivet init` under the name `vf-setup`, which verifiers uses for this command."""
     from trivet.cli.main import main as run_tool
@@ -71,13 +61,13 @@ def run_init(arguments: argparse.Namespace) -> int:
     """Write the missing files of the workspace, and print the next commands."""
     directory: Path = arguments.directory
     files = workspace_files(project=project_file(trivet_source=installed_source(), find_links=pip_find_links(os.environ)))
-    written = write_workspace(directory, files)
-    present = len(files) - len(written.created)
-    print(f"workspace in {directory.absolute()}: {len(written.created)} files written, {present} were there already")
-    if kept := [name for name in written.kept if name != PROJECT_FILE]:
-        print(f"left as they are, and different from the examples: {', '.join(kept)}")
+    created, kept = write_workspace(directory, files)
+    present = len(files) - len(created)
+    print(f"workspace in {directory.absolute()}: {len(created)} files written, {present} were there already")
+    if different := [name for name in kept if name != PROJECT_FILE]:
+        print(f"left as they are, and different from the examples: {', '.join(different)}")
     sync = "uv sync --extra cpu --compile-bytecode    # with an NVIDIA GPU: --extra cuda"
-    if PROJECT_FILE in written.kept:
+    if PROJECT_FILE in kept:
         path, new_text = directory / PROJECT_FILE, files[PROJECT_FILE].decode()
         try:
             project = cast("Mapping[str, Any]", read_toml_file(path))
@@ -101,8 +91,11 @@ def run_init(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write_workspace(directory: Path, files: Mapping[str, bytes]) -> WrittenFiles:
-    """Write every file that does not exist, so that a second call completes an incomplete workspace."""
+def write_workspace(directory: Path, files: Mapping[str, bytes]) -> tuple[list[str], list[str]]:
+    """Write every file that does not exist, so that a second call completes an incomplete workspace.
+
+    Returns the names of the files that it made, and of those that existed with other content and were not changed.
+    """
     created: list[str] = []
     kept: list[str] = []
     try:
@@ -120,7 +113,7 @@ def write_workspace(directory: Path, files: Mapping[str, bytes]) -> WrittenFiles
         raise ConfigError(
             f"{directory} cannot be written: {exc.filename}: {exc.strerror}; choose another directory, or move that away"
         ) from exc
-    return WrittenFiles(created=created, kept=kept)
+    return created, kept
 
 
 def workspace_files(*, project: str) -> Mapping[str, bytes]:

@@ -42,8 +42,10 @@ _REWARD_FILE, _OUTPUT_FILE = "reward.json", "output.log"
 """Files in the directory of a rollout: what the program reports, and what it prints."""
 
 
-class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `args` of an environment of the id `agent`."""
+class AgentArguments(SessionLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `args` of an environment of the id `agent`. After `timeout_s`, what the model answered before is scored if there is a
+    reward.
+    """
 
     command: Annotated[list[str], msgspec.Meta(min_length=1)]
     """The program and its arguments."""
@@ -53,12 +55,7 @@ class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The same for evaluations."""
     reward: str | None = None
     """A function as `FILE.py:NAME`, called with `task`, `completion` and `directory`. None: the program reports its reward."""
-    max_turns: int = 64
-    """Answers of the model in one rollout."""
-    max_tokens: int = 1_000_000
-    """Tokens that the model samples in one rollout."""
-    timeout_s: float = 600.0
-    """Seconds after which the program is ended. What the model answered before is scored if there is a reward."""
+
     host: str = "127.0.0.1"
     """The address at which sessions listen. With another one than loopback, programs elsewhere can use a session's key."""
 
@@ -160,7 +157,6 @@ class AgentHost:
     async def _play(self, task: Mapping[str, Any], request: GroupRequest, index: int) -> Rollout:
         """Run the program once; raises RolloutFailed if it reports no reward."""
         started = time.monotonic()
-        arguments = self._arguments
         completions = CompletionClient(
             settings=self._settings,
             environ=self._environ,
@@ -168,8 +164,7 @@ class AgentHost:
             base_url=request.base_url,
             seed=rollout_seed(request, index),
         )
-        limits = SessionLimits(max_turns=arguments.max_turns, max_tokens=arguments.max_tokens, timeout_s=arguments.timeout_s)
-        session = AgentSession(completions.complete, limits)
+        session = AgentSession(completions.complete, self._arguments)
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
             directory = Path(folder)
             async with self._server.serving(session) as address:

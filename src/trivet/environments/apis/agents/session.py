@@ -21,8 +21,7 @@ from trivet.environments.apis.turns import Turn, read_turn
 from trivet.errors import RolloutFailed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLimits:
+class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of one rollout of an agent."""
 
     max_turns: int = 64
