@@ -11,6 +11,7 @@ import shutil
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from trivet.checkpoints.run_record import read_run
@@ -32,28 +33,19 @@ _TRANSFORMERS_METRICS = {"loss": "loss/mean", "learning_rate": "optim/lr", "grad
 """The metrics of the dialect's step line, and of the dictionary that `transformers` prints, by their names there."""
 
 
+@dataclass(slots=True, kw_only=True)
 class VfConsole:
     """Makes the console lines of one run. A line of the launcher without another form in the dialect stays as it is."""
 
-    def __init__(
-        self, layout: RunLayout, *, model: str, env: str, max_steps: int, line_interval: int = 1, since: float = 0.0
-    ) -> None:
-        """Print nothing yet.
-
-        Args:
-            layout: the run's output directory.
-            model, env: their names, for the lines.
-            max_steps: the last step of the run.
-            line_interval: steps between two step lines.
-            since: Unix time of the start. Steps that were finished before it belong to an earlier start.
-        """
-        self._layout = layout
-        self._model = model
-        self._env = env
-        self._max_steps = max_steps
-        self._line_interval = line_interval
-        self._since = since
-        self._last_step = 0
+    layout: RunLayout
+    model: str
+    env: str
+    max_steps: int
+    line_interval: int = 1
+    """Steps between two step lines."""
+    since: float = 0.0
+    """Unix time of the start. Steps that were finished before it belong to an earlier start."""
+    _last_step: int = 0
 
     def translate(self, line: str) -> Iterator[str]:
         """Yield the lines to print for a line of the launcher: itself, lines of the dialect, or nothing."""
@@ -61,15 +53,15 @@ class VfConsole:
         if " rl started inference " in line:
             port: object = "unknown"
             with suppress(OSError, tomllib.TOMLDecodeError):  # the launcher has usually written its port by now
-                written = tomllib.loads((self._layout.configs / "inference.toml").read_text())
+                written = tomllib.loads((self.layout.configs / "inference.toml").read_text())
                 port = (as_table(written.get("server")) or {}).get("port", port)
             yield line
-            yield f"Loading model {self._model}..."
+            yield f"Loading model {self.model}..."
             yield f"Starting vLLM server on port {port}..."
             yield "Waiting for vLLM server to be ready..."
         elif " rl inference ready " in line:
             yield "vLLM server is ready"
-            yield f"Loading environment {self._env}..."
+            yield f"Loading environment {self.env}..."
         elif (found := _SUCCESS.match(line)) is None:
             yield line
         elif found[1]:
@@ -77,15 +69,15 @@ class VfConsole:
 
     def step_lines(self) -> Iterator[str]:
         """Yield the lines of the steps that trainer and orchestrator have finished since the last call."""
-        metrics = read_steps(self._layout)
-        for step in sorted(step for step in metrics if step > self._last_step and metrics[step]["time"] >= self._since):
+        metrics = read_steps(self.layout)
+        for step in sorted(step for step in metrics if step > self._last_step and metrics[step]["time"] >= self.since):
             self._last_step = step
-            if step % self._line_interval == 0 or step == self._max_steps:
+            if step % self.line_interval == 0 or step == self.max_steps:
                 yield str(_as_transformers(metrics[step]))
                 parts = ", ".join(
                     f"{label}={metrics[step][name]:.4g}" for label, name in _STEP_METRICS.items() if name in metrics[step]
                 )
-                yield f"Step {step}/{self._max_steps}: {parts}"
+                yield f"Step {step}/{self.max_steps}: {parts}"
 
 
 class VfCheckpoints:

@@ -100,7 +100,7 @@ def _run(config: RLConfig, dialect: VfRLConfig) -> int:
     layout, args = RunLayout(config.output_dir), dialect.trainer.args
     assert config.max_steps is not None, "the dialect always has max_steps"
     console = VfConsole(
-        layout,
+        layout=layout,
         model=dialect.model,
         env=dialect.env.id,
         max_steps=config.max_steps,

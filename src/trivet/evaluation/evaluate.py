@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -117,32 +117,19 @@ def make_series(env: EvalEnvConfig, config: EvalConfig | OnlineEvalConfig, *, po
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Evaluates series on the policy that the servers serve."""
+    """Evaluates series on the policy that the servers serve, in the workers of the pool."""
 
-    def __init__(
-        self,
-        *,
-        pool: EnvironmentPool,
-        servers: PlacementServers,
-        layout: RunLayout,
-        max_concurrent: int,
-        retry: EvalRetryConfig | None = None,
-        has_versions: bool = True,
-    ) -> None:
-        """Evaluate in the workers of `pool`.
-
-        Args:
-            max_concurrent: the most rollouts in flight.
-            retry: how often a failed example is repeated; None: never.
-            has_versions: the servers report which policy sampled each token.
-        """
-        self.pool = pool
-        self._servers = servers
-        self._layout = layout
-        self._max_concurrent = max_concurrent
-        self._retry = retry or EvalRetryConfig(max_attempts=1)
-        self._has_versions = has_versions
+    pool: EnvironmentPool
+    servers: PlacementServers
+    layout: RunLayout
+    max_concurrent: int
+    """The most rollouts in flight."""
+    retry: EvalRetryConfig = field(default_factory=lambda: EvalRetryConfig(max_attempts=1))
+    """How often a failed example is repeated; by default never."""
+    has_versions: bool = True
+    """The servers report which policy sampled each token."""
 
     async def evaluate(
         self,
@@ -169,7 +156,7 @@ class Evaluator:
         all_series = series
         tasks = [series.make_task(infos[series.pool_name], step=step, digest=digest) for series in all_series]
         # The examples of all series share the slots. A slot is a group of the largest size.
-        slots = asyncio.Semaphore(max(self._max_concurrent // max(task.rollouts_per_example for task in tasks), 1))
+        slots = asyncio.Semaphore(max(self.max_concurrent // max(task.rollouts_per_example for task in tasks), 1))
         async with asyncio.TaskGroup() as running:
             evaluations = [
                 running.create_task(
@@ -190,7 +177,7 @@ class Evaluator:
     ) -> Summary:
         """Evaluate the examples of one task that have no results yet; write the summary and return it."""
         started = time.monotonic()
-        directory = self._layout.evals_step(task.step, series.name)
+        directory = self.layout.evals_step(task.step, series.name)
         results = ResultsFile(directory, task, earlier)
         errors: dict[int, str] = {}
 
@@ -208,7 +195,7 @@ class Evaluator:
                 try:
                     rollouts = await self._run_with_retries(request, PolicyVersion(task.step))
                 except Exception as exc:  # user code may raise anything: only this example fails
-                    if self._retry.reraise:
+                    if self.retry.reraise:
                         raise
                     errors[example_id] = f"{type(exc).__name__}: {exc}"
                     logger.warning("example failed env=%s example=%s: %s", task.env, example_id, exc)
@@ -233,14 +220,14 @@ class Evaluator:
 
     async def _run_with_retries(self, request: GroupRequest, version: PolicyVersion) -> list[Rollout]:
         """Run a group, and again after a failure as `retry` allows; raises as `_run_on_least_loaded`."""
-        for attempt in range(1, self._retry.max_attempts):
+        for attempt in range(1, self.retry.max_attempts):
             try:
                 return await self._run_on_least_loaded(request, version)
             except (RolloutFailed, WorkerLost) as exc:
-                pause = self._retry.pause_s(attempt)
+                pause = self.retry.pause_s(attempt)
                 logger.warning(
                     "example failed env=%s example=%s attempt=%s of %s, again in %.1f s: %s",
-                    *(request.env, request.example_id, attempt, self._retry.max_attempts, pause, exc),
+                    *(request.env, request.example_id, attempt, self.retry.max_attempts, pause, exc),
                 )
                 await asyncio.sleep(pause)
         return await self._run_on_least_loaded(request, version)
@@ -254,22 +241,22 @@ class Evaluator:
         """
         last_error: Exception | None = None
         for _ in range(_MAX_SERVER_ATTEMPTS):
-            while (server := self._servers.pick(num_rollouts=request.num_rollouts)) is None:  # noqa: ASYNC110  servers are polled
+            while (server := self.servers.pick(num_rollouts=request.num_rollouts)) is None:  # noqa: ASYNC110  servers are polled
                 await asyncio.sleep(_POLL_INTERVAL_S)
             try:
                 rollouts = await self.pool.run_group(msgspec.structs.replace(request, base_url=server))
                 runs = [run for rollout in rollouts for sample in rollout.samples for run in sample.versions]
-                if not self._has_versions or all(run.version == version for run in runs):
+                if not self.has_versions or all(run.version == version for run in runs):
                     return rollouts
                 last_error = WorkerLost(f"the server {server} answered with another policy than {version}: it was restarted")
             except WorkerLost as exc:
                 last_error = exc
             except RolloutFailed as exc:
-                if not await self._servers.is_at_fault(server):
+                if not await self.servers.is_at_fault(server):
                     raise
                 last_error = exc
             finally:
-                self._servers.release(server, num_rollouts=request.num_rollouts)
+                self.servers.release(server, num_rollouts=request.num_rollouts)
         assert last_error is not None
         raise last_error
 

@@ -10,7 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from trivet.client.inference_client import InferenceClient
@@ -95,30 +97,24 @@ async def connect(
         except InferenceError as exc:
             raise ConfigError(str(exc)) from exc
         to_close.pop_all()
-        return TrivetServers(pool, earlier_policies=earlier_policies)
+        return TrivetServers(placement=pool, earlier_policies=earlier_policies)
 
 
+@dataclass(slots=True, kw_only=True)
 class TrivetServers:
     """Servers that were started with `uv run inference`. They report the policy of each token, and load policies."""
 
-    is_plain = False
-
-    def __init__(self, pool: ServerPool, *, earlier_policies: Mapping[InferenceClient, TargetPolicy]) -> None:
-        """Take over a started pool.
-
-        Args:
-            earlier_policies: the policy that each server of `client.base_url` served before, to restore at the end. Empty with
-                `client.elastic`.
-        """
-        self.placement = pool
-        """Chooses the server of a group."""
-        self._earlier_policies = dict(earlier_policies)
-        self._served: TargetPolicy | None = None
-        """The policy that the servers serve; None before the first `ensure_policy`."""
+    placement: ServerPool
+    """Chooses the server of a group. It was started."""
+    earlier_policies: Mapping[InferenceClient, TargetPolicy]
+    """The policy that each server of `client.base_url` served before, to restore at the end. Empty with `client.elastic`."""
+    is_plain: ClassVar[bool] = False
+    _served: TargetPolicy | None = None
+    """The policy that the servers serve; None before the first `ensure_policy`."""
 
     async def model_names(self) -> list[str]:
         """Return the names that requests may give as their model; none with `client.elastic`."""
-        client = next(iter(self._earlier_policies), None)
+        client = next(iter(self.earlier_policies), None)
         return await client.model_names() if client is not None else []
 
     async def ensure_policy(self, target: Target) -> str:
@@ -155,7 +151,7 @@ class TrivetServers:
 
     async def aclose(self) -> None:
         """Restore the policy that each server served before. May be called again."""
-        earlier_policies, self._earlier_policies = self._earlier_policies, {}
+        earlier_policies, self.earlier_policies = self.earlier_policies, {}
         for client, policy in earlier_policies.items():
             try:
                 await Server(client=client).ensure_policy(policy)

@@ -7,6 +7,7 @@ since this process first saw it, by this machine's clock (`StatusClock`).
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -59,16 +60,16 @@ def read_status(layout: RunLayout) -> RunStatus:
     )
 
 
+@dataclass(slots=True, kw_only=True)
 class StatusClock:
     """Estimates the present time on the clock of the machine that wrote a status."""
 
-    def __init__(self, *, unix_time: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._unix_time = unix_time
-        self._monotonic = monotonic
-        self._written: float | None = None
-        """The time in the newest status of another machine."""
-        self._seen_at = 0.0
-        """The time at which that status was seen first."""
+    unix_time: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    _written: float | None = None
+    """The time in the newest status of another machine."""
+    _seen_at: float = 0.0
+    """The time at which that status was seen first."""
 
     def now(self, status: RunStatus) -> float:
         """Return the Unix time by the clock of the machine that wrote `status`, in seconds.
@@ -76,10 +77,10 @@ class StatusClock:
         A status of another machine counts as just written when it is seen first, and ages until it changes.
         """
         if not is_from_another_machine(status):
-            return self._unix_time()
+            return self.unix_time()
         if status.time != self._written:
-            self._written, self._seen_at = status.time, self._monotonic()
-        return status.time + self._monotonic() - self._seen_at
+            self._written, self._seen_at = status.time, self.monotonic()
+        return status.time + self.monotonic() - self._seen_at
 
 
 def is_from_another_machine(status: RunStatus) -> bool:

@@ -29,7 +29,12 @@ def write_step(layout: RunLayout, step: int, *roles: str) -> None:
 
 def make_console(layout: RunLayout, *, max_steps: int = 100, line_interval: int = 1, since: float = 0.0) -> VfConsole:
     return VfConsole(
-        layout, model="models/tiny", env="owner/reverse-text", max_steps=max_steps, line_interval=line_interval, since=since
+        layout=layout,
+        model="models/tiny",
+        env="owner/reverse-text",
+        max_steps=max_steps,
+        line_interval=line_interval,
+        since=since,
     )
 
 
