@@ -214,11 +214,9 @@ def plan_run(
             inspect.signature(env).bind(**env_args)
         except TypeError as exc:
             raise ConfigError(f"env_args: {env.__name__!r} cannot be called with them: {exc}") from exc
-    table, needs_tools = {"id": env, "name": name.rpartition("/")[2], "args": dict(env_args)}, False
+    table = {"id": env, "name": name.rpartition("/")[2], "args": dict(env_args)}
     if task is not None:
-        made = make_environment(task, args, functions)
-        table |= {"id": made.path, "args": made.args}
-        needs_tools = made.has_tools
+        table |= make_environment(task, args, functions)
     elif not isinstance(env, str):
         table["id"] = functions.path_of(env, argument="env")
     written = {key: value for key, value in written_values(args).items() if key in VfTrainerArgs.model_fields}
@@ -231,7 +229,7 @@ def plan_run(
         "env": {"id": name, "args": dict(env_args)},
         "inference": {
             "gpus": len(args.inference_gpu_ids or [0]),
-            **({"args": {"enable_auto_tool_choice": True}} if needs_tools else {}),
+            **({"args": {"enable_auto_tool_choice": True}} if task is not None and task.has_tools else {}),
         },
         "trainer": {"gpus": len(args.trainer_gpu_ids or [0]), "args": {**written, "output_dir": str(output_dir)}},
     }

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -57,43 +58,36 @@ _ERROR_PREFIX = re.compile(r"^error: ", re.MULTILINE)
 """The beginning of the message of an error that ended the command."""
 
 
+@dataclass(slots=True, eq=False)
 class RunProcess:
     """Runs a command with one configuration while a `with` block is active. The block may be entered again."""
 
-    def __init__(
-        self, module: str, config: Section, *, stop_timeout_s: float = 0.0, variables: Mapping[str, str] | None = None
-    ) -> None:
-        """Start nothing yet.
-
-        Args:
-            module: the module of the command, which reads the configuration from a file after `@`.
-            config: the configuration.
-            stop_timeout_s: the time that the command gives its own processes to commit and end.
-            variables: environment variables of the command, in addition to those of this process.
-        """
-        self._variables = variables or {}
-        self._module = module
-        self._config = config
-        self._stop_timeout_s = stop_timeout_s + _COMMIT_TIMEOUT_S
-        self._folder: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_interrupted = False
-        self._handlers: dict[signal.Signals, Any] = {}
-        """The program's own handlers of the signals that this object handles."""
+    module: str
+    """The module of the command, which reads the configuration from a file after `@`."""
+    config: Section
+    variables: Mapping[str, str]
+    """Environment variables of the command, in addition to those of this process."""
+    stop_timeout_s: float = 0.0
+    """The time that the command gives its own processes to commit and end."""
+    _folder: Path | None = None
+    _process: "subprocess.Popen[bytes] | None" = None
+    _is_interrupted: bool = False
+    _handlers: dict[signal.Signals, Any] = field(default_factory=dict[signal.Signals, Any])
+    """The program's own handlers of the signals that this object handles."""
 
     def __enter__(self) -> "RunProcess":
         """Start the command. Its output goes to a file, and this process handles signals until the block ends."""
         self._folder, self._is_interrupted = Path(tempfile.mkdtemp(prefix="trivet-run-")), False
         file = self._folder / "run.toml"
-        write_private(file, to_toml(self._config))
+        write_private(file, to_toml(self.config))
         with (self._folder / "output").open("wb") as output:
             self._process = subprocess.Popen(
-                tied_command(module_command(self._module, "@", str(file))),
+                tied_command(module_command(self.module, "@", str(file))),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **self._variables},
+                env={**os.environ, **self.variables},
             )
         atexit.register(self.close)
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
@@ -140,7 +134,7 @@ class RunProcess:
             return
         if not self._is_interrupted:
             self._send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + self._stop_timeout_s
+        deadline = time.monotonic() + self.stop_timeout_s + _COMMIT_TIMEOUT_S
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
                 time.sleep(_POLL_INTERVAL_S)

@@ -40,21 +40,16 @@ class RewardTask:
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Callable[[], Any] | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskEnvironment:
-    """The environment that a `RewardTask` became."""
-
-    path: str
-    """The import path of its `load_environment`."""
-    args: Mapping[str, Any]
-    """What it is made of, for the configuration, the page of a run and the model card."""
-    has_tools: bool
+    @property
+    def has_tools(self) -> bool:
+        """True when the model may call functions or methods of the program."""
+        return bool(self.tools) or self.environment_factory is not None
 
 
-def make_environment(task: RewardTask, args: "RLArguments", functions: FunctionFiles) -> TaskEnvironment:
-    """Check a task and return its environment, whose files are among `functions`.
+def make_environment(task: RewardTask, args: "RLArguments", functions: FunctionFiles) -> dict[str, Any]:
+    """Check a task and return the keys of its environment, whose files are among `functions`.
 
+    `id` is the import path of its `load_environment`. `args` says what it is made of, for the page of a run and the model card.
     Raises a ConfigError with the name of the user's argument.
     """
     tools, factory = list(task.tools), task.environment_factory
@@ -66,8 +61,7 @@ def make_environment(task: RewardTask, args: "RLArguments", functions: FunctionF
     if task.eval_dataset is not None:
         rows[Split.EVAL] = read_rows(task.eval_dataset, argument="eval_dataset")
     is_text = isinstance(rows[Split.TRAIN][0]["prompt"], str)
-    has_tools = bool(tools) or factory is not None
-    if is_text and has_tools:
+    if is_text and task.has_tools:
         raise ConfigError("tools need conversations: make each prompt of train_dataset a list of messages, not a text")
     for split, own_rows in rows.items():
         for name, function in rewards.items():
@@ -98,7 +92,7 @@ def make_environment(task: RewardTask, args: "RLArguments", functions: FunctionF
     }
     identity = [rewards, tools, factory]
     path = functions.path_of_call(_LOADER, arguments, argument="reward_funcs", identity=identity)
-    return TaskEnvironment(path=path, args={"made_of": description}, has_tools=has_tools)
+    return {"id": path, "args": {"made_of": description}}
 
 
 def read_rows(data: Any, *, argument: str) -> Rows:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from trivet.errors import TrivetError
+from trivet.errors import ConfigError
 from trivet.storage.durable import open_regular
 
 _CHUNK_BYTES = 1 << 22
 """Bytes that are read at once, which bounds the memory for a file that grew by gigabytes."""
 
 
-class NotServed(TrivetError):
+class NotServed(ConfigError):
     """The request names a file that does not exist, or that does not belong to the run. The text is sent as the answer."""
 
 

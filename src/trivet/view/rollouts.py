@@ -209,10 +209,7 @@ class RunRollouts:
     def _open(self, path: Path) -> RolloutFile:
         real, stamp = check_inside(self._layout.root, path), stamp_of(path)
         if path not in self._files or self._files[path][0] != stamp:
-            try:
-                file = RolloutFile(real)
-            except ConfigError as exc:
-                raise NotServed(str(exc)) from exc
+            file = RolloutFile(real)
             if path in self._files:
                 self._files[path][1].close()
             self._files[path] = (stamp, file)

@@ -26,7 +26,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trivet.errors import ConfigError
 from trivet.gate import is_own_name
 from trivet.view.api import Api, BadQuery
-from trivet.view.files import NotServed
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ def make_application(api: Api, *, host: str) -> "GuardedApplication":
         path, known = request.url.path, request.headers.get("If-None-Match", "").strip('"')
         try:
             answer = api.answer(path, dict(request.query_params), client_tag=known)
-        except NotServed as exc:
+        except ConfigError as exc:
             return _error(400 if isinstance(exc, BadQuery) else 404, str(exc))
         except Exception:  # a fault of trivet, or an unforeseen file: the page shows it, and the other pages still work
             logger.exception("cannot answer %s", path)

@@ -43,8 +43,6 @@ _TRACEBACK_LINES = 8
 class EnvironmentHost(Protocol):
     """A loaded environment with its data sets and its clients of the inference servers. `V0Host` and `V1Host` implement it."""
 
-    name: str
-    """The environment's name in the configuration."""
     api: str
     """The verifiers API that the environment is written for: `v0` or `v1`."""
     info: EnvironmentInfo

@@ -153,7 +153,7 @@ class Worker:
                 answer = GroupDone(call_id=call.call_id, rollouts=await self._host.run_group(call.request))
         except (Exception, SystemExit, KeyboardInterrupt) as exc:  # an error of the user's code fails only its own group
             if not isinstance(exc, RolloutFailed):
-                logger.exception("call failed env=%s", self._host.name)
+                logger.exception("call failed")  # each line begins with the name of the environment
             answer = _make_failure(call.call_id, exc)
         self._exit_if_forked()
         try:

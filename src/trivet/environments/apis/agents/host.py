@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,7 +79,18 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
         ) from exc
     files = {Split.TRAIN: arguments.tasks, Split.EVAL: arguments.eval_tasks}
     tasks = {split: _read_tasks(path, name=name) for split, path in files.items() if path is not None}
-    return AgentHost(settings, arguments, tasks, reward, environ=environ, stages=stages)
+    train, held_out = tasks[Split.TRAIN], tasks.get(Split.EVAL, [])
+    columns = [[task.get(key) for task in train] for key in settings.hash_keys if any(key in task for task in train)]
+    info = EnvironmentInfo(
+        num_examples=len(train),
+        num_eval_examples=len(held_out),
+        train_digest=digest_records(train),
+        eval_digest=digest_records(held_out) if held_out else "",
+        example_hashes=hash_fields(columns or [train]) if settings.hash_keys else [],
+    )
+    return AgentHost(
+        settings=settings, arguments=arguments, tasks=tasks, reward=reward, info=info, environ=environ, stages=stages
+    )
 
 
 def _read_tasks(path: str, *, name: str) -> list[dict[str, Any]]:
@@ -93,51 +105,31 @@ def _read_tasks(path: str, *, name: str) -> list[dict[str, Any]]:
     return rows
 
 
+@dataclass(slots=True, kw_only=True)
 class AgentHost:
     """Implements `apis.load.EnvironmentHost`."""
 
-    api = "agent"
-
-    def __init__(
-        self,
-        settings: HostSettings,
-        arguments: AgentArguments,
-        tasks: Mapping[Split, Sequence[dict[str, Any]]],
-        reward: Any,
-        *,
-        environ: Mapping[str, str],
-        stages: StageBoard,
-    ) -> None:
-        self.name = settings.name
-        train, held_out = tasks[Split.TRAIN], tasks.get(Split.EVAL, ())
-        keys = [key for key in settings.hash_keys if any(key in task for task in train)]
-        self.info = EnvironmentInfo(
-            num_examples=len(train),
-            num_eval_examples=len(held_out),
-            train_digest=digest_records(train),
-            eval_digest=digest_records(held_out) if held_out else "",
-            example_hashes=hash_fields([[task.get(key) for task in train] for key in keys] or [list(train)])
-            if settings.hash_keys
-            else [],
-        )
-        self._settings = settings
-        self._arguments = arguments
-        self._tasks = tasks
-        self._reward = reward
-        self._environ = environ
-        self._stages = stages
-        self._server: AgentServer
+    settings: HostSettings
+    arguments: AgentArguments
+    tasks: Mapping[Split, Sequence[dict[str, Any]]]
+    reward: Any
+    """The function that returns the reward; None: the program reports it."""
+    info: EnvironmentInfo
+    environ: Mapping[str, str]
+    stages: StageBoard
+    api: str = "agent"
+    _server: AgentServer = field(init=False)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Serve sessions while the worker runs groups."""
-        self._server = AgentServer(self._arguments.host, model=self._settings.model_name)
+        self._server = AgentServer(self.arguments.host, model=self.settings.model_name)
         async with self._server.listening():
             yield
 
     def example(self, *, split: Split, example_id: int) -> Example:
         """Return a task as an example."""
-        task = self._tasks[split][example_id]
+        task = self.tasks[split][example_id]
         prompt = task.get("prompt")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
         return Example(prompt=messages, answer=find_answer(task))
@@ -146,9 +138,9 @@ class AgentHost:
         """Play and score the rollouts of a group; see `EnvironmentHost.run_group`."""
         if request.recorded:
             raise RolloutFailed("the rollouts of an agent cannot be scored again: its work is gone", kind="NotSupported")
-        task = find_example(self._tasks.get(request.split), request.example_id)
-        async with limit_time(self._settings.rollout_timeout_s, request):
-            with self._stages.stage(Stage.GENERATING, num_rollouts=request.num_rollouts):
+        task = find_example(self.tasks.get(request.split), request.example_id)
+        async with limit_time(self.settings.rollout_timeout_s, request):
+            with self.stages.stage(Stage.GENERATING, num_rollouts=request.num_rollouts):
                 played = await play_group(lambda index: self._play(task, request, index), request)
         for rollout, num_retries in played:
             rollout.num_retries = num_retries
@@ -158,13 +150,13 @@ class AgentHost:
         """Run the program once; raises RolloutFailed if it reports no reward."""
         started = time.monotonic()
         completions = CompletionClient(
-            settings=self._settings,
-            environ=self._environ,
+            settings=self.settings,
+            environ=self.environ,
             sampling=request.sampling,
             base_url=request.base_url,
             seed=rollout_seed(request, index),
         )
-        session = AgentSession(completions.complete, self._arguments)
+        session = AgentSession(completions.complete, self.arguments)
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
             directory = Path(folder)
             async with self._server.serving(session) as address:
@@ -172,12 +164,12 @@ class AgentHost:
                 seconds = time.monotonic() - started
                 reward, scores = await self._score(task, session, directory, exit_code=exit_code)
         turns = session.delivered()
-        strategy = self._settings.trajectory_strategy
+        strategy = self.settings.trajectory_strategy
         samples, num_broken = to_samples(
             [recorded.turn for recorded in turns], temperature=request.sampling.temperature, strategy=strategy
         )
         if strategy == "interleaved" and len(turns) > 1:
-            add_score(scores, "broken_prefixes", num_broken, env=self.name)
+            add_score(scores, "broken_prefixes", num_broken, env=self.settings.name)
         return Rollout(
             index=index,
             reward=reward,
@@ -203,15 +195,15 @@ class AgentHost:
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": address,
             "ANTHROPIC_API_KEY": session.key,
-            "TRIVET_MODEL": self._settings.model_name,
+            "TRIVET_MODEL": self.settings.model_name,
             "TRIVET_TASK_FILE": str(task_file),
             "TRIVET_REWARD_FILE": str(directory / _REWARD_FILE),
             "TRIVET_REWARD_URL": f"{address}/reward",
         }
         with (directory / _OUTPUT_FILE).open("wb") as output:
             program = await asyncio.create_subprocess_exec(
-                *tied_command(self._arguments.command),
-                env={**self._environ, **variables},
+                *tied_command(self.arguments.command),
+                env={**self.environ, **variables},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -230,9 +222,9 @@ class AgentHost:
     ) -> tuple[float, dict[str, float]]:
         """Return the reward and the scores of a rollout; raises RolloutFailed without any."""
         reward, scores, file = session.reward, session.scores, directory / _REWARD_FILE
-        if self._reward is not None:
+        if self.reward is not None:
             completion = _completion(session.delivered())
-            reward = await asyncio.to_thread(self._reward, task=task, completion=completion, directory=directory)
+            reward = await asyncio.to_thread(self.reward, task=task, completion=completion, directory=directory)
             reward, scores = (await reward if inspect.isawaitable(reward) else reward), {}
         elif reward is None and file.exists():
             try:
@@ -250,7 +242,7 @@ class AgentHost:
                 kind=_NO_REWARD,
                 is_infrastructure=session.failure is not None and session.failure.is_infrastructure,
             )
-        return require_reward(reward, env=self.name, values=scores), scores
+        return require_reward(reward, env=self.settings.name, values=scores), scores
 
 
 def _completion(turns: Sequence[RecordedTurn]) -> list[dict[str, Any]]:

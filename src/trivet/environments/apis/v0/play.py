@@ -40,7 +40,6 @@ class V0Host:
         stages: StageBoard | None = None,
     ) -> None:
         """Build the data sets of `env`. `make_client` makes the client of the server at a base URL: a `ModelClient`."""
-        self.name = settings.name
         self._env = env
         self._settings = settings
         self._make_client = make_client
@@ -59,7 +58,7 @@ class V0Host:
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run a group, or score a recorded one; see `EnvironmentHost.run_group`."""
-        settings, name, num_rollouts = self._settings, self.name, request.num_rollouts
+        settings, name, num_rollouts = self._settings, self._settings.name, request.num_rollouts
         if request.base_url not in self._clients:
             self._clients[request.base_url] = self._make_client(request.base_url)
         client = self._clients[request.base_url]
@@ -105,7 +104,7 @@ class V0Host:
     def _to_rollout(self, state: dict[str, Any], index: int, *, temperature: float | None) -> Rollout:
         """Return the scored `state` as rollout `index` of its group. With plain servers it has no samples."""
         strategy, is_plain, steps = self._settings.trajectory_strategy, self._settings.is_plain, state["trajectory"]
-        reward, scores = read_scores(state, name=self.name)
+        reward, scores = read_scores(state, name=self._settings.name)
         turns: list[Turn] = []
         for step in () if is_plain else steps:
             response = step["response"]
@@ -121,7 +120,7 @@ class V0Host:
             turns.append(turn)
         samples, num_broken_prefixes = to_samples(turns, temperature=temperature, strategy=strategy)
         if strategy == "interleaved" and len(turns) > 1:
-            add_score(scores, "broken_prefixes", num_broken_prefixes, env=self.name)
+            add_score(scores, "broken_prefixes", num_broken_prefixes, env=self._settings.name)
         responses = [step["response"] for step in steps]
         token_counts = [response.usage.completion_tokens for response in responses if is_plain and response.usage]
         return Rollout(
@@ -132,7 +131,7 @@ class V0Host:
             prompt=shorten_messages(state["prompt"]),
             completion=shorten_messages(state.get("completion") or []),
             num_turns=len(steps),
-            turn_rewards=read_turn_rewards(state, name=self.name),
+            turn_rewards=read_turn_rewards(state, name=self._settings.name),
             ended_by=_error_of_policy(state),
             ran_out_of_context=bool(state.get("prompt_too_long")),
             is_cut=is_plain and any(response.message.is_truncated for response in responses),

@@ -74,7 +74,7 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
         eval_digest=digest,
         example_hashes=hash_fields(columns or [[task.key for task in tasks]]) if keys else [],
     )
-    return V1Host(env, tasks, settings, info=info, stages=stages)
+    return V1Host(env=env, tasks=tasks, settings=settings, info=info, stages=stages)
 
 
 def read_arguments(env_id: str, args: Mapping[str, Any]) -> tuple[dict[str, Any], SelectConfig]:

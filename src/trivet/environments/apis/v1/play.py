@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -44,98 +45,6 @@ _TOKEN_FIELDS = ("token_ids", "logprobs", "policy_versions", "routed_experts")
 """Fields of an answer's choice that the harness program does not get."""
 
 
-class V1Host:
-    """Implements `apis.load.EnvironmentHost` for verifiers 0.4 and newer."""
-
-    api = "v1"
-
-    def __init__(
-        self, env: Env, tasks: Sequence[Task], settings: HostSettings, *, info: EnvironmentInfo, stages: StageBoard
-    ) -> None:
-        """Run a loaded environment. The same `tasks` are used to train and to evaluate."""
-        self._env = env
-        self._tasks = tasks
-        self._settings = settings
-        self._turns = ServedTurns()
-        self._stages = stages
-        self.name = settings.name
-        self.info = info
-
-    async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        """Play and score the episodes of a group, or score recorded ones; see `EnvironmentHost.run_group`."""
-        task = find_example(self._tasks, request.example_id)
-        if request.recorded:
-            return await rescore(self._env, task, request.recorded, name=self.name)
-        trace_ids: list[str] = []
-        try:
-            async with limit_time(self._settings.rollout_timeout_s, request):
-                with self._stages.stage(Stage.GENERATING, num_rollouts=request.num_rollouts):
-                    played = await play_group(lambda index: self._play(task, request, index, trace_ids), request)
-            rollouts: list[Rollout] = []
-            for index, (episode, num_retries) in enumerate(played):
-                rollouts.append(to_rollout(episode, index, settings=self._settings, find_turn=self._turns.find))
-                rollouts[-1].num_retries = num_retries
-            return rollouts
-        finally:
-            for trace_id in trace_ids:
-                self._turns.forget(trace_id)
-
-    async def _play(self, task: Task, request: GroupRequest, index: int, trace_ids: list[str]) -> Any:
-        """Play and score one episode. Add the ids of its traces to `trace_ids`; their turns must be forgotten after the group.
-
-        Raises:
-            RolloutFailed: the episode is not complete, or a reward function failed.
-        """
-        settings = self._settings
-        arguments = request_arguments(request.sampling, seed=rollout_seed(request, index), is_plain=settings.is_plain)
-        context = ModelContext(
-            model=settings.model_name,
-            client=self._make_client_config(request.base_url),
-            sampling=Sampling.model_validate(arguments),
-        )
-        numbers = itertools.count()
-
-        def begin_trace(trace: Trace) -> None:
-            trace_ids.append(trace.id)
-            self._turns.numbers[trace.id] = next(numbers)
-
-        value_on_error = 0.0 if settings.on_reward_error == "zero" else None
-        with collect_reward_errors(self.name, value_on_error=value_on_error) as errors:
-            [slot] = self._env.slots(task)
-            run: Any = self._env.run_slot  # pyright reads the signature of verifiers 0.3.1
-            episode = await run(slot, context, on_trace=begin_trace)
-        if errors and value_on_error is None:
-            raise errors[0]
-        if not self._env.complete(episode):
-            raise make_failure(episode)
-        return episode
-
-    def _make_client_config(self, base_url: str) -> ClientConfig:
-        """Return the configuration of the clients of one server."""
-        servers = self._settings.servers
-        options = {
-            "base_url": f"{server_root(base_url)}/v1",
-            "api_key_var": servers.key_variable(base_url),
-            "headers": servers.headers,
-            "timeout": {"connect": min(_CONNECT_TIMEOUT_S, servers.timeout_s), "read": servers.timeout_s},
-        }
-        if self._settings.is_plain:
-            return EvalClientConfig.model_validate(options)
-        config = TrivetClientConfig.model_validate(options)
-        config._turns, config._settings = self._turns, self._settings  # pyright: ignore[reportPrivateUsage]  pydantic's rule
-        return config
-
-    def example(self, *, split: Split, example_id: int) -> Example:
-        """Return a task as an example."""
-        data = self._tasks[example_id].data
-        return Example(prompt=shorten_messages(task_messages(data)), answer=find_answer(data.model_dump(mode="json")))
-
-    def serving(self) -> AbstractAsyncContextManager[None]:
-        """Run the interception endpoints and shared tool servers. Enter and leave it in one task, as verifiers requires."""
-        env: Any = self._env  # pyright reads verifiers 0.3.1
-        return env.serving()
-
-
 class ServedTurns:
     """Keeps the tokens of the turns of running episodes, by trace and by the message that a turn sampled.
 
@@ -167,6 +76,94 @@ class ServedTurns:
     def __len__(self) -> int:
         """Return the number of traces that are kept."""
         return len(self._turns.keys() | self.numbers.keys())
+
+
+@dataclass(slots=True, kw_only=True)
+class V1Host:
+    """Implements `apis.load.EnvironmentHost` for verifiers 0.4 and newer."""
+
+    env: Env
+    tasks: Sequence[Task]
+    """Used to train and to evaluate."""
+    settings: HostSettings
+    info: EnvironmentInfo
+    stages: StageBoard
+    api: str = "v1"
+    _turns: ServedTurns = field(default_factory=ServedTurns)
+
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        """Play and score the episodes of a group, or score recorded ones; see `EnvironmentHost.run_group`."""
+        task = find_example(self.tasks, request.example_id)
+        if request.recorded:
+            return await rescore(self.env, task, request.recorded, name=self.settings.name)
+        trace_ids: list[str] = []
+        try:
+            async with limit_time(self.settings.rollout_timeout_s, request):
+                with self.stages.stage(Stage.GENERATING, num_rollouts=request.num_rollouts):
+                    played = await play_group(lambda index: self._play(task, request, index, trace_ids), request)
+            rollouts: list[Rollout] = []
+            for index, (episode, num_retries) in enumerate(played):
+                rollouts.append(to_rollout(episode, index, settings=self.settings, find_turn=self._turns.find))
+                rollouts[-1].num_retries = num_retries
+            return rollouts
+        finally:
+            for trace_id in trace_ids:
+                self._turns.forget(trace_id)
+
+    async def _play(self, task: Task, request: GroupRequest, index: int, trace_ids: list[str]) -> Any:
+        """Play and score one episode. Add the ids of its traces to `trace_ids`; their turns must be forgotten after the group.
+
+        Raises:
+            RolloutFailed: the episode is not complete, or a reward function failed.
+        """
+        settings = self.settings
+        arguments = request_arguments(request.sampling, seed=rollout_seed(request, index), is_plain=settings.is_plain)
+        context = ModelContext(
+            model=settings.model_name,
+            client=self._make_client_config(request.base_url),
+            sampling=Sampling.model_validate(arguments),
+        )
+        numbers = itertools.count()
+
+        def begin_trace(trace: Trace) -> None:
+            trace_ids.append(trace.id)
+            self._turns.numbers[trace.id] = next(numbers)
+
+        value_on_error = 0.0 if settings.on_reward_error == "zero" else None
+        with collect_reward_errors(self.settings.name, value_on_error=value_on_error) as errors:
+            [slot] = self.env.slots(task)
+            run: Any = self.env.run_slot  # pyright reads the signature of verifiers 0.3.1
+            episode = await run(slot, context, on_trace=begin_trace)
+        if errors and value_on_error is None:
+            raise errors[0]
+        if not self.env.complete(episode):
+            raise make_failure(episode)
+        return episode
+
+    def _make_client_config(self, base_url: str) -> ClientConfig:
+        """Return the configuration of the clients of one server."""
+        servers = self.settings.servers
+        options = {
+            "base_url": f"{server_root(base_url)}/v1",
+            "api_key_var": servers.key_variable(base_url),
+            "headers": servers.headers,
+            "timeout": {"connect": min(_CONNECT_TIMEOUT_S, servers.timeout_s), "read": servers.timeout_s},
+        }
+        if self.settings.is_plain:
+            return EvalClientConfig.model_validate(options)
+        config = TrivetClientConfig.model_validate(options)
+        config._turns, config._settings = self._turns, self.settings  # pyright: ignore[reportPrivateUsage]  pydantic's rule
+        return config
+
+    def example(self, *, split: Split, example_id: int) -> Example:
+        """Return a task as an example."""
+        data = self.tasks[example_id].data
+        return Example(prompt=shorten_messages(task_messages(data)), answer=find_answer(data.model_dump(mode="json")))
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Run the interception endpoints and shared tool servers. Enter and leave it in one task, as verifiers requires."""
+        env: Any = self.env  # pyright reads verifiers 0.3.1
+        return env.serving()
 
 
 class TrivetClientConfig(TrainClientConfig):

@@ -39,7 +39,7 @@ def rescore(
         HostSettings(env_id="talks", name="toy", args={"rows": [row]}, model_name="m", servers=servers), environ=os.environ
     )
     if hook is not None:
-        host._tasks[0].hooks = lambda attr: [hook] if attr == "reward" else []
+        host.tasks[0].hooks = lambda attr: [hook] if attr == "reward" else []
     recorded = RecordedConversation(prompt=prompt, completion=ANSWERS)
     request = GroupRequest(
         group_id=GroupId(1),
