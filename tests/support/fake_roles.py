@@ -68,6 +68,7 @@ class FakeChild:
     log_offset: int = 0
     does_heed_sigterm: bool = True
     signals: list[signal.Signals] = field(default_factory=list)
+    shown: list[int] = field(default_factory=list)
 
     def signal_group(self, number: signal.Signals) -> None:
         if self.exit_code is None:
@@ -78,6 +79,12 @@ class FakeChild:
     def signal_leader(self, number: signal.Signals) -> None:
         self.signals.append(number)
 
+    def show_stacks(self, pids: Iterable[int]) -> None:
+        self.shown.extend(pids)
+
+    def read_reports(self) -> RoleReports:
+        return read_reports(self.spec.reports)
+
 
 @dataclass
 class FakeHost:
@@ -87,7 +94,6 @@ class FakeHost:
     started: list[FakeChild] = field(default_factory=list)
     started_at: list[float] = field(default_factory=list)
     spared: list[Collection[FakeChild]] = field(default_factory=list)
-    shown: list[int] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     """Pids of processes that a signal has stopped."""
     lost: set[int] = field(default_factory=set)
@@ -116,9 +122,6 @@ class FakeHost:
     def end_orphans(self, *, spared: Collection[FakeChild] = ()) -> None:
         self.spared.append(spared)
 
-    def show_stacks(self, process: FakeChild, pids: Iterable[int]) -> None:
-        self.shown.extend(pids)
-
     def find_stopped(self, processes: Sequence[FakeChild]) -> list[tuple[int, ...]]:
         return [(process.pid,) if process.pid in self.stopped else () for process in processes]
 
@@ -130,9 +133,6 @@ class FakeHost:
 
     def joined_nodes(self) -> frozenset[int]:
         return frozenset()
-
-    def read_reports(self, process: FakeChild) -> RoleReports:
-        return read_reports(process.spec.reports)
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,7 @@
 
 import itertools
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,9 @@ class SimulatedProcess:
             self.exit_code = code
             self.cluster.training.ended(self)
 
-    def reports(self) -> RoleReports:
+    def show_stacks(self, pids: Iterable[int]) -> None: ...
+
+    def read_reports(self) -> RoleReports:
         """Return what a role says each second, of every process that reports."""
         now, training, name = self.cluster.timeline.now, self.cluster.training, self.spec.name
         step = Step(training.step) if self.spec.does_finish else Step(0)
@@ -98,20 +100,14 @@ class SimulatedHost:
 
     def end_orphans(self, *, spared: Collection[SimulatedProcess] = ()) -> None: ...
 
-    def show_stacks(self, process: SimulatedProcess, pids: Iterable[int]) -> None: ...
-
     def find_stopped(self, processes: Sequence[SimulatedProcess]) -> list[tuple[int, ...]]:
         return [()] * len(processes)
-
-    def read_reports(self, process: SimulatedProcess) -> RoleReports:
-        return process.reports()
 
 
 class DirectReader:
     """Reads reports when they are asked for, where a node has a thread."""
 
-    def __init__(self, read: Callable[[Any], RoleReports]) -> None:
-        self._read = read
+    def __init__(self) -> None:
         self._children: dict[int, Any] = {}
 
     def follow(self, order: int, child: Any) -> None:
@@ -121,7 +117,7 @@ class DirectReader:
         self._children.pop(order, None)
 
     def newest(self, order: int) -> RoleReports:
-        return self._read(self._children[order])
+        return self._children[order].read_reports()
 
 
 class SimulatedActor:

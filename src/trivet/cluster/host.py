@@ -67,6 +67,12 @@ class ClusterProcess:
         asked = tuple(pids)
         self._change(lambda process: msgspec.structs.replace(process, shown_stacks=(*process.shown_stacks, asked)))
 
+    def read_reports(self) -> RoleReports:
+        """Return what the processes of the role report."""
+        if (observed := self.observed()) is None:
+            return RoleReports()
+        return RoleReports(readable=tuple(self._table.reports_of(observed, self.spec.node)), stamps=observed.stamps)
+
     def _change(self, change: Callable[[DesiredProcess], DesiredProcess]) -> None:
         if self.exit_code is None:
             self._table.change(self.spec.node, self.number, change)
@@ -147,19 +153,7 @@ class ClusterHost:
         """Kill what outlived the processes that started it, on every node."""
         self._table.sweep({process.number for process in spared if isinstance(process, ClusterProcess)})
 
-    def show_stacks(self, process: HostedProcess, pids: Iterable[int]) -> None:
-        """Have processes write their stacks into their logs, as `ProcessHost.show_stacks`."""
-        assert isinstance(process, ClusterProcess)
-        process.show_stacks(pids)
-
     def find_stopped(self, processes: Sequence[HostedProcess]) -> list[tuple[int, ...]]:
         """Return the stopped processes of each, as `ProcessHost.find_stopped`."""
         found = [process.observed() for process in processes if isinstance(process, ClusterProcess)]
         return [observed.stopped if observed is not None else () for observed in found]
-
-    def read_reports(self, process: HostedProcess) -> RoleReports:
-        """Return what the processes of a role report, as `ProcessHost.read_reports`."""
-        assert isinstance(process, ClusterProcess)
-        if (observed := process.observed()) is None:
-            return RoleReports()
-        return RoleReports(readable=tuple(self._table.reports_of(observed, process.spec.node)), stamps=observed.stamps)

@@ -79,7 +79,7 @@ class NodeProcesses:
         self._ports: dict[str, int] = {}
         self._port_error = ""
         self._started: dict[int, _Started] = {}
-        self._reader = ReportReader(host.read_reports)
+        self._reader = ReportReader()
 
     @property
     def exit_codes(self) -> tuple[int | None, ...]:
@@ -150,7 +150,7 @@ class NodeProcesses:
                 send(signal.Signals(sent.number))
         for pids in process.shown_stacks[started.num_stacks :]:
             if started.child is not None:
-                self._host.show_stacks(started.child, pids)
+                started.child.show_stacks(pids)
         started.num_signals, started.num_stacks = len(process.signals), len(process.shown_stacks)
 
     def observe(self) -> Observed:

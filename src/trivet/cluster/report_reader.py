@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from trivet.launcher.processes import Child, RoleReports
@@ -13,13 +12,12 @@ _INTERVAL_S = 0.25
 class ReportReader:
     """The newest reports of some processes, by their numbers. A thread reads them.
 
-    >>> reader = ReportReader(host.read_reports)
+    >>> reader = ReportReader()
     >>> reader.follow(3, child)
     >>> reports = reader.newest(3)
     """
 
-    def __init__(self, read: Callable[[Child], RoleReports]) -> None:
-        self._read = read
+    def __init__(self) -> None:
         self._children: dict[int, Child] = {}
         self._newest: dict[int, RoleReports] = {}
         self._error: Exception | None = None
@@ -56,4 +54,4 @@ class ReportReader:
             time.sleep(_INTERVAL_S)
             for number, child in list(self._children.items()):
                 with suppress(OSError):  # the directory cannot be read now: there is nothing new
-                    self._newest[number] = self._read(child)
+                    self._newest[number] = child.read_reports()

@@ -109,6 +109,14 @@ class HostedProcess(Protocol):
         """Send a signal to the process alone, not to its children."""
         ...
 
+    def show_stacks(self, pids: Iterable[int]) -> None:
+        """Make the process and its descendants, as far as they are among `pids`, write their stacks into their logs."""
+        ...
+
+    def read_reports(self) -> RoleReports:
+        """Return the present reports of the role's processes."""
+        ...
+
 
 class ProcessHost(Protocol):
     """The machine or the nodes on which the processes of a run live. No method waits for a node to answer."""
@@ -134,16 +142,8 @@ class ProcessHost(Protocol):
         """
         ...
 
-    def show_stacks(self, process: HostedProcess, pids: Iterable[int]) -> None:
-        """Make `process` and its descendants, as far as they are among `pids`, write their stacks into their logs."""
-        ...
-
     def find_stopped(self, processes: Sequence[HostedProcess]) -> Sequence[tuple[int, ...]]:
         """Return for each process the pids of itself and its watched children that a signal has stopped."""
-        ...
-
-    def read_reports(self, process: HostedProcess) -> RoleReports:
-        """Return the present reports of a role's processes."""
         ...
 
     def lost_nodes(self) -> frozenset[int]:
@@ -191,6 +191,19 @@ class Child:
         """Send a signal to the process alone, not to its children."""
         if self.exit_code is None:
             self.process.send_signal(number)
+
+    def show_stacks(self, pids: Iterable[int]) -> None:
+        """Make processes write their stacks into their logs.
+
+        A pid that is no descendant may belong to a foreign process by now, so it gets no signal.
+        """
+        for pid in set(pids).intersection([self.pid, *descendants(self.pid)]):
+            with suppress(ProcessLookupError):
+                os.kill(pid, STACKS_SIGNAL)
+
+    def read_reports(self) -> RoleReports:
+        """Return the present reports of the role's processes."""
+        return read_reports(self.spec.reports)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,16 +275,6 @@ class LocalHost:
             time.sleep(_POLL_INTERVAL_S)
 
     @staticmethod
-    def show_stacks(process: HostedProcess, pids: Iterable[int]) -> None:
-        """Make processes write their stacks, as `ProcessHost.show_stacks`.
-
-        A pid that is no descendant may belong to a foreign process by now, so it gets no signal.
-        """
-        for pid in set(pids).intersection([process.pid, *descendants(process.pid)]):
-            with suppress(ProcessLookupError):
-                os.kill(pid, STACKS_SIGNAL)
-
-    @staticmethod
     def find_stopped(processes: Sequence[HostedProcess]) -> list[tuple[int, ...]]:
         """Return the stopped pids of each process, as `ProcessHost.find_stopped`. A process under a debugger does not count."""
         table = read_processes()
@@ -280,11 +283,6 @@ class LocalHost:
             for process in processes
         ]
         return [tuple(pid for pid in family if pid in table and table[pid].state == "T") for family in families]
-
-    @staticmethod
-    def read_reports(process: HostedProcess) -> RoleReports:
-        """Return the present reports of a role's processes."""
-        return read_reports(process.spec.reports)
 
     @staticmethod
     def lost_nodes() -> frozenset[int]:

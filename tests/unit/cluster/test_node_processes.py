@@ -4,9 +4,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +34,14 @@ WAIT_WITH_CHILD = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingChild(Child):
+    shown: list[tuple[int, ...]] = field(default_factory=list)
+
+    def show_stacks(self, pids: Iterable[int]) -> None:
+        self.shown.append(tuple(pids))
+
+
 class Node:
     """The processes of node 1 with what they need, and a driver that sends it one message after another."""
 
@@ -42,16 +50,13 @@ class Node:
         self.local = LocalHost(python=sys.executable, environ=os.environ)
         self.scratch = held.enter_context(Scratch(directory / ".scratch.1"))
         self.ports = held.enter_context(ReservedPorts())
-        self.started: list[Child] = []
+        self.started: list[RecordingChild] = []
         self.spared: list[Collection[Child]] = []
-        self.shown: list[tuple[Child, tuple[int, ...]]] = []
         self.said: list[str] = []
         host = SimpleNamespace(  # calls that would reach processes which other tests started are only recorded
             start=self._start,
             end_orphans=lambda *, spared=(): self.spared.append(spared),
-            show_stacks=lambda child, pids: self.shown.append((child, pids)),
             find_stopped=self.local.find_stopped,
-            read_reports=self.local.read_reports,
         )
         ports, scratch, say = self.ports, self.scratch, self.said.append
         clock = Clock(unix_time=lambda: UNIX)
@@ -63,7 +68,8 @@ class Node:
         self.spared.clear()  # what ran before the first session was ended
 
     def _start(self, spec: ProcessSpec) -> Child:
-        self.started.append(self.local.start(spec))
+        child = self.local.start(spec)
+        self.started.append(RecordingChild(spec=spec, process=child.process, log_offset=child.log_offset))
         return self.started[-1]
 
     def apply(self, *processes: DesiredProcess, **changes: object) -> bool:
@@ -142,7 +148,7 @@ def test_signals_and_requests_for_stacks_are_carried_out_once(node: Node, monkey
         node.apply(told)
         node.apply(told, sweeps=node.number)
     assert sent == [signal.SIGUSR1, signal.SIGTERM]
-    assert node.shown == [(node.started[0], (7, 8)), (node.started[0], (9,))]
+    assert node.started[0].shown == [(7, 8), (9,)]
 
 
 def test_a_process_that_cannot_be_started_has_an_exit_code_at_once(node: Node) -> None:
@@ -152,7 +158,7 @@ def test_a_process_that_cannot_be_started_has_an_exit_code_at_once(node: Node) -
     assert node.said[0].startswith("trainer cannot be started: ")
     term = SentSignal(number=signal.SIGTERM, does_reach_group=True)
     node.apply(msgspec.structs.replace(process, signals=(term,), shown_stacks=((7,),)), sweeps=1)
-    assert (node.shown, node.spared) == ([], [[]])
+    assert (node.started, node.spared) == ([], [[]])
 
 
 def test_a_second_process_of_one_name_takes_the_place_of_the_first(node: Node) -> None:

@@ -99,7 +99,7 @@ def test_a_node_is_there_once_it_holds_its_ports(tmp_path: Path) -> None:
 def test_a_process_is_known_by_what_its_node_observes(cluster: Cluster) -> None:
     process = cluster.start()
     assert (process.pid, process.exit_code, process.log_offset) == (700 + process.number, None, 0)
-    assert cluster.host.read_reports(process) == RoleReports()
+    assert process.read_reports() == RoleReports()
     cluster.note(process, stopped=(9,))
     assert cluster.host.find_stopped([process]) == [(9,)]
     cluster.note(process, exit_code=-9)
@@ -137,7 +137,7 @@ def test_signals_are_part_of_what_is_desired(cluster: Cluster) -> None:
     process = cluster.start()
     process.signal_leader(signal.SIGUSR1)
     process.signal_group(signal.SIGTERM)
-    cluster.host.show_stacks(process, [1, 2])
+    process.show_stacks([1, 2])
     (desired,) = cluster.exchange().processes
     assert [(sent.number, sent.does_reach_group) for sent in desired.signals] == [
         (signal.SIGUSR1, False),
@@ -184,7 +184,7 @@ def test_a_silent_node_is_lost_with_its_processes_and_returns_in_a_new_session(c
     assert cluster.host.lost_nodes() == frozenset()
     assert (process.exit_code, ended.exit_code) == (NODE_LOST, 3)
     process.signal_group(signal.SIGKILL)
-    cluster.host.show_stacks(process, [702])
+    process.show_stacks([702])
     assert cluster.table.next_message(1, only_news=True) is None
 
 
@@ -205,7 +205,7 @@ def test_reports_have_times_of_the_drivers_clock(cluster: Cluster) -> None:
     report = ProcessReport(role="inference", rank=0, pid=1, attempt=1, time=50.0, since=40.0)
     cluster.processes[process.number] = ObservedProcess(number=process.number, pid=1, reports=(report,), stamps={"a": (1, 2)})
     cluster.exchange(offset=3600.0)
-    found = cluster.host.read_reports(process)
+    found = process.read_reports()
     assert [(each.time, each.since) for each in found.readable] == [(3650.0, 3640.0)]
     assert found.stamps == {"a": (1, 2)}
 

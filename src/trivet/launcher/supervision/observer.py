@@ -257,7 +257,7 @@ class Observer:
                 role.stopped_pids = stopped
         found_stuck: list[RoleProcess] = []
         for role in self.roles.values():
-            role.reports = self._host.read_reports(role.child)
+            role.reports = role.child.read_reports()
             if not role.is_running:
                 continue
             was_stuck, role.stuck = role.stuck, self._why_stuck(role)
@@ -309,7 +309,7 @@ class Observer:
         if self._stall_due_s == self._config.stall_warn_s:  # once only: stacks in the logs would look like progress
             for role in running:
                 pids = [(report.pid, *(worker.pid for worker in report.workers)) for report in role.reports.readable]
-                self._host.show_stacks(role.child, itertools.chain(*pids))
+                role.child.show_stacks(itertools.chain(*pids))
         self._stall_due_s *= 2
         self._log.say(
             f"WARNING nothing has moved for {still_s:.0f} s: {describe(reports)}\n"

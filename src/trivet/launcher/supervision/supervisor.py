@@ -164,7 +164,7 @@ class Supervisor:
         """Update the observer. Log each role that was found stuck, and give its processes time to write their stacks."""
         for role in self._observer.update():
             self._status.warn_stuck(role)
-            self._host.show_stacks(role.child, (report.pid for report in role.reports.readable))
+            role.child.show_stacks(report.pid for report in role.reports.readable)
             self._clock.sleep(STACKS_WITHIN_S)
 
     def _carry_out(self, action: RecoveryAction) -> None:

@@ -114,11 +114,11 @@ def test_time_in_which_the_launcher_itself_was_stopped_counts_for_nobody(tmp_pat
 def test_a_stall_is_named_after_the_time_and_then_ever_more_rarely(tmp_path: Path) -> None:
     run = Observed(tmp_path, stall_warn_s=100).passes(150, reports=True)
     assert run.text.count("WARNING nothing has moved for 100 s") == 1
-    assert run.host.shown == [7]
+    assert run.trainer.shown == [7]
     run.passes(750, reports=True)
     assert [f"moved for {seconds} s" in run.text for seconds in (200, 400, 800)] == [True, True, True]
     assert run.text.count("WARNING nothing") == 4
-    assert run.host.shown == [7], "what is written often would pass for a sign of life"
+    assert run.trainer.shown == [7], "what is written often would pass for a sign of life"
     assert run.stuck == ""
 
 
