@@ -14,7 +14,7 @@ import re
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ class Machine:
 
 def inspect_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     """Return the devices of this machine, as CUDA_VISIBLE_DEVICES and oneDNN's limit in `environ` restrict them."""
-    gpus = select_visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), installed=_count_gpus) if _has_cuda_torch() else ()
+    gpus = select_visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), num_installed=_count_gpus()) if _has_cuda_torch() else ()
     return Machine(
         gpus=gpus,
         num_cpus=len(os.sched_getaffinity(0)),
@@ -127,14 +127,13 @@ def make_private_directory(path: Path, *, setting: str = f"TMPDIR or {_COMPILE_C
     return path
 
 
-def select_visible_gpus(visible: str | None, *, installed: Callable[[], int]) -> tuple[str, ...]:
+def select_visible_gpus(visible: str | None, *, num_installed: int) -> tuple[str, ...]:
     """Return the names of the GPUs that this process may use.
 
     Args:
         visible: the value of CUDA_VISIBLE_DEVICES; None if it is not set, and all GPUs are visible.
-        installed: returns the number of installed GPUs.
+        num_installed: the number of installed GPUs.
     """
-    num_installed = installed()
     if visible is None:
         return tuple(str(index) for index in range(num_installed))
     names: list[str] = []
@@ -207,10 +206,8 @@ class Heap:
     about two seconds, so the heap is trimmed only if it has grown.
     """
 
-    def __init__(self, *, read_bytes: Callable[[], int] | None = None, trim: Callable[[], None] | None = None) -> None:
-        """Start to count calls. Tests replace `read_bytes`, which returns the resident memory, and `trim`, which frees pages."""
-        self._read_bytes = read_bytes or resident_bytes
-        self._trim = trim or trim_heap
+    def __init__(self) -> None:
+        """Start to count calls."""
         self._num_calls = 0
         self._least_bytes: int | None = None
 
@@ -219,11 +216,11 @@ class Heap:
         self._num_calls += 1
         if self._num_calls % _CALLS_PER_MEASUREMENT:
             return
-        num_bytes = self._read_bytes()
+        num_bytes = resident_bytes()
         if self._least_bytes and num_bytes > _MAX_HEAP_GROWTH * self._least_bytes:
             before = num_bytes
-            self._trim()
-            num_bytes = self._read_bytes()
+            trim_heap()
+            num_bytes = resident_bytes()
             logger.info("heap trimmed from_gib=%.2f to_gib=%.2f", before / 2**30, num_bytes / 2**30)
         self._least_bytes = min(num_bytes, self._least_bytes or num_bytes)
 

@@ -39,7 +39,7 @@ from trivet.machine import (
 def test_the_variable_of_cuda_limits_and_orders_the_gpus(
     visible: str | None, num_installed: int, expected: tuple[str, ...]
 ) -> None:
-    assert select_visible_gpus(visible, installed=lambda: num_installed) == expected
+    assert select_visible_gpus(visible, num_installed=num_installed) == expected
 
 
 def test_ranks_are_one_per_gpu_or_one() -> None:
@@ -172,9 +172,13 @@ def test_a_link_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None
     ],
     ids=["grows from step to step", "stays", "needs more from step 30 on: once in twenty steps"],
 )
-def test_the_heap_is_trimmed_when_it_has_grown_by_a_quarter(sizes: list[int], expected: list[int]) -> None:
+def test_the_heap_is_trimmed_when_it_has_grown_by_a_quarter(
+    sizes: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trims, now = list[int](), 0
-    heap = Heap(read_bytes=lambda: 1000 if now in trims else sizes[now], trim=lambda: trims.append(now))
+    monkeypatch.setattr("trivet.machine.resident_bytes", lambda: 1000 if now in trims else sizes[now])
+    monkeypatch.setattr("trivet.machine.trim_heap", lambda: trims.append(now))
+    heap = Heap()
     for now in range(len(sizes)):  # noqa: B007  read by the heap's functions
         heap.trim_if_grown()
     assert trims == expected
