@@ -50,13 +50,12 @@ class FunctionFiles:
         """
         if not callable(function):
             raise ConfigError(f"{argument} must be a function, got {function!r}")
-        return self._add(name_of(function, default=argument), "pickled", function, argument=argument)
+        return self._add(name_of(function, default=argument), "pickled", function, argument=argument, identity=function)
 
-    def path_of_call(self, function: str, arguments: Mapping[str, Any], *, argument: str, identity: object = None) -> str:
+    def path_of_call(self, function: str, arguments: Mapping[str, Any], *, argument: str, identity: object) -> str:
         """Return the import path of a `load_environment` that calls the function at the import path `function` with `arguments`.
 
-        Args:
-            identity: what of the arguments names the file; None: all of them.
+        `identity` is what of the arguments names the file.
         """
         expression = f"partial(import_by_path({function!r}), **pickled)"
         return self._add("load_environment", expression, dict(arguments), argument=argument, identity=identity)
@@ -69,12 +68,12 @@ class FunctionFiles:
         for file, content in self._files.items():
             write_atomically(file, content, is_private=True)
 
-    def _add(self, name: str, expression: str, value: object, *, argument: str, identity: object = None) -> str:
+    def _add(self, name: str, expression: str, value: object, *, argument: str, identity: object) -> str:
         """Add the module of `name`, and the pickle of `value`, which `expression` uses. Return the import path of `name`.
 
         Equal identities give equal names, also in a resumed run.
         """
-        digest = hashlib.sha256(_identity(value if identity is None else identity).encode()).hexdigest()
+        digest = hashlib.sha256(_identity(identity).encode()).hexdigest()
         file = self._folder / f"{name}_{digest[:8]}.py"
         folders = [str(Path(folder).absolute()) for folder in sys.path]
         self._files[file] = _MODULE.format(folders=folders, name=name, expression=expression).encode()
