@@ -204,7 +204,7 @@ class Evaluator:
             on_progress()
 
         try:
-            if results.is_complete and (summary := read_summary(directory)) is not None and not summary.num_failed:
+            if (summary := read_summary(directory)) is not None and not summary.num_failed:
                 return summary
             async with asyncio.TaskGroup() as examples:
                 for example_id in range(task.first_example, task.first_example + task.num_examples):

@@ -106,11 +106,6 @@ class ResultsFile:
             write_json_atomically(directory / TASK_FILE, task)
         self._file = self._path.open("ab", buffering=0)
 
-    @property
-    def is_complete(self) -> bool:
-        """True when the summary has been written."""
-        return (self._directory / SUMMARY_FILE).exists()
-
     def add(self, example_id: int, rollouts: Sequence[Rollout]) -> None:
         """Append the rollouts of a finished example to the file."""
         records = [

@@ -27,6 +27,7 @@ from trivet.process.lock import holder_of
 from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS, list_files
 from trivet.weights.catalog import published_versions
+from trivet.wire.events import Stop
 from trivet.wire.status import RunState, RunStatus
 from trivet.wire.versions import Step
 
@@ -110,7 +111,7 @@ class Files:
             for role in status.roles:
                 if role.name in PARTS and role.exit.endswith("exit code 0"):
                     ledger.require(
-                        history.roles.has_stopped(role.name),
+                        isinstance(history.roles.last.get(role.name), Stop),
                         _RECORD,
                         f"status.json says that the {role.name} ended in order; the history has no stop of it",
                     )

@@ -197,10 +197,6 @@ class RoleHistory:
             count, seconds, line = self._clock_steps.get(role, (0, 0.0, ledger.line))
             self._clock_steps[role] = (count + 1, max(seconds, last.time - event.time), line)
 
-    def has_stopped(self, role: str) -> bool:
-        """Return whether the role's last event is a stop."""
-        return isinstance(self.last.get(role), Stop)
-
     def is_cut_short(self, role: str) -> bool:
         """Return whether the role's last attempt has no orderly stop: it is running, was killed, or failed."""
         return not _is_orderly(self.last.get(role))

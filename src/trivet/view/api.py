@@ -16,6 +16,7 @@ import msgspec
 from trivet.errors import ConfigError, HistoryError
 from trivet.history.selection import measure_selection, read_ended_groups
 from trivet.process.lifetime import process_exists
+from trivet.step_directories import list_steps
 from trivet.view.explanation import explain_rollout
 from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
@@ -73,7 +74,7 @@ class Api:
             "metrics": Route(lambda run, _: [str(key) for key in run.metrics.measured()], lambda run, _: run.metrics.stamp()),
             "status": Route(_status, lambda *_: time.time()),
             "timeline": Route(_timeline, lambda run, _: [*run.metrics.stamp(), stamp_of(run.layout.events)]),
-            "steps": Route(lambda run, _: run.rollouts.steps(), lambda run, _: stamp_of(run.rollouts.directory)),
+            "steps": Route(lambda run, _: list(list_steps(run.layout.rollouts)), lambda run, _: stamp_of(run.layout.rollouts)),
             "rollouts": Route(_rollouts, lambda run, query: stamp_of(_rollouts_file(run, query))),
             "rollout": Route(
                 _rollout,

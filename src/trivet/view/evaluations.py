@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from trivet.algorithms.arithmetic import are_equal
+from trivet.algorithms.difficulty import has_passed
 from trivet.config.layout import RESULTS_FILE
 from trivet.errors import ConfigError
 from trivet.evaluation.results import SUMMARY_FILE
@@ -189,8 +190,8 @@ PAIR_SORTS = {
 """Orders of pairs, by the second reward minus the first."""
 FILTERS: dict[str, Callable[[RolloutPair], bool]] = {
     "all": lambda pair: True,
-    "passed": lambda pair: pair[0].has_passed,
-    "not passed": lambda pair: not pair[0].has_passed,
+    "passed": lambda pair: has_passed(pair[0].reward),
+    "not passed": lambda pair: not has_passed(pair[0].reward),
     "truncated": lambda pair: pair[0].is_truncated,
 }
 PAIR_FILTERS: dict[str, Callable[[RolloutPair], bool]] = {

@@ -13,10 +13,8 @@ from typing import Any
 
 import msgspec
 
-from trivet.algorithms.difficulty import has_passed
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError, MessageRefused
-from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS, open_regular
 from trivet.telemetry.console import conversation_text
 from trivet.transport.recording import GROUPS_FILE, unpack_groups
@@ -45,11 +43,6 @@ class RolloutHead(msgspec.Struct, kw_only=True):
     """Bytes before the line."""
     num_bytes: int = 0
     """Length of the line."""
-
-    @property
-    def has_passed(self) -> bool:
-        """True when its reward is that of a success."""
-        return has_passed(self.reward)
 
 
 class RolloutFile:
@@ -146,15 +139,6 @@ class RunRollouts:
         self._files: OrderedDict[Path, tuple[FileStamp | None, RolloutFile]] = OrderedDict()
         self._recorded: tuple[Path | None, FileStamp | None, list[Rollout]] = (None, None, [])
         """The last file of groups that was read, its stamp then, and its rollouts."""
-
-    @property
-    def directory(self) -> Path:
-        """The run's directory of rollouts."""
-        return self._layout.rollouts
-
-    def steps(self) -> list[int]:
-        """Return the steps that have rollouts, in ascending order."""
-        return list(list_steps(self.directory))
 
     def page(
         self, path: Path, *, offset: int = 0, limit: int = 50, sort: str = "line", env: str = "", contains: str = ""

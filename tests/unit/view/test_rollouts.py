@@ -7,9 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from support.big_run import rollout_record, write_rollouts
 from trivet.config.layout import RunLayout
 from trivet.transport.recording import GROUPS_FILE
+from trivet.view.api import Api
 from trivet.view.files import NotServed
 from trivet.view.rollouts import RunRollouts
-from trivet.view.run import TokenText, split_text
+from trivet.view.run import TokenText, ViewedRun, split_text
 
 
 @pytest.fixture
@@ -27,10 +28,11 @@ def rollouts_of(layout: RunLayout, step: int) -> Path:
 
 
 def test_steps_are_in_the_order_of_their_numbers_and_new_ones_appear(layout: RunLayout):
-    files = RunRollouts(layout)
-    assert files.steps() == [1, 2, 10]
+    api = Api([ViewedRun(layout, name="run")])
+    before = api.answer("/api/steps", {}, client_tag="")
+    assert before.body == b"[1,2,10]"
     layout.rollouts_step(11).mkdir()
-    assert files.steps() == [1, 2, 10, 11]
+    assert api.answer("/api/steps", {}, client_tag=before.tag).body == b"[1,2,10,11]"
 
 
 def test_a_page_has_its_rows_and_the_number_of_all(layout: RunLayout):
