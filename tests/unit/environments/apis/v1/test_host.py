@@ -1,6 +1,6 @@
 """Environments of the v1 API, played with verifiers 0.4: what is trained on is what the server read and sampled, token for token.
 
-It needs verifiers 0.4, which has no place beside the release of the v0 API. `integration/test_v1_environments.py` runs it in a
+It needs verifiers 0.4, which has no place beside the release of the v0 API. `integration/test_verifiers_releases.py` runs it in a
 virtual environment of its own.
 """
 
