@@ -148,7 +148,6 @@ def main() -> None:
             {
                 "benchmark": "startup",
                 "first_step_s": marks["step trained"],
-                "server_ready_s": marks["inference ready"],
                 "spread_s": round(max(firsts) - min(firsts), 2),
                 "limit_s": round(max(imports_s, sum(cpu.values()) / cores), 2),
                 "marks_s": dict(sorted(marks.items(), key=lambda item: item[1])),
