@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trivet.config.schema.inference import InferenceConfig
+from trivet.config.schema.shared import IN_MEMORY
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
 from trivet.process.sockets import ServerShard
@@ -21,6 +22,8 @@ prompts. Its attention for CPUs takes multiples of 32. Measured with 64 requests
 each: 151 to 177 tokens/s with 128, 217 to 226 with 32 (SmolLM2, float32, AVX2, two cores)."""
 
 WORKER_EXTENSION = "trivet.inference.worker_extension.PolicyWorkerExtension"
+TRANSFER_ENGINE = "trivet"
+"""The name under which vLLM knows the engine for weight transfer of `inference.transfer_engine`."""
 
 JSON_LOG_CONFIG = str(Path(__file__).with_name("json_logging.json"))
 """The logging configuration of vLLM and uvicorn for `log.json_logging`: both have handlers of their own."""
@@ -82,6 +85,8 @@ def vllm_arguments(
         }
     if config.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
+    if config.weights_transport in IN_MEMORY:
+        arguments["weight_transfer_config"] = {"backend": TRANSFER_ENGINE}
     arguments |= _memory_arguments(config, is_cpu=is_cpu)
     if config.deterministic:
         # The rounding of a sum depends on the size of the batch and on how much of the prefix was cached.

@@ -41,6 +41,7 @@ from trivet.inference.vllm_names import (
     SamplingParams,
     TokensPrompt,
     UniProcExecutor,
+    WeightTransferInitRequest,
     current_platform,
 )
 from trivet.inference.worker_extension import POLICY_ADAPTER_ID, policy_adapter
@@ -216,8 +217,9 @@ class VersionedEngine(AsyncLLM):
                 own.
         """
         reach("transfer.init", step=transfer.version)
-        infos = msgspec.to_builtins(transfer), msgspec.to_builtins(records)
-        await self.collective_rpc("begin_transfer", args=(*infos, self.transfer_backend, self.transfer_key))
+        info = {"backend": self.transfer_backend, "key": self.transfer_key}
+        info |= {"transfer": msgspec.to_builtins(transfer), "records": msgspec.to_builtins(records)}
+        await self.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
         reach("transfer.receive", step=transfer.version)
         # Each exchange of the workers has the round's deadline. How many there are depends on the policy's size.
         while not all(await self.collective_rpc("is_transfer_done")):  # noqa: ASYNC110  workers are other processes

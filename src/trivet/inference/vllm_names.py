@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig as VllmConfig
     from vllm.distributed import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector as get_aux_output_connector
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine as WeightTransferEngine
+    from vllm.distributed.weight_transfer.base import WeightTransferInitInfo as WeightTransferInitInfo
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest as WeightTransferInitRequest
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo as WeightTransferUpdateInfo
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as WeightTransferEngineFactory
     from vllm.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state as init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_app
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest as LoRARequest
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload as finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload as initialize_layerwise_reload
     from vllm.model_executor.models import ModelRegistry as ModelRegistry
     from vllm.outputs import RequestOutput as RequestOutput
     from vllm.platforms import current_platform as current_platform

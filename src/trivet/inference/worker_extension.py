@@ -21,10 +21,9 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
-from trivet.inference.policy_receiver import PolicyReceiver
+import trivet.inference.transfer_engine  # noqa: F401  registers the engine before vLLM makes it
 from trivet.inference.vllm_names import (
     LogitsProcessorWithLoRA,
     LoRARequest,
@@ -35,8 +34,6 @@ from trivet.inference.vllm_names import (
     get_tensor_model_parallel_rank,
 )
 from trivet.machine import Heap
-from trivet.storage.durable import FileRecord
-from trivet.wire.versions import TransferRound
 
 POLICY_ADAPTER_ID = 2**20
 """The adapter's id in vLLM. It is above the ids of adapters that users load, which vLLM counts from 1."""
@@ -64,37 +61,29 @@ class PolicyWorkerExtension:
 
     model_runner: Any
     """Set by the worker."""
-    parallel_config: Any
-    """Set by the worker."""
-    policy_receiver: PolicyReceiver | None = None
-    """Has the policy that was received last and is not loaded yet. Made by the first transfer."""
+    weight_transfer_engine: Any
+    """Set by the worker: a `PolicyTransferEngine`, with `inference.weights_transport` nccl and gloo."""
 
     def load_policy(self, directory: str, is_received: bool = False) -> None:
         """Replace the served weights by those in `directory`, or by those that were received, in place."""
-        source: dict[str, Any] = {"weights_path": directory}
-        if is_received:
-            assert self.policy_receiver is not None, "no transfer was begun"
-            source = {"weights_iterator": self.policy_receiver.take()}
+        worker: Any = self
         forget_expert_kernels(self.model_runner.get_model())
         load_gpt_oss_by_expert(self.model_runner.get_model())
-        self.reload_weights(**source)  # type: ignore[attr-defined]  a method of the worker that this extends
+        if is_received:
+            worker.start_weight_update()
+            worker.update_weights({})
+            worker.finish_weight_update()
+            # These hold what the old weights computed from images. vLLM drops them after a reload, and not here.
+            self.model_runner.reset_encoder_cache()
+            self.model_runner.reset_mm_cache()
+        else:
+            worker.reload_weights(weights_path=directory)
         repack_lm_heads(self.model_runner.get_model())
         _heap.trim_if_grown()
 
-    def begin_transfer(self, transfer: dict[str, Any], records: dict[str, Any], backend: str, key: bytes) -> None:
-        """Begin to receive a policy. The arguments are those of `VersionedEngine.receive`, as built-in types."""
-        if self.policy_receiver is None:
-            device = self.model_runner.device if backend == "nccl" else torch.device("cpu")
-            self.policy_receiver = PolicyReceiver(device=device, key=key)
-        announced = msgspec.convert(transfer, TransferRound)
-        parallel = self.parallel_config
-        rank = announced.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self.policy_receiver.begin(announced, msgspec.convert(records, dict[str, FileRecord]), rank=rank)
-
     def is_transfer_done(self) -> bool:
         """Return whether the policy has arrived; raise the error of the transfer."""
-        assert self.policy_receiver is not None, "no transfer was begun"
-        return self.policy_receiver.is_done()
+        return self.weight_transfer_engine.receiver.is_done()
 
     def load_policy_adapter(self, directory: str | None) -> None:
         """Replace the policy's adapter by the one in `directory`, in place; None: by an adapter that changes nothing."""

@@ -3,8 +3,8 @@
 Both ends use this module: `trainer.weight_sender` and `inference.policy_receiver`. What crosses are bytes from main memory to main
 memory. Their number is that of the policy's manifest, which both ends have, and the receiver compares their digests with it.
 
-vLLM's engines for weight transfer are not used, because the ranks of its NCCL engine unpickle what an unauthenticated store holds,
-and wait without a deadline for a rank that is lost. NCCL has not run here yet.
+vLLM's own NCCL engine is not used, because its ranks unpickle what an unauthenticated store holds, and wait without a deadline for
+a rank that is lost. NCCL has not run here yet.
 
 produces: on every other rank the bytes that rank 0, the trainer, sends
 waits for: every rank of the group, to connect and in each broadcast, at most the round's `timeout_s`

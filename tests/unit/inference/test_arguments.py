@@ -33,6 +33,12 @@ def test_every_key_of_the_section_reaches_vllm() -> None:
     assert arguments.items() >= (server | model | same | expected).items()
 
 
+@pytest.mark.parametrize(("transport", "engine"), [("files", None), ("http", None), ("gloo", "trivet"), ("nccl", "trivet")])
+def test_vllm_makes_the_engine_that_receives_policies(transport: str, engine: str | None) -> None:
+    arguments = vllm_arguments(make_config(weights_transport=transport), is_cpu=True, run_secret="secret")
+    assert arguments.get("weight_transfer_config", {}).get("backend") == engine
+
+
 def test_a_server_that_sleeps_while_the_trainer_learns_needs_a_gpu() -> None:
     config = make_config(sleep_while_training=True)
     assert vllm_arguments(config, is_cpu=False, run_secret="secret")["enable_sleep_mode"] is True

@@ -22,7 +22,7 @@ ATTRIBUTES = {
     "AsyncEngineArgs": {"create_engine_config", "from_cli_args"},
     "AsyncLLM": {"add_lora", "collective_rpc", "engine_core", "generate", "get_supported_tasks", "model_config"}
     | {"output_handler", "output_processor", "pause_generation", "reset_prefix_cache", "resume_generation", "shutdown"}
-    | {"sleep", "vllm_config", "wake_up"},
+    | {"init_weight_transfer_engine", "sleep", "vllm_config", "wake_up"},
     "ChatCompletionRequest": {"build_chat_params", "build_tok_params", "chat_template", "chat_template_kwargs"}
     | {"kv_transfer_params", "messages", "tool_choice", "tools"},
     "ChatCompletionResponse": {"choices"},
@@ -54,6 +54,10 @@ ATTRIBUTES = {
     "UniProcExecutor": {"_init_executor"},
     "UsageContext": {"OPENAI_API_SERVER"},
     "VocabParallelEmbedding": {"quant_method"},
+    "WeightTransferEngine": {"device", "finish_weight_update", "init_info_cls", "init_transfer_engine", "model", "model_config"}
+    | {"parallel_config", "receive_weights", "shutdown", "start_weight_update", "update_info_cls"},
+    "WeightTransferEngineFactory": {"register_engine"},
+    "WeightTransferInitRequest": {"init_info"},
     "vllm.renderers.base.BaseRenderer": {"get_tokenizer", "render_messages_async"},
     "vllm.v1.engine.core.EngineCore": {"abort_requests"},
     "vllm.v1.engine.core_client.AsyncMPClient": {"add_request_async", "call_utility_async"},
@@ -61,7 +65,7 @@ ATTRIBUTES = {
     "vllm.v1.engine.output_processor.OutputProcessor": {"add_request", "process_outputs", "propagate_error", "request_states"},
     "vllm.v1.engine.output_processor.RequestState": {"queue", "request_index"},
     "vllm.v1.worker.gpu_worker.Worker": {"add_lora", "model_runner", "parallel_config", "pin_lora", "reload_weights"}
-    | {"remove_lora"},
+    | {"finish_weight_update", "remove_lora", "start_weight_update", "update_weights", "weight_transfer_engine"},
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": {"reset_encoder_cache", "reset_mm_cache"},
     "vllm.config.parallel.ParallelConfig": {"data_parallel_index", "rank", "world_size", "world_size_across_dp"},
     "vllm.lora.worker_manager.WorkerLoRAManager": {"add_dummy_lora"},
