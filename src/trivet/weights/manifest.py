@@ -117,16 +117,9 @@ def verify_manifest(directory: Path, *, max_bytes: int | None = None) -> Manifes
     return manifest
 
 
-def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:
-    """Compare every file of a published policy with its manifest, and return the manifest.
-
-    Args:
-        max_bytes: refuse a larger policy without reading its files.
-
-    Raises:
-        WeightsError: the policy is unfinished, altered, or too large.
-    """
-    manifest = verify_manifest(directory, max_bytes=max_bytes)
+def verify(directory: Path) -> Manifest:
+    """Compare every file of a published policy with its manifest, which is returned. Raises WeightsError if they differ."""
+    manifest = verify_manifest(directory)
     verify_files(directory, manifest)
     return manifest
 

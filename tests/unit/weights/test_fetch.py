@@ -7,8 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from support.policy_servers import TOKEN, PolicyServer, publish_files
 from support.processes import wait_until
@@ -20,7 +22,7 @@ from trivet.weights.fetch import STALL_TIMEOUT_S, Download, PolicyCache
 from trivet.weights.manifest import offer_policy, verify
 from trivet.wire.versions import FetchablePolicy
 
-SIZE = 3 << 20
+SIZE = 3 << 22
 """Three chunks, so that a transfer can break between them."""
 CONTENT = random.Random(0).randbytes(SIZE)
 
@@ -98,6 +100,45 @@ def test_a_broken_connection_is_resumed_where_it_broke(policy_directory: Path, c
     starts = [int(wanted.removeprefix("bytes=").removesuffix("-")) for wanted in ranges]
     assert len(starts) == 3
     assert 0 == starts[0] < starts[1] < starts[2] < SIZE
+
+
+def test_a_file_is_resumed_from_another_source_when_one_falls_silent(
+    policy_directory: Path, cache: PolicyCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivet.weights.fetch._TIMEOUT", httpx.Timeout(1.0))
+    ended = threading.Event()
+
+    def fall_silent(path: str, num_sent: int, body: bytes) -> bytes:
+        if path.endswith("model.safetensors") and num_sent:
+            other.files._transfers.release()
+            ended.wait(60)
+        return body
+
+    with (
+        PolicyServer(policy_directory.parent, max_transfers=0) as other,
+        PolicyServer(policy_directory.parent, spoil=fall_silent) as silent,
+    ):
+        try:
+            assert_whole(fetch(cache, offer_policy(policy_directory, sources=[silent.url, other.url])), policy_directory)
+        finally:
+            ended.set()
+    assert {wanted for _, wanted in other.requests} != {"bytes=0-"}, "the second half came from the other"
+
+
+def test_an_answer_without_its_length_is_read_to_the_end(policy_directory: Path, cache: PolicyCache) -> None:
+    """A proxy may send the body in chunks of its own."""
+    with PolicyServer(policy_directory.parent) as origin:
+        app = origin._app
+
+        async def serve_chunked(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_chunked(message: Message) -> None:
+                headers: list[tuple[bytes, bytes]] = message.pop("headers", [])
+                await send({**message, "headers": [pair for pair in headers if pair[0] != b"content-length"]})
+
+            await app(scope, receive, send_chunked)
+
+        origin._app = serve_chunked
+        assert_whole(fetch(cache, offer_policy(policy_directory, sources=[origin.url])), policy_directory)
 
 
 def test_a_killed_process_is_resumed_by_the_next(policy_directory: Path, tmp_path: Path) -> None:
