@@ -32,12 +32,12 @@ ASK = """
 import json, sys
 from pathlib import Path
 import grpc
-from trivet.cluster.ray_node import authority_in, certify
+from trivet.cluster.ray_node import certify
 job, own = map(Path, sys.argv[1:])
 head = json.loads((job / "head.json").read_text())
-node = certify(authority_in(job), own, addresses=["127.0.0.1"])
-ca = authority_in(job).certificate.read_bytes()
-tls = grpc.ssl_channel_credentials(ca, node.key.read_bytes(), node.certificate.read_bytes())
+certify(job, own, addresses=["127.0.0.1"])
+files = job / "ca.crt", own / "node.key", own / "node.crt"
+tls = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
 def ask(credentials, token):
     address = f"{head['host']}:{head['port']}"
     channel = grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -76,9 +75,8 @@ class RayNode:
         self.temporary = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))  # paths of sockets have at most 107 bytes
         self._lock = lock_directory(self.temporary)
         self.leaving = self.temporary / "leaving"
-        authority = authority_in(directory)
         try:
-            identity = certify(authority, self.temporary, addresses=[address, "127.0.0.1"])
+            certify(directory, self.temporary, addresses=[address, "127.0.0.1"])
         except OSError:
             self.remove()
             raise
@@ -86,9 +84,9 @@ class RayNode:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
             "RAY_USE_TLS": "1",
-            "RAY_TLS_SERVER_CERT": str(identity.certificate),
-            "RAY_TLS_SERVER_KEY": str(identity.key),
-            "RAY_TLS_CA_CERT": str(authority.certificate),
+            "RAY_TLS_SERVER_CERT": str(self.temporary / "node.crt"),
+            "RAY_TLS_SERVER_KEY": str(self.temporary / "node.key"),
+            "RAY_TLS_CA_CERT": str(directory / "ca.crt"),
         }
         self._own_variables = {
             **RAY_VARIABLES,
@@ -148,37 +146,24 @@ class RayNode:
         os.close(self._lock)
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The files of a certificate and of its key."""
-
-    certificate: Path
-    key: Path
-
-
-def authority_in(directory: Path) -> Identity:
-    """Return the files of an authority in `directory`."""
-    return Identity(directory / "ca.crt", directory / "ca.key")
-
-
-def make_authority(directory: Path) -> Identity:
-    """Make an authority whose files are in `directory`. Only the owner may read its key."""
+def make_authority(directory: Path) -> None:
+    """Make an authority, `ca.crt` and `ca.key` in `directory`. Only the owner may read its key."""
     authority = trustme.CA()
-    return _write(authority_in(directory), authority.cert_pem, authority.private_key_pem)
+    _write(directory / "ca", authority.cert_pem, authority.private_key_pem)
 
 
-def certify(authority: Identity, directory: Path, *, addresses: list[str]) -> Identity:
-    """Make a certificate for a node that has these addresses; its files are in `directory`.
+def certify(authority: Path, directory: Path, *, addresses: list[str]) -> None:
+    """Make a certificate for a node that has these addresses: `node.crt` and `node.key` in `directory`.
 
     Args:
+        authority: the directory of the authority.
         addresses: IP addresses, without names: Ray's processes know each other by addresses.
     """
-    issuer = trustme.CA.from_pem(authority.certificate.read_bytes(), authority.key.read_bytes())
+    issuer = trustme.CA.from_pem((authority / "ca.crt").read_bytes(), (authority / "ca.key").read_bytes())
     node = issuer.issue_cert(*addresses)
-    return _write(Identity(directory / "node.crt", directory / "node.key"), node.cert_chain_pems[0], node.private_key_pem)
+    _write(directory / "node", node.cert_chain_pems[0], node.private_key_pem)
 
 
-def _write(files: Identity, certificate: trustme.Blob, key: trustme.Blob) -> Identity:
-    write_atomically(files.key, key.bytes(), is_private=True)
-    write_atomically(files.certificate, certificate.bytes())
-    return files
+def _write(stem: Path, certificate: trustme.Blob, key: trustme.Blob) -> None:
+    write_atomically(stem.with_suffix(".key"), key.bytes(), is_private=True)
+    write_atomically(stem.with_suffix(".crt"), certificate.bytes())

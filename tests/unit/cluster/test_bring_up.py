@@ -71,15 +71,15 @@ def test_a_job_is_a_name_without_a_slash(tmp_path, signals):
 
 
 def test_a_certificate_is_of_the_authority_and_names_its_addresses(tmp_path):
-    authority = make_authority(tmp_path)
-    (tmp_path / "node").mkdir()
-    node = certify(authority, tmp_path / "node", addresses=["10.0.0.7", "127.0.0.1"])
-    issuer, found = (x509.load_pem_x509_certificate(each.certificate.read_bytes()) for each in (authority, node))
+    make_authority(tmp_path)
+    (own := tmp_path / "own").mkdir()
+    certify(tmp_path, own, addresses=["10.0.0.7", "127.0.0.1"])
+    issuer, found = (x509.load_pem_x509_certificate(file.read_bytes()) for file in (tmp_path / "ca.crt", own / "node.crt"))
     found.verify_directly_issued_by(issuer)
     assert isinstance(found.public_key(), ec.EllipticCurvePublicKey)
     names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert list(map(str, names.get_values_for_type(x509.IPAddress))) == ["10.0.0.7", "127.0.0.1"]
-    for key in (authority.key, node.key):
+    for key in (tmp_path / "ca.key", own / "node.key"):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
 
 
