@@ -32,6 +32,8 @@ class Detector:
 
     name: str
     """The detector's key in `[detectors]`."""
+    reaction: str
+    """The key's value: `warn` or `stop`."""
     condition: Condition
     patience: int
     """Steps in a row that the condition must hold."""
@@ -52,12 +54,12 @@ class Detector:
 
 
 def make_detectors(config: DetectorsConfig) -> list[Detector]:
-    """Return every detector, ready for a fresh run."""
+    """Return the detectors that are not off, ready for a fresh run."""
 
     def make(name: str, condition: Condition, remedy: str, *, patience: int = config.patience) -> Detector:
-        return Detector(name=name, condition=condition, patience=patience, remedy=remedy)
+        return Detector(name=name, reaction=getattr(config, name), condition=condition, patience=patience, remedy=remedy)
 
-    return [
+    detectors = [
         make(
             "equal_rewards",
             _find_equal_rewards,
@@ -117,6 +119,7 @@ def make_detectors(config: DetectorsConfig) -> list[Detector]:
             patience=1,
         ),
     ]
+    return [detector for detector in detectors if detector.reaction != "off"]
 
 
 def _find_equal_rewards(metrics: Metrics) -> str | None:

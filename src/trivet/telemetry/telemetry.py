@@ -2,19 +2,19 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import httpx
 
 from trivet.config.layout import RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
-from trivet.config.schema.shared import DetectorsConfig, SteppingRoleConfig
+from trivet.config.schema.shared import SteppingRoleConfig
 from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import Diverged
 from trivet.process.proxies import PROXY_ERRORS
 from trivet.telemetry.console import eval_line, sample_lines, step_line
-from trivet.telemetry.detectors import make_detectors
+from trivet.telemetry.detectors import Detector, make_detectors
 from trivet.telemetry.events import EventWriter
 from trivet.telemetry.logs import SUCCESS
 from trivet.telemetry.metrics import MetricsWriter
@@ -64,7 +64,7 @@ class Telemetry:
         self._metrics = open_metrics(role)
         self._evals = open_metrics("eval") if role == "orchestrator" else None
         self._heartbeat = Heartbeat(config.heartbeat.url) if config.heartbeat is not None else None
-        self._watch = DetectorWatch(config.detectors)
+        self._detectors = make_detectors(config.detectors)
         self._shown_samples = config.shown_samples if isinstance(config, OrchestratorConfig) else None
         self._sinks = open_sinks(
             wandb=config.wandb,
@@ -89,7 +89,7 @@ class Telemetry:
         logger.log(SUCCESS, "%s", step_line(self._role, step, values))
         if self._heartbeat is not None:
             self._heartbeat.send()
-        self._watch.check(step, values)
+        check_step(self._detectors, step, values)
 
     def write_eval(self, version: int, values: Mapping[str, float]) -> None:
         """Write the scores of a policy to metrics/eval.jsonl and the console."""
@@ -168,24 +168,15 @@ class Heartbeat:
             self._has_failed = True
 
 
-class DetectorWatch:
-    """Checks each step's metrics with the detectors that are not off, and warns or stops as `[detectors]` configures."""
+def check_step(detectors: Iterable[Detector], step: int, metrics: Mapping[str, float]) -> None:
+    """Check a step's metrics with each detector, and warn or stop as `[detectors]` configures.
 
-    def __init__(self, config: DetectorsConfig) -> None:
-        detectors = make_detectors(config)
-        self._reactions: dict[str, str] = {detector.name: getattr(config, detector.name) for detector in detectors}
-        self._detectors = [detector for detector in detectors if self._reactions[detector.name] != "off"]
-
-    def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check a step's metrics with each detector.
-
-        Raises:
-            Diverged: a detector that is set to `stop` found a problem.
-        """
-        for detector in self._detectors:
-            finding = detector.check(metrics)
-            if finding is None:
-                continue
-            if self._reactions[detector.name] == "stop":
-                raise Diverged(f'step {step}: {finding} (detectors.{detector.name} = "stop")')
+    Raises:
+        Diverged: a detector that is set to `stop` found a problem.
+    """
+    for detector in detectors:
+        finding = detector.check(metrics)
+        if finding is not None and detector.reaction == "stop":
+            raise Diverged(f'step {step}: {finding} (detectors.{detector.name} = "stop")')
+        if finding is not None:
             logger.warning("step %s: %s (detectors.%s)", step, finding, detector.name)

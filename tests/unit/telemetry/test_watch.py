@@ -6,7 +6,8 @@ import pytest
 
 from trivet.config.schema.shared import DetectorsConfig
 from trivet.errors import Diverged
-from trivet.telemetry.telemetry import DetectorWatch, Heartbeat
+from trivet.telemetry.detectors import make_detectors
+from trivet.telemetry.telemetry import Heartbeat, check_step
 
 URL = "http://me:planted-1@monitor.test/planted-2"
 EMPTY = {"batch/loss_tokens": 0.0}
@@ -46,7 +47,7 @@ def test_an_answer_that_is_no_success_is_said_once_without_the_address(caplog, s
 @pytest.mark.parametrize(("reaction", "num_warnings"), [("warn", 1), ("off", 0)])
 def test_a_detector_warns_with_the_step_and_its_key_or_is_off(caplog, reaction, num_warnings):
     with caplog.at_level(logging.WARNING):
-        DetectorWatch(DetectorsConfig(no_loss_tokens=reaction)).check(4, EMPTY)
+        check_step(make_detectors(DetectorsConfig(no_loss_tokens=reaction)), 4, EMPTY)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == num_warnings
     assert all(line.startswith("step 4: no token") and line.endswith("(detectors.no_loss_tokens)") for line in lines)
@@ -54,10 +55,10 @@ def test_a_detector_warns_with_the_step_and_its_key_or_is_off(caplog, reaction, 
 
 def test_a_detector_may_end_the_run_with_exit_code_3():
     with pytest.raises(Diverged, match=r'step 4: .* \(detectors.no_loss_tokens = "stop"\)') as caught:
-        DetectorWatch(DetectorsConfig(no_loss_tokens="stop")).check(4, EMPTY)
+        check_step(make_detectors(DetectorsConfig(no_loss_tokens="stop")), 4, EMPTY)
     assert caught.value.exit_code == 3
 
 
 def test_every_detector_has_a_key():
     reactions = [name for name, value in DetectorsConfig() if value == "warn"]
-    assert sorted(DetectorWatch(DetectorsConfig())._reactions) == sorted(reactions)
+    assert sorted(detector.name for detector in make_detectors(DetectorsConfig())) == sorted(reactions)
