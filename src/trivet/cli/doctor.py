@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -29,6 +28,7 @@ from trivet.environments.packages.interpreters import find_venv_directory, find_
 from trivet.environments.workers.limits import sweep_directories
 from trivet.machine import Machine, ask_nvidia_smi, inspect_machine
 from trivet.process.proxies import OWN_DIRECT, find_proxies, find_unusable
+from trivet.process.sockets import ReservedPorts
 from trivet.storage.disk import format_bytes, free_bytes
 
 _CUDA_RUNTIMES = {"nvidia-cuda-runtime": None, "nvidia-cuda-runtime-cu12": 12}
@@ -131,6 +131,9 @@ def collect_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
         name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", _read_text("/proc/meminfo"), re.MULTILINE)
     }
     max_files = re.search(r"^Max open files\s+(\d+)", _read_text("/proc/self/limits"), re.MULTILINE)
+    with ReservedPorts() as ports:
+        preferred = (ServerConfig().port, TransportConfig().port)
+        taken_ports = [port for port in preferred if ports.reserve("127.0.0.1", preferred=port) != port]
     netrc = environ.get("NETRC") or str(Path.home() / ".netrc")
     return Facts(
         system=f"{platform.system()} {platform.machine()}",
@@ -143,7 +146,7 @@ def collect_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=memory.get("MemAvailable", 0),
         disk_bytes=free_bytes(output_dir.absolute()),
-        taken_ports=[port for port in (ServerConfig().port, TransportConfig().port) if not _is_free(port)],
+        taken_ports=taken_ports,
         max_open_files=int(max_files.group(1)) if max_files else 0,
         programs=frozenset(name for name in ("uv", "tmux") if shutil.which(name)),
         has_wandb_login=bool(environ.get("WANDB_API_KEY")) or "api.wandb.ai" in _read_text(netrc),
@@ -301,12 +304,3 @@ def _read_text(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
