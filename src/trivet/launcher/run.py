@@ -152,7 +152,7 @@ def start(config: RLConfig) -> int:
         is_resumed = step is not None and ckpt.resume_from is None
         run = directory.identify(is_resumed=is_resumed)
         if not is_resumed:
-            directory.renew_secret()  # now and not in `begin`, because the actors of nodes read it when they start
+            directory.renew_secret()  # before `begin`, because the actors of nodes read it when they start
         host, make_plan = _open_host(config, directory, run, machine, held)
         attempts = Attempts(
             config=config,

@@ -10,7 +10,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from trivet.checkpoints.commit import committed_steps, discard_staging, resolve_resume_step, verify_checkpoint
 from trivet.checkpoints.resume import adopt, choose_fork
@@ -48,7 +47,6 @@ class RunDirectory:
 
     def __init__(self, layout: RunLayout, *, wait: LockWait = _SHORT_WAIT) -> None:
         self.layout = layout
-        self._has_new_secret = False
         self.lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", guards=layout.root, wait=wait)
 
     def __enter__(self) -> "RunDirectory":
@@ -67,7 +65,7 @@ class RunDirectory:
             ) from exc
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.lock.close()
 
     def choose_start(self, *, resume_step: int | None, does_clean: bool, resume_from: Path | None = None) -> Step | None:
@@ -129,13 +127,12 @@ class RunDirectory:
         return RunIdentity(id=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
 
     def renew_secret(self) -> None:
-        """Remove the secret of the run that this directory held, so that the new run gets its own. Further calls do nothing.
+        """Remove the secret of the run that this directory held, so that the new run gets its own.
 
         Without a run.json there was no such run: then the secret may be that of a role that was started by hand, and stays.
         """
-        if not self._has_new_secret and read_run(self.layout) is not None:
+        if read_run(self.layout) is not None:
             self.layout.secret.unlink(missing_ok=True)
-        self._has_new_secret = True
 
     def begin(
         self, run: RunIdentity, *, resumed_from: Step | None, resume_from: Path | None = None, versions: Iterable[int] = ()
@@ -157,7 +154,6 @@ class RunDirectory:
             except CheckpointError as exc:
                 raise ConfigError(str(exc)) from exc
         else:
-            self.renew_secret()
             for path in (self.layout.root / name for name in self._entries()):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -230,7 +226,7 @@ class Scratch:
             self._held = begun.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._held.close()
         if not self.directory.exists():
             with suppress(OSError):  # a note about a directory that does not exist does no harm

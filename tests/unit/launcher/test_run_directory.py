@@ -112,7 +112,7 @@ def test_a_new_run_gets_a_secret_of_its_own_and_a_resumed_one_keeps_it(layout: R
     with RunDirectory(layout) as directory:
         directory.begin(RunIdentity(id="first", attempt=2), resumed_from=Step(2))
         assert make_secret(layout.secret).token == secret.token
-        directory.begin(RunIdentity(id="second"), resumed_from=None)
+        directory.renew_secret()
         assert not layout.secret.exists()
 
 
@@ -120,7 +120,7 @@ def test_a_new_run_keeps_the_secret_of_a_server_that_was_started_for_it(layout: 
     secret = make_secret(layout.secret)
     with RunDirectory(layout) as directory:
         assert directory.choose_start(resume_step=None, does_clean=False) is None
-        directory.begin(RunIdentity(id="first"), resumed_from=None)
+        directory.renew_secret()
     assert make_secret(layout.secret).token == secret.token
 
 
