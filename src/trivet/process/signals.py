@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -90,7 +90,7 @@ class Interrupts:
         self._previous = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
