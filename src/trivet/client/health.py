@@ -233,7 +233,9 @@ class ServerMonitor:
             server.num_attempts += 1
             return backoff_s(server.num_attempts, first_s=_FIRST_PAUSE_S, max_s=_MAX_PAUSE_S)
         # If the target has changed meanwhile, `_watch` tries again at once; if servers must sleep now, once they may wake.
-        if target is self._pool.target and self._pool.may_wake.is_set():
+        if target is not self._pool.target:
+            logger.warning("server not admitted url=%s: policy %s was replaced while it loaded", server.root, target.version)
+        elif self._pool.may_wake.is_set():
             self._pool.admit(server)
             logger.info("server admitted url=%s version=%s", server.root, target.version)
         return 0.0

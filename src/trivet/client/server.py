@@ -55,7 +55,7 @@ class Server:
     num_attempts: int = 0
     """Times in a row that it was there and did not load the target policy."""
     status: PolicyStatus | None = None
-    """The server's answer when it last served the policy that it was asked for; None before."""
+    """The server's answer when it last served the policy that it was asked for. None before, and when it is marked unhealthy."""
     last_error: str = "was never asked"
     checked_at: float = float("-inf")
     """Monotonic seconds at which the last check that the server answered began."""
@@ -110,6 +110,11 @@ class Server:
             )
         self.status = status
         return status
+
+    async def await_change(self) -> None:
+        """Wait while the server is put to sleep, or loads the policy with which it can be admitted."""
+        async with self.change_lock:
+            pass
 
     async def find_problem(self, policy: TargetPolicy, *, now: float, timeout_s: float, max_timeouts: int) -> str | None:
         """Ask an admitted server which policy it serves.

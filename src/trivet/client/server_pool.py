@@ -80,6 +80,7 @@ class ServerPool:
         self._sleep = sleep
         self.target = TargetPolicy(version=START_VERSION, digest=None, directory=None)
         """The policy that every server should serve. It is set before the first server is admitted."""
+        self._previous_target = self.target
         self.may_wake = asyncio.Event()
         """Not set while every server must leave its GPU's memory to the trainer. No server is admitted then."""
         self.may_wake.set()
@@ -145,7 +146,7 @@ class ServerPool:
         """Stop sending rollouts to `server`, if it was admitted."""
         if not server.is_admitted:
             return
-        server.is_admitted = False
+        server.is_admitted, server.status = False, None
         server.last_error = reason
         logger.warning("server marked unhealthy url=%s: %s", server.root, reason)
         self._write_event(ServerDown(server=server.root, reason=reason))
@@ -248,13 +249,14 @@ class ServerPool:
     async def ensure_policy(self, policy: TargetPolicy) -> None:
         """Make the admitted servers serve `policy`, and return once at least one of them does.
 
-        A server that fails, or takes much longer than most, is marked unhealthy: a lost node must not delay the others.
+        A server that fails, or takes much longer than most, is marked unhealthy: a lost node must not delay the others. A server
+        that has loaded the target before too late to be admitted is given as long as they are to load this one.
 
         Raises:
             PolicyRefused: every server refused the policy, for example because its directory is not whole.
             ForeignPolicy: a server reports another policy after loading this one.
         """
-        self.target = policy
+        self._previous_target, self.target = self.target, policy
         self._allow_wake()
         admitted = self.admitted
         errors = await self._ensure_on_most(admitted, policy)
@@ -354,25 +356,23 @@ class ServerPool:
         """
         if not servers:
             return []
-        begun, enough_ended, num_loaded, num_ended = self._clock(), asyncio.Event(), 0, 0
+        begun, num_loaded = self._clock(), 0
         policies = await self._transfers.begin(servers, policy) if self._transfers is not None else {}
-
-        async def load(server: Server) -> InferenceError | None:
-            nonlocal num_loaded, num_ended
-            is_error_of_run = True  # stays True when `_ensure_on` raises: the error ends the run
-            try:
-                error = await self._ensure_on(server, policies.get(server, policy))
-                num_loaded += error is None
-                is_error_of_run = False
-                return error
-            finally:
-                num_ended += 1
-                if is_error_of_run or 2 * num_loaded >= len(servers) or num_ended == len(servers):
-                    enough_ended.set()
-
-        loads = {asyncio.create_task(load(server), name=f"load-{server.root}"): server for server in servers}
+        loads = {
+            asyncio.create_task(self._ensure_on(server, policies.get(server, policy)), name=f"load-{server.root}"): server
+            for server in servers
+        }
         try:
-            await enough_ended.wait()
+            for ended in asyncio.as_completed(loads):
+                num_loaded += await ended is None
+                if 2 * num_loaded >= len(servers):
+                    break
+            # Else a server that loads as fast as the others, but began later, would load every policy too late to be admitted.
+            loads |= {
+                asyncio.create_task(server.await_change(), name=f"join-{server.root}"): server
+                for server in self.servers.values()
+                if not server.is_admitted and server.status is not None and self._previous_target.is_served(server.status)
+            }
             timeout_s = max(_LATE_LOAD_TIMEOUT_S, self._clock() - begun)
             done, late = await asyncio.wait(loads, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             errors = [task.result() for task in loads if task in done]

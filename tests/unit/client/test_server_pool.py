@@ -15,7 +15,7 @@ from trivet.wire.versions import PolicyStatus, PolicyVersion
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory) -> RunLayout:
-    return RunLayout(publish_policies(tmp_path_factory.mktemp("published"), count=3))
+    return RunLayout(publish_policies(tmp_path_factory.mktemp("published"), count=5))
 
 
 @simulated(A, B, limit_s=60)
@@ -97,6 +97,33 @@ async def test_a_server_that_was_away_for_long_takes_rollouts_as_soon_as_it_is_b
     await crash
     await asyncio.sleep(3)
     assert site.pool.roots == [A, B]
+
+
+@pytest.mark.parametrize(
+    ("load_s", "hangs_at_s", "rounds_s", "roots"),
+    [
+        pytest.param(20.0, None, [20, 35, 20, 20], [A, B], id="as-fast-as-the-other"),
+        pytest.param(20.0, 38.0, [20, 50, 20, 20], [A], id="hangs-in-its-second-load"),
+        pytest.param(50.0, None, [20, 20, 20, 20], [A], id="too-slow"),
+    ],
+)
+@simulated(A, B, limit_s=400)
+async def test_a_server_that_comes_back_is_admitted_although_one_load_follows_the_other_and_a_slow_one_delays_nobody(
+    site: Site, layout, load_s: float, hangs_at_s: float | None, rounds_s: list[int], roots: list[str]
+) -> None:
+    loop, times = asyncio.get_running_loop(), list[float]()
+    site.servers[A].load_s, site.servers[B].load_s = 20.0, load_s
+    crash = asyncio.create_task(site.servers[B].crash(15.0))
+    await asyncio.sleep(0)
+    assert await site.pool.is_at_fault(B)
+    if hangs_at_s is not None:
+        loop.call_later(hangs_at_s, setattr, site.servers[B], "is_frozen", True)
+    for version in (1, 2, 3, 4):
+        times.append(loop.time())
+        await site.pool.ensure_policy(policy(layout, version))
+        times[-1] = round(loop.time() - times[-1])
+    assert (times, site.pool.roots) == (rounds_s, roots)
+    await crash
 
 
 @simulated(A, B, limit_s=400)
