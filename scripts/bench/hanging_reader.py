@@ -7,7 +7,9 @@ hangs: it has acknowledged version 0, requests a file of each policy from the or
 
 `step_over_step` is the median over rounds of the median step with the reader over the one without; training that never waits gives
 1. `wait_s` is the longest time that a step spent on publication in the trainer's own thread, the copy of the weights included.
-`kept` are policies on the disk at the end: none is removed that a reader may still need. The last line is one JSON object.
+`kept` are policies on the disk at the end: none is removed that a reader may still need. This reader is made up. In a run the
+servers acknowledge nothing; the orchestrator does, and sends batches only as long as it loads policies. The last line is one JSON
+object.
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """Play random schedules of crashes, time-outs, lost workers, slow groups, loads and pins. The history checker judges them."""
 
+import asyncio
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,12 @@ from hypothesis import strategies as st
 
 from support.simulated_run import Plan, SimulatedRun, publish_policies
 from support.virtual_time import run_virtually
+from trivet.config.layout import RunLayout
 from trivet.history.record import Outline
 from trivet.history.run_history import RunHistory
+from trivet.orchestrator.policy import READER
+from trivet.weights.catalog import published_versions
+from trivet.weights.retention import LiveReaders, retirable
 from trivet.wire.events import BatchFormed, ServerDown
 
 LIMIT_S = 20_000.0
@@ -64,6 +70,27 @@ plans = st.builds(
     pin_every_s=st.sampled_from([None, 5.0, 40.0]),
     train_s=st.sampled_from([0.2, 3.0, 20.0]),
 )
+
+
+@pytest.mark.parametrize("num_hanging", [1, 2])
+def test_a_server_that_hangs_keeps_no_policy_on_the_disk(num_hanging: int, published: Path, tmp_path: Path) -> None:
+    """Only the orchestrator acknowledges. When it can load no policy, it soon sends no batch, so none is published."""
+    plan, layout = Plan(seed=1, num_servers=2, max_steps=8), RunLayout(tmp_path / "run")
+
+    async def play() -> None:
+        run = SimulatedRun(plan, directory=layout.root, published=published)
+        for server in list(run.servers.values())[:num_hanging]:
+            asyncio.get_running_loop().call_later(8.0, setattr, server, "is_frozen", True)
+        with pytest.raises(ExceptionGroup, match="unhandled") if num_hanging == plan.num_servers else nullcontext():
+            await run.run()
+
+    run_virtually(play(), limit_s=LIMIT_S)
+    policies, readers = published_versions(layout), LiveReaders(layout).versions()
+    assert [*readers] == [READER]
+    level = plan.max_async_level
+    unneeded = retirable(policies, latest=policies[-1], keep_recent=level, in_use=readers.values(), kept=[])
+    assert len(policies) - len(unneeded) <= level + 2
+    assert (policies[-1] >= plan.max_steps - 1) == (num_hanging < plan.num_servers)
 
 
 @settings(max_examples=15, deadline=None)
