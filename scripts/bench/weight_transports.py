@@ -1,8 +1,8 @@
 """How long does a policy take from the trainer's memory to a server on another node, and for how long does the server pause?
 
-The server's node is a network namespace at the end of a link with a token bucket (`tc tbf`). With --serve an engine runs there and
-answers streaming requests all the time; without, the node fetches and verifies policies only, which any size allows. In each round
-the next policy differs in --share of its weights, and its parts are measured in turns:
+The server's node is a network namespace at the end of a link with a token bucket (`limited_link.py`). With --serve an engine runs
+there and answers streaming requests all the time; without, `weight_node.py` gets and verifies policies, which any size allows. In
+each round the next policy differs in --share of its weights, and its parts are measured in turns:
 
 - publish: from weights in memory to the published directory, `copy`: curl of its weight files over the link to the same disk, which
   is the floor of a transport of whole policies; `fetch`: until the node has every byte, verified;
@@ -24,18 +24,15 @@ import asyncio
 import json
 import os
 import re
-import secrets
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, closing, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +40,7 @@ from typing import Any
 import httpx
 import msgspec
 import torch
+from limited_link import Link, copy_plainly
 from made_up_weights import Policies, load_policies, make_policies
 from training import hardware
 
@@ -54,13 +52,14 @@ from trivet.config.layout import RunLayout
 from trivet.secret import RunSecret, make_secret
 from trivet.trainer.weight_sender import WeightSender
 from trivet.transfer.group import KEY_PURPOSE
-from trivet.weights.fetch import PolicyCache
 from trivet.weights.manifest import offer_policy, read_manifest
 from trivet.weights.publish import DeltaPublisher, publish
 from trivet.wire.versions import FetchablePolicy, PolicyVersion, TransferRound
 
 PROBE_TOKENS = 64
 """The default of weights.probe_tokens."""
+TRANSFER_TIMEOUT_S = 120.0
+"""Longest time for one exchange of a transfer in memory."""
 RATE_WINDOW_S = 4.0
 """Seconds before each publication over which the rate of sampling is measured."""
 _LOADED = re.compile(r"policy loaded version=(\d+) .*pause_s=([\d.]+)")
@@ -68,75 +67,6 @@ _FETCHED = re.compile(r"policy fetched version=(\d+) seconds=([\d.]+)")
 ORIGIN_PORT, SERVER_PORT = 5556, 8094
 _NEVER = 1 << 30
 """An interval of whole policies that no version reaches."""
-
-
-class Link:
-    """A cable from this namespace, the trainer's node, to a new one, the server's node."""
-
-    near, far = "10.213.7.1", "10.213.7.2"
-
-    def __init__(self) -> None:
-        self.namespace = f"trivet-bench-{secrets.token_hex(3)}"
-        self._device = f"tvb{secrets.token_hex(3)}"
-
-    def __enter__(self) -> "Link":
-        _run("ip", "netns", "add", self.namespace)
-        _run("ip", "link", "add", self._device, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
-        _run("ip", "address", "add", f"{self.near}/30", "dev", self._device)
-        _run("ip", "link", "set", self._device, "up")
-        _run("ip", "-n", self.namespace, "address", "add", f"{self.far}/30", "dev", "eth0")
-        for device in ("eth0", "lo"):
-            _run("ip", "-n", self.namespace, "link", "set", device, "up")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _run("ip", "netns", "delete", self.namespace)  # and the cable with it
-
-    def limit(self, gbit: float) -> None:
-        """Let `gbit` pass towards the server's node in a second."""
-        # The bucket holds what comes in 4 ms, the time between two ticks of a kernel with 250 Hz.
-        words = ["rate", f"{gbit}gbit", "burst", str(max(1 << 18, round(gbit * 1e9 / 8 * 0.004))), "latency", "20ms"]
-        _run("tc", "qdisc", "replace", "dev", self._device, "root", "tbf", *words)
-
-    def inside(self, *command: str | Path) -> list[str]:
-        """Return the command that runs `command` on the server's node."""
-        return ["ip", "netns", "exec", self.namespace, *map(str, command)]
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
-
-
-@contextmanager
-def serving_files(address: str) -> Iterator[str]:
-    """Answer requests for files by their absolute paths with the bytes alone; yield the URL."""
-    with socket.create_server((address, 0)) as server:
-
-        def serve() -> None:
-            with suppress(OSError):  # the socket was closed
-                while True:
-                    connection, _ = server.accept()
-                    with connection:
-                        path = connection.recv(1 << 16).split(b" ")[1].decode()
-                        connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
-                        with Path(path).open("rb") as file:
-                            connection.sendfile(file)
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://{address}:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
-
-
-def copy_plainly(link: Link, directory: Path, to: Path) -> float:
-    """Copy the weight files of a policy over the link with curl; return the seconds."""
-    seconds = 0.0
-    with serving_files(link.near) as url:
-        for path in sorted(directory.glob("*.safetensors")):
-            started = time.perf_counter()
-            subprocess.run(link.inside("curl", "-sf", "-o", to, f"{url}{path}"), check=True)
-            seconds += time.perf_counter() - started
-            to.unlink()
-    return seconds
 
 
 @dataclass(slots=True)
@@ -194,6 +124,7 @@ class Bench:
     probe: Probe | None = None
     deltas: DeltaPublisher | None = None
     node: subprocess.Popen[bytes] | None = None
+    store_port: int = 0
     sender: WeightSender | None = None
     rounds: TransferRounds | None = None
     server: Server | None = None
@@ -232,16 +163,37 @@ class Bench:
         return offer_policy(self.directory, sources=[f"http://{self.link.near}:{ORIGIN_PORT}"])
 
     def fetch(self) -> dict[str, float]:
-        """Have the node fetch the newest policy without an engine."""
+        """Have the node get the newest policy without an engine."""
         if self.node is None:
-            command = self.link.inside(sys.executable, __file__, "--as-node", self.cache)
-            environ = {**os.environ, "TRIVET_BENCH_TOKEN": self.secret.token}
-            self.node = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            words = sys.executable, Path(__file__).with_name("weight_node.py"), self.layout.secret, self.transport
+            where = self.link.far if self.transport == "gloo" else self.cache
+            self.node = subprocess.Popen(self.link.inside(*words, where), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.node.stdin is not None
         assert self.node.stdout is not None
-        self.node.stdin.write(msgspec.json.encode(self.offer) + b"\n")
+        announced: object = self.offer
+        if self.transport == "gloo":
+            self.store_port = self.store_port or int(self.node.stdout.readline())
+            manifest = read_manifest(self.directory)
+            transfer = TransferRound(
+                version=manifest.version,
+                digest=manifest.digest,
+                group_id=str(self.version),
+                host=self.link.far,
+                port=self.store_port,
+                world_size=2,
+                timeout_s=TRANSFER_TIMEOUT_S,
+            )
+            announced = (msgspec.structs.replace(transfer, rank_offset=1), manifest.weight_files)
+            self.open_sender().begin(transfer)
+        self.node.stdin.write(msgspec.json.encode(announced) + b"\n")
         self.node.stdin.flush()
         return json.loads(self.node.stdout.readline())
+
+    def open_sender(self) -> WeightSender:
+        """Return the trainer's end of transfers in memory."""
+        if self.sender is None:
+            self.sender = WeightSender(self.layout, device=torch.device("cpu"), key=self.secret.derive(KEY_PURPOSE))
+        return self.sender
 
     def close(self) -> None:
         """End the node."""
@@ -249,30 +201,14 @@ class Bench:
             self.node.communicate()
 
 
-def be_node(cache: Path) -> None:
-    """Fetch each policy named on standard input into `cache`, as a server does before it pauses."""
-    token = os.environ["TRIVET_BENCH_TOKEN"]
-    policies = PolicyCache(cache, run="bench", token=token, environ=os.environ)
-    with closing(policies):
-        for line in sys.stdin:
-            policy = msgspec.json.decode(line, type=FetchablePolicy)
-            started, started_cpu = time.perf_counter(), time.process_time()
-            directory = policies.fetch(policy, max_bytes=1 << 40)
-            times = {"fetch_s": time.perf_counter() - started, "fetch_cpu_s": time.process_time() - started_cpu}
-            policies.settle(directory)
-            print(json.dumps(times), flush=True)
-
-
 async def send_in_memory(bench: Bench, client: InferenceClient) -> None:
     """Do what orchestrator and trainer do: plan a round, send the newest policy, and have the server receive it."""
-    if bench.sender is None:
-        key = bench.secret.derive(KEY_PURPOSE)
-        sender = bench.sender = WeightSender(bench.layout, device=torch.device("cpu"), key=key)
+    if bench.rounds is None:
 
         async def announce(transfer: TransferRound) -> None:
-            sender.begin(transfer)
+            bench.open_sender().begin(transfer)
 
-        bench.rounds = TransferRounds(announce, timeout_s=120)
+        bench.rounds = TransferRounds(announce, timeout_s=TRANSFER_TIMEOUT_S)
         bench.server = Server(client=client)
     server, rounds = bench.server, bench.rounds
     assert server is not None
@@ -423,9 +359,6 @@ def record(row: dict[str, Any], path: Path | None) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    if sys.argv[1:2] == ["--as-node"]:
-        be_node(Path(sys.argv[2]))
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a directory with one file of bf16 weights")
     parser.add_argument("--size", type=int, choices=[2, 8, 16], help="GB of a made-up model instead")
