@@ -16,7 +16,7 @@ from trivet.config.schema.rl import RLConfig
 from trivet.config.schema.shared import RunIdentity
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, RunPlan, report_files
-from trivet.launcher.processes import RoleReports, forget_reports, read_reports
+from trivet.launcher.processes import RoleReports, read_reports
 from trivet.wire.events import Event
 from trivet.wire.status import ProcessReport
 from trivet.wire.versions import Step
@@ -104,7 +104,8 @@ class FakeHost:
         return next(child for child in reversed(self.started) if child.spec.name == name)
 
     def start(self, spec: ProcessSpec) -> FakeChild:
-        forget_reports(spec.reports)
+        for report in spec.reports:
+            report.path.unlink(missing_ok=True)
         child = FakeChild(spec=spec, pid=1000 + len(self.started))
         self.started.append(child)
         self.started_at.append(self.clock.now())

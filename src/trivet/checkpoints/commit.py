@@ -242,8 +242,3 @@ def removable_steps(committed: Sequence[Step], *, keep_last: int | None, keep_in
         return []
     older = sorted(committed)[: -(keep_last or 1)]
     return [step for step in older if keep_interval is None or step % keep_interval != 0]
-
-
-def remove_checkpoint(layout: RunLayout, step: Step) -> None:
-    """Remove a committed checkpoint. Its commit marker is removed before any other file."""
-    remove_directory(layout.checkpoint_step(step), marker=COMMITTED)

@@ -4,17 +4,13 @@ Called by the orchestrator, which resumes from the whole state, and by `trivet c
 history. The private structs have only those fields of the state that this module reads: decoding skips all others.
 """
 
-from typing import TypeVar
-
 import msgspec
 
 from trivet.checkpoints.commit import ORCHESTRATOR
 from trivet.config.layout import RunLayout
 from trivet.errors import CheckpointError, MessageRefused
-from trivet.wire.codec import decode
+from trivet.wire.codec import StructT, decode
 from trivet.wire.versions import GroupId, Step
-
-StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 STATE_FILE = "state.msgpack"
 SCHEMA = 3

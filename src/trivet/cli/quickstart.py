@@ -83,7 +83,7 @@ def run_quickstart(arguments: argparse.Namespace) -> int:
     print(f"== output in {layout.root}")
     configs = CONFIGS if CONFIGS.is_dir() else find_packaged("configs") / "quickstart"
     with Interrupts(clock=time.monotonic) as interrupts:
-        children = Children(environ=child_environment(os.environ), interrupts=interrupts)
+        children = Children(environ=os.environ, interrupts=interrupts)
         seed = arguments.seed
         make_data = ("trivet.examples.quickstart_data", str(layout.data), "--seed", str(seed))
         make_model = ("trivet.examples.tiny_model", str(layout.start_model), "--seed", str(seed))
@@ -143,16 +143,12 @@ def eval_command(layout: QuickstartLayout, configs: Path, *, port: int) -> Seque
     return [str(word) for word in [*words, "--weights-dir", layout.run.weights, "--steps", _last_step(layout.run)]]
 
 
-def child_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment variables of the child processes. COLUMNS keeps tables from being cut if stdout is no terminal."""
-    return {"COLUMNS": "120", **environ, **_CHILD_VARIABLES}
-
-
 class Children:
     """Runs modules as child processes. Signals to this process are passed on to them."""
 
     def __init__(self, *, environ: Mapping[str, str], interrupts: Interrupts) -> None:
-        self._environ, self._interrupts = environ, interrupts
+        # COLUMNS keeps tables from being cut if stdout is no terminal.
+        self.environ, self._interrupts = {"COLUMNS": "120", **environ, **_CHILD_VARIABLES}, interrupts
 
     def start(self, module: str, *words: str, log: Path | None = None) -> "subprocess.Popen[bytes]":
         """Start `python -m module words`, tied to this process; its output goes to the file `log` or to this terminal."""
@@ -162,7 +158,7 @@ class Children:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=subprocess.STDOUT if stdout is not None else None,
-                env=dict(self._environ),
+                env=self.environ,
                 start_new_session=True,
             )
 

@@ -110,7 +110,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report_values(history))
     else:
-        print(printable(describe_report(history, events=layout.events)))
+        print(printable("\n".join(describe_report(history, events=layout.events))))
     return 1 if history.ledger.breaches else 0
 
 

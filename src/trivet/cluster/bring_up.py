@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -71,11 +72,13 @@ def lead(args: argparse.Namespace, directory: Path, signals: Signals) -> int:
         signals.command = subprocess.Popen(tied_command(args.command), env=os.environ | variables, start_new_session=True)
         for number in signals.received:  # it came while the command was starting
             signals.command.send_signal(number)
-        while (ended := _poll(signals.command)) is None:
+        while (ended := signals.command.poll()) is None:
             if not node.is_running():
                 print("bring_up: Ray has ended on the first node; the command decides what that means", file=sys.stderr)
                 ended = signals.command.wait()
                 break
+            with suppress(subprocess.TimeoutExpired):
+                signals.command.wait(_POLL_INTERVAL_S)
         return ended if ended >= 0 else 128 - ended
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -98,13 +101,6 @@ def _start_head(node: RayNode, signals: Signals) -> Head | None:
         if signals.received:
             return None
     raise NodesMissing(f"Ray did not start on the first node in {_MAX_STARTS} attempts: see the lines above")
-
-
-def _poll(command: "subprocess.Popen[bytes]") -> int | None:
-    try:
-        return command.wait(_POLL_INTERVAL_S)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def join(args: argparse.Namespace, directory: Path, signals: Signals) -> bool:

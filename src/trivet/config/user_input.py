@@ -105,15 +105,10 @@ def usable_path(path: str | Path, *, key: str) -> Path:
         problem = f"cannot be the path of a file here, where paths are read in {sys.getfilesystemencoding()}: {_IN_UTF8}"
     except ValueError:
         problem = "holds a character that no path can have"
-    except OSError as exc:
-        problem = f"cannot be a path: {exc.strerror}" if is_impossible_path(exc) else ""
+    except OSError as exc:  # two errors mean that no file can have this path: a name is too long, or links form a circle
+        problem = f"cannot be a path: {exc.strerror}" if exc.errno in (errno.ENAMETOOLONG, errno.ELOOP) else ""
     else:
         problem = ""
     if not problem:
         return expanded
     raise ConfigError(f"{key} ({shorten(str(path))}) {problem}; give another path")
-
-
-def is_impossible_path(error: OSError) -> bool:
-    """Return whether `error` shows that no file can have its path: a name is too long, or links form a circle."""
-    return error.errno in (errno.ENAMETOOLONG, errno.ELOOP)

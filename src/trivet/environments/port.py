@@ -55,7 +55,3 @@ class EnvironmentPool(Protocol):
     def report_to(self, write_event: Callable[[Event], None]) -> None:
         """Call `write_event` now with an event for each loaded environment, and from now on at every restart of a worker."""
         ...
-
-    async def aclose(self) -> None:
-        """End every worker. May be called again."""
-        ...

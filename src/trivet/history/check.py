@@ -92,12 +92,8 @@ def report_values(history: RunHistory) -> dict[str, object]:
     }
 
 
-def describe_report(history: RunHistory, *, events: Path) -> str:
-    """Return the text that `trivet check` prints. Lines that break an invariant are quoted from the file `events`."""
-    return "\n".join(_lines(history, events))
-
-
-def _lines(history: RunHistory, events: Path) -> Iterator[str]:
+def describe_report(history: RunHistory, *, events: Path) -> Iterator[str]:
+    """Yield the lines that `trivet check` prints. Lines that break an invariant are quoted from the file `events`."""
     ledger, stop = history.ledger, history.last_stop
     end = f"{stop.reason} at step {history.last_step}" if stop else f"at step {history.last_step}, running or killed"
     yield f"run {history.run_id}: {history.num_events:,} events, {end}"

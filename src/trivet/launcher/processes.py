@@ -58,12 +58,6 @@ def read_reports(files: Sequence[ReportFile]) -> RoleReports:
     return RoleReports(readable=tuple(readable), stamps=stamps)
 
 
-def forget_reports(files: Sequence[ReportFile]) -> None:
-    """Remove the reports of a role's processes, before these are started again."""
-    for file in files:
-        file.path.unlink(missing_ok=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
     """The functions by which the supervisor reads the time and sleeps. Tests pass a clock that they move themselves."""
@@ -221,7 +215,8 @@ class LocalHost:
         Raises:
             OSError: the log cannot be written or the interpreter cannot be run.
         """
-        forget_reports(spec.reports)
+        for report in spec.reports:  # of the process that this one replaces
+            report.path.unlink(missing_ok=True)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
             offset = log.tell()

@@ -166,7 +166,7 @@ def usable_groups(waiting: BufferState, *, skip: bool, has_teacher: bool) -> tup
         The groups that are kept, and the reason for each one left out, by its id.
     """
     if skip:
-        ids = [*(group.group_id for group in waiting.ready), *waiting.in_flight_ids]
+        ids = [group.group_id for group in (*waiting.ready, *waiting.in_flight)]
         return BufferState(), dict.fromkeys(ids, "ckpt.skip_buffer")
     unscored = [group.group_id for group in waiting.ready if has_teacher and not is_scored(group)]
     ready = [group for group in waiting.ready if group.group_id not in unscored]

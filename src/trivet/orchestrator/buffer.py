@@ -43,11 +43,6 @@ class BufferState(msgspec.Struct, kw_only=True):
     in_flight: list[Draw] = []
     """Dispatched and not finished: a resumed run dispatches them again, first."""
 
-    @property
-    def in_flight_ids(self) -> list[GroupId]:
-        """The ids of the groups in flight."""
-        return [draw.group_id for draw in self.in_flight]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:

@@ -26,16 +26,6 @@ class Sizes:
     weights: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskEstimate:
-    """Bytes that a run will take."""
-
-    minimum: int
-    """Bytes without which not even the first checkpoint can be committed."""
-    total: int | None
-    """Bytes at the end of the run; None when it has no end."""
-
-
 def measure_sizes(model: PolicyModel, config: TrainingConfig) -> Sizes:
     """Compute the sizes. A checkpoint holds the trained parameters and the state of their optimizer."""
     parameters = model.trained_parameters
@@ -47,13 +37,20 @@ def measure_sizes(model: PolicyModel, config: TrainingConfig) -> Sizes:
     )
 
 
-def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int | None, keep_recent: int) -> DiskEstimate:
-    """Estimate what the steps after `from_step` will take, with `keep_recent` policies besides the newest."""
+def estimate(
+    ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int | None, keep_recent: int
+) -> tuple[int, int | None]:
+    """Estimate what the steps after `from_step` will take, with `keep_recent` policies besides the newest.
+
+    Returns:
+        The bytes without which not even the first checkpoint can be committed, and those at the end of the run; None when it has
+        no end.
+    """
     # Besides `keep_recent`: the newest, the one being written, and the one that becomes unneeded only once that is published.
     num_policies = keep_recent + 3
     minimum = sizes.checkpoint + num_policies * sizes.weights
     if max_steps is None:
-        return DiskEstimate(minimum=minimum, total=None)
+        return minimum, None
     steps = range(from_step + 1, max_steps + 1)
     committed = [Step(step) for step in steps if ckpt.is_due(step, max_steps=max_steps)]
     removed = set(removable_steps(committed, keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval))
@@ -63,19 +60,19 @@ def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int |
     steps_with_weights = {*kept, *(step for step in steps if interval and step % interval == 0)}
     weights_bytes = (len(steps_with_weights) + num_policies) * sizes.weights
     total = (len(kept) + num_being_written) * sizes.checkpoint + weights_bytes
-    return DiskEstimate(minimum=min(minimum, total), total=total)
+    return min(minimum, total), total
 
 
 def require_budget(config: TrainingConfig, layout: RunLayout, sizes: Sizes, *, from_step: int, keep_recent: int) -> None:
     """Refuse a disk that does not hold the first checkpoint and its weights; warn if it will not hold all."""
-    needed = estimate(config.ckpt, sizes, from_step=from_step, max_steps=config.max_steps, keep_recent=keep_recent)
-    require_free_space(layout.root, needed.minimum, what="the first checkpoint and its weights")
+    minimum, total = estimate(config.ckpt, sizes, from_step=from_step, max_steps=config.max_steps, keep_recent=keep_recent)
+    require_free_space(layout.root, minimum, what="the first checkpoint and its weights")
     free = free_bytes(layout.root)
-    if needed.total is not None and needed.total > free:
+    if total is not None and total > free:
         logger.warning(
             "the run will write %s of checkpoints (%s each) and weights (%s each), and %s are free in %s: it will stop when they "
             "are used up; set %s, or a larger %s",
-            *map(format_bytes, (needed.total, sizes.checkpoint, sizes.weights, free)),
+            *map(format_bytes, (total, sizes.checkpoint, sizes.weights, free)),
             layout.root,
             key_name("ckpt.keep_last"),
             key_name("ckpt.interval"),

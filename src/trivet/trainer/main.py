@@ -7,12 +7,13 @@ from contextlib import nullcontext
 import torch
 
 from trivet.config.command import run_command
-from trivet.config.layout import RunLayout
+from trivet.config.layout import BATCH_SUFFIX, RunLayout
 from trivet.config.schema.shared import IN_MEMORY
 from trivet.config.schema.trainer import TrainerConfig, TrainingConfig
 from trivet.faults import arm
 from trivet.process.lock import hold_role
 from trivet.secret import find_secret
+from trivet.step_directories import discard_after
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.loop import extend_wait_of_ranks, run
@@ -25,7 +26,7 @@ from trivet.trainer.ranks.world import World, open_world
 from trivet.trainer.weight_sender import WeightSender
 from trivet.transfer.group import KEY_PURPOSE
 from trivet.transport.messages import BatchReceiver
-from trivet.transport.recording import RecordingReceiver, ReplayReceiver, discard_recorded_after, recorded_steps
+from trivet.transport.recording import RecordingReceiver, ReplayReceiver, recorded_steps
 from trivet.transport.zeromq import ZmqReceiver
 from trivet.wire.versions import Step
 
@@ -84,7 +85,7 @@ def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> Batch
     )
     if not config.data.record:
         return receiver
-    discard_recorded_after(layout, from_step)
+    discard_after(layout.batches, from_step, suffix=BATCH_SUFFIX)  # a run that goes back receives them again
     return RecordingReceiver(receiver, layout=layout)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trivet.algorithms.probe import Probe, ProbeDtype, ProbeResult, ProbeSample, compare, cut_samples
+from trivet.algorithms.probe import Probe, ProbeDtype, ProbeResult, ProbeSample, compare
 from trivet.errors import TrivetError, WeightsError
 from trivet.trainer.model.policy_model import PolicyModel, free_gathered
 from trivet.trainer.ranks.world import World
@@ -24,11 +24,6 @@ logger = logging.getLogger(__name__)
 def split_samples(row: MicroBatch) -> list[list[int]]:
     """Return the token ids of each sample of `row`."""
     return [part.tolist() for part in row.split(row.token_ids_T)]
-
-
-def choose_samples(rows: Sequence[MicroBatch], *, num_tokens: int) -> list[list[int]]:
-    """Choose the tokens of a probe, at most `num_tokens`, from the rows of a batch."""
-    return cut_samples([sample for row in rows for sample in split_samples(row)], num_tokens=num_tokens)
 
 
 def score(model: PolicyModel, samples: Sequence[Sequence[int]], world: World, *, dtype: ProbeDtype) -> Probe:

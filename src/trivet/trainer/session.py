@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from trivet.algorithms.probe import Probe, convert_dtype
+from trivet.algorithms.probe import Probe, convert_dtype, cut_samples
 from trivet.checkpoints.commit import (
     TRAINER,
     begin_part,
@@ -29,17 +29,17 @@ from trivet.checkpoints.commit import (
     committed_steps,
     finish_part,
     removable_steps,
-    remove_checkpoint,
     staging_directory,
 )
 from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.checkpoints.settings import DataRecord, write_data_record, write_settings
-from trivet.config.layout import RunLayout
+from trivet.config.layout import COMMITTED, RunLayout
 from trivet.config.schema.trainer import TrainingConfig
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
 from trivet.machine import Heap
 from trivet.storage.disk import explaining_full_disk, require_free_space
+from trivet.storage.durable import remove_directory
 from trivet.telemetry.metrics import summarize, timed
 from trivet.telemetry.process_report import waiting
 from trivet.telemetry.telemetry import Telemetry
@@ -50,7 +50,7 @@ from trivet.trainer.disk_budget import Sizes
 from trivet.trainer.measurement.performance import speed_metrics
 from trivet.trainer.measurement.profiling import Profiler
 from trivet.trainer.model.export import Exporter
-from trivet.trainer.probe import choose_samples, score
+from trivet.trainer.probe import score, split_samples
 from trivet.trainer.ranks.world import World, barrier, open_group
 from trivet.trainer.step import Learner, StepResult
 from trivet.weights.catalog import published_versions
@@ -128,7 +128,8 @@ class Session:
     def choose_probe(self, rows: Sequence[MicroBatch]) -> None:
         """Take the tokens of the run's probe from the rows of a batch, unless it has one."""
         if self.config.weights.probe_tokens and not self.probe_samples:
-            self.probe_samples = choose_samples(rows, num_tokens=self.config.weights.probe_tokens)
+            samples = [sample for row in rows for sample in split_samples(row)]
+            self.probe_samples = cut_samples(samples, num_tokens=self.config.weights.probe_tokens)
 
     def score_probe(self) -> Probe | None:
         """Return the probe of the model as it is now; None without tokens. Collective."""
@@ -242,7 +243,7 @@ class Session:
         # This thread removes them, and not the loop between two steps, because large files take long to remove.
         ckpt = self.config.ckpt
         for old in removable_steps(committed_steps(self.layout), keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval):
-            remove_checkpoint(self.layout, old)
+            remove_directory(self.layout.checkpoint_step(old), marker=COMMITTED)
 
     def _explaining_full_disk(self, step: Step) -> AbstractContextManager[None]:
         return explaining_full_disk(self.layout.checkpoints, what=f"checkpoint {step}", num_bytes=self.sizes.checkpoint)

@@ -16,7 +16,7 @@ from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
 from trivet.key_names import key_name, list_keys
 from trivet.trainer.cpu import Lanes
-from trivet.trainer.device_copies import read_numbers, read_values
+from trivet.trainer.device_copies import local_part, read_numbers, read_values
 from trivet.trainer.failures import (
     RowOutcome,
     describe_gradients,
@@ -30,7 +30,7 @@ from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.policy_model import PolicyModel, set_last_row
 from trivet.trainer.model.reference import Reference
-from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
+from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm
 from trivet.trainer.ranks.world import World, gather_values, sum_over_ranks
 from trivet.trainer.rows import RowPlan, RowTensors, plan_rows
 from trivet.wire.batches import MicroBatch
@@ -117,7 +117,7 @@ def train_step(
     own_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for outcome in outcomes:
         own_loss += outcome.share
-    gradients = local_gradients(model.parameters())
+    gradients = [local_part(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     # The host waits for the device before the update, because parameters that a NaN has reached could not be restored.
     loss, norm = read_numbers(sum_over_ranks(world, own_loss), gradient_norm(gradients, world))
     computed_at = time.monotonic()

@@ -18,7 +18,7 @@ from trivet.config.layout import BATCH_SUFFIX, ROLLOUTS_FILE, RunLayout
 from trivet.config.schema.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError, ConfigError, MessageRefused
 from trivet.key_names import key_name
-from trivet.step_directories import discard_after, list_steps
+from trivet.step_directories import list_steps
 from trivet.storage.durable import write_atomically
 from trivet.transport.messages import BatchReceiver
 from trivet.wire.batches import Batch, BatchPurpose
@@ -54,11 +54,6 @@ def record_batch(layout: RunLayout, batch: Batch) -> None:
 def recorded_steps(layout: RunLayout) -> list[Step]:
     """Return the steps whose batches are on disk, oldest first."""
     return [Step(step) for step in list_steps(layout.batches, suffix=BATCH_SUFFIX)]
-
-
-def discard_recorded_after(layout: RunLayout, step: Step) -> None:
-    """Remove batches that a run which goes back to `step` receives again."""
-    discard_after(layout.batches, step, suffix=BATCH_SUFFIX)
 
 
 def read_recorded(layout: RunLayout, step: Step) -> Batch:

@@ -14,7 +14,6 @@ from trivet.checkpoints.commit import (
     discard_staging,
     finish_part,
     removable_steps,
-    remove_checkpoint,
     resolve_resume_step,
     staging_directory,
     verify_checkpoint,
@@ -202,10 +201,3 @@ def test_a_record_without_a_part_that_lies_there_is_refused(layout, parts):
 )
 def test_the_newest_and_the_multiples_stay(keep_last, keep_interval, expected):
     assert removable_steps([10, 20, 30, 40, 50], keep_last=keep_last, keep_interval=keep_interval) == expected
-
-
-def test_a_removed_checkpoint_leaves_no_trace(layout):
-    for step in (1, 2):
-        write_checkpoint(layout, step)
-    remove_checkpoint(layout, 1)
-    assert [path.name for path in layout.checkpoints.iterdir()] == ["step_2"]

@@ -11,7 +11,6 @@ from support.processes import descendants_of, still_alive
 from trivet.cli.quickstart import (
     Children,
     QuickstartLayout,
-    child_environment,
     choose_layout,
     eval_command,
     report,
@@ -33,7 +32,7 @@ def layout(tmp_path: Path) -> QuickstartLayout:
 @pytest.fixture
 def children() -> Iterator[Children]:
     with Interrupts(clock=time.monotonic) as interrupts:
-        yield Children(environ=child_environment(os.environ), interrupts=interrupts)
+        yield Children(environ=os.environ, interrupts=interrupts)
 
 
 def publish(layout: RunLayout, *steps: int) -> None:
@@ -65,7 +64,7 @@ def test_a_warm_up_without_weights_is_refused_by_name(layout: QuickstartLayout) 
 
 
 def test_threads_sleep_while_they_wait_and_a_width_of_the_user_wins() -> None:
-    environment = child_environment({"COLUMNS": "80", "OMP_WAIT_POLICY": "active"})
+    environment = Children(environ={"COLUMNS": "80", "OMP_WAIT_POLICY": "active"}, interrupts=Interrupts()).environ
     assert environment["COLUMNS"] == "80"
     assert environment["OMP_WAIT_POLICY"] == "passive"
 

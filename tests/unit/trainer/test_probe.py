@@ -8,7 +8,7 @@ from support.oracle import Oracle
 from trivet.algorithms.probe import Probe, ProbeSample
 from trivet.config.schema.model import LoRAConfig
 from trivet.errors import TrivetError, WeightsError
-from trivet.trainer.probe import choose_samples, require_agreement, require_restored, score, split_samples
+from trivet.trainer.probe import require_agreement, require_restored, score, split_samples
 
 SAMPLES = [[5, 6, 7, 8, 9], [5, 6, 7, 40, 41, 42], [99, 3]]
 
@@ -71,9 +71,3 @@ def test_a_restored_model_is_compared_with_what_was_published(tiny_model: Path, 
         model.embedding.weight[7] += 1.0
     with pytest.raises(TrivetError, match="does not give back the policy that was published"):
         require_restored(scored(model, world), published)
-
-
-def test_the_probe_of_supervised_training_is_cut_from_its_first_batch(oracle) -> None:
-    row = oracle.make_row(oracle.make_examples(count=4, vocab_size=100))
-    assert choose_samples([row], num_tokens=10_000) == split_samples(row)
-    assert sum(map(len, choose_samples([row], num_tokens=16))) <= 16

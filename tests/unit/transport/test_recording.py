@@ -10,7 +10,6 @@ from trivet.transport.recording import (
     RecordedBatch,
     RecordingReceiver,
     ReplayReceiver,
-    discard_recorded_after,
     read_recorded,
     record_batch,
     recorded_steps,
@@ -79,14 +78,6 @@ def test_equal_batches_are_equal_files(layout: RunLayout, tmp_path: Path) -> Non
     for target in (layout, other):
         record_batch(target, make_batch(5))
     assert layout.recorded_batch(5).read_bytes() == other.recorded_batch(5).read_bytes()
-
-
-def test_a_run_that_goes_back_forgets_the_batches_after_it(layout: RunLayout) -> None:
-    for step in (1, 2, 10):
-        record_batch(layout, make_batch(step))
-    discard_recorded_after(layout, Step(1))
-    assert recorded_steps(layout) == [1]
-    discard_recorded_after(RunLayout(layout.root / "nothing"), Step(0))
 
 
 def test_a_batch_that_was_not_recorded_is_named_with_those_that_were(layout: RunLayout) -> None:

@@ -6,18 +6,14 @@ The socket is one of a pair: it has no name that another process could find, and
 import asyncio
 import socket
 import struct
-from typing import TypeVar
 
 import msgspec
 
 from trivet.errors import MessageRefused
-from trivet.wire.codec import decode, encode
+from trivet.wire.codec import StructT, decode, encode
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Both sides refuse a longer message, so that a wrong length cannot make the receiver fill its memory."""
-
-StructT = TypeVar("StructT", bound=msgspec.Struct)
-
 _LENGTH = struct.Struct("<Q")
 _BUFFER_BYTES = 2**20
 

@@ -39,9 +39,8 @@ from trivet.trainer.losses.terms import (
     clip_objective,
     make_loss,
     make_ratios,
-    max_by_sample,
-    min_by_sample,
     normalise,
+    reduce_by_sample,
 )
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
@@ -73,8 +72,8 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
     geo_S = (ratios.sums_S / ratios.lengths_S).exp()
     low_N, high_N = ratio_N < config.token_mask_low, ratio_N > config.token_mask_high
     geo_low_S, geo_high_S = geo_S < config.geo_mask_low, geo_S > config.geo_mask_high
-    sequence_low_S = min_by_sample(ratio_N, row) < config.sequence_mask_low
-    sequence_high_S = max_by_sample(ratio_N, row) > config.sequence_mask_high
+    sequence_low_S = reduce_by_sample(ratio_N, row, "amin") < config.sequence_mask_low
+    sequence_high_S = reduce_by_sample(ratio_N, row, "amax") > config.sequence_mask_high
     masked_S = geo_low_S | geo_high_S | sequence_low_S | sequence_high_S
     masked_N = low_N | high_N | masked_S[row.samples_N]
     if config.ratio_type == "token":

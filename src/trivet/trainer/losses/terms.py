@@ -7,7 +7,7 @@ Legend: N loss tokens of a row, S samples with loss tokens in it. d = trainer - 
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -104,7 +104,8 @@ def effective_sample_share(ratios: Ratios, row: RowTensors) -> torch.Tensor:
 
     Source: Kish's effective sample size over n, as in importance sampling (Owen 2013, Monte Carlo theory, section 9.3).
     """
-    scaled_N = (ratios.d_N - max_by_sample(ratios.d_N, row)[row.samples_N]).exp()  # the scale cancels; nothing overflows
+    largest_S = reduce_by_sample(ratios.d_N, row, "amax")
+    scaled_N = (ratios.d_N - largest_S[row.samples_N]).exp()  # the scale cancels; nothing overflows
     return sum_by_sample(scaled_N, row).square() / (ratios.lengths_S * sum_by_sample(scaled_N.square(), row))
 
 
@@ -113,17 +114,8 @@ def sum_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
     return values_N.new_zeros(row.num_samples).index_add_(0, row.samples_N, values_N)
 
 
-def max_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
-    """Return the largest of each sample's values, [S]."""
-    return _reduce_by_sample(values_N, row, "amax")
-
-
-def min_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
-    """Return the smallest of each sample's values, [S]."""
-    return _reduce_by_sample(values_N, row, "amin")
-
-
-def _reduce_by_sample(values_N: torch.Tensor, row: RowTensors, how: str) -> torch.Tensor:
+def reduce_by_sample(values_N: torch.Tensor, row: RowTensors, how: Literal["amax", "amin"]) -> torch.Tensor:
+    """Return the largest or the smallest of each sample's values, [S]."""
     return values_N.new_zeros(row.num_samples).scatter_reduce_(0, row.samples_N, values_N, how, include_self=False)
 
 

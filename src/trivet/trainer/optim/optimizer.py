@@ -23,7 +23,6 @@ from trivet.config.schema.trainer import (
 )
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
-from trivet.trainer.device_copies import local_part
 from trivet.trainer.ranks.world import World, gather_tensor, sum_over_ranks
 
 
@@ -106,11 +105,6 @@ class LearningRate:
                 min_factor=min_factor,
             )
         return self.peak * cosine_factor(step, max_steps=max_steps, warmup_steps=schedule.warmup_steps, min_factor=min_factor)
-
-
-def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Return this rank's shards of the gradients."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def gradient_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
