@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from trivet.algorithms.packing import PackItem, pack
+from trivet.algorithms.probe import cut_samples
 from trivet.config.compute_dtype import choose_dtype
 from trivet.config.schema.losses import DefaultLossConfig
 from trivet.config.schema.model import ComputeDtype, TrainerModelConfig
@@ -47,7 +48,7 @@ from trivet.trainer.losses.formulas import make_policy_loss
 from trivet.trainer.measurement.performance import model_cost, peak_memory_gib
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
-from trivet.trainer.probe import choose_samples, score
+from trivet.trainer.probe import score, split_samples
 from trivet.trainer.ranks.world import World, open_world
 from trivet.trainer.step import Learner, train_step
 from trivet.wire.rollouts import Sample
@@ -123,7 +124,7 @@ def make_our_step(
     model, rows = learner.model, pack(items, seq_len=ROW_TOKENS)
     flops = model_cost(model).flops([item.sample.num_tokens for item in items])
     cost = {"model_flops": flops, "parameters": model.num_parameters, "lanes": model.lanes.count}
-    samples = choose_samples(rows, num_tokens=WeightsConfig().probe_tokens)
+    samples = cut_samples([sample for row in rows for sample in split_samples(row)], num_tokens=WeightsConfig().probe_tokens)
     return lambda: train_step(learner, rows, step=Step(1)), lambda: score(model, samples, world, dtype=args.dtype), cost
 
 
