@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Link:
-    """A cable from this namespace, the trainer's node, to a new one, the server's node."""
+    """A veth pair from this namespace, the trainer's node, to a new one, the server's node."""
 
     near, far = "10.213.7.1", "10.213.7.2"
 
@@ -30,10 +30,10 @@ class Link:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _run("ip", "netns", "delete", self.namespace)  # and the cable with it
+        _run("ip", "netns", "delete", self.namespace)  # and the veth pair with it
 
     def limit(self, gbit: float) -> None:
-        """Let `gbit` pass towards the server's node in a second."""
+        """Limit the rate towards the server's node to `gbit` Gbit/s."""
         # The bucket holds what comes in 4 ms, the time between two ticks of a kernel with 250 Hz.
         words = ["rate", f"{gbit}gbit", "burst", str(max(1 << 18, round(gbit * 1e9 / 8 * 0.004))), "latency", "20ms"]
         _run("tc", "qdisc", "replace", "dev", self._device, "root", "tbf", *words)

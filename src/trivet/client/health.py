@@ -234,7 +234,8 @@ class ServerMonitor:
             return backoff_s(server.num_attempts, first_s=_FIRST_PAUSE_S, max_s=_MAX_PAUSE_S)
         # If the target has changed meanwhile, `_watch` tries again at once; if servers must sleep now, once they may wake.
         if target is not self._pool.target:
-            logger.warning("server not admitted url=%s: policy %s was replaced while it loaded", server.root, target.version)
+            form = "server not admitted url=%s version=%s: a newer policy became the target while the server loaded this one"
+            logger.warning(form, server.root, target.version)
         elif self._pool.may_wake.is_set():
             self._pool.admit(server)
             logger.info("server admitted url=%s version=%s", server.root, target.version)

@@ -55,7 +55,7 @@ class Server:
     num_attempts: int = 0
     """Times in a row that it was there and did not load the target policy."""
     status: PolicyStatus | None = None
-    """The server's answer when it last served the policy that it was asked for. None before, and when it is marked unhealthy."""
+    """The server's answer when it last served the policy that it was asked for. None before that, and once it is unhealthy."""
     last_error: str = "was never asked"
     checked_at: float = float("-inf")
     """Monotonic seconds at which the last check that the server answered began."""

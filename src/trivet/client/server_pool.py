@@ -250,7 +250,7 @@ class ServerPool:
         """Make the admitted servers serve `policy`, and return once at least one of them does.
 
         A server that fails, or takes much longer than most, is marked unhealthy: a lost node must not delay the others. A server
-        that has loaded the target before too late to be admitted is given as long as they are to load this one.
+        that loaded the previous target too late to be admitted gets the same extra time to load this one, and then joins.
 
         Raises:
             PolicyRefused: every server refused the policy, for example because its directory is not whole.
@@ -367,7 +367,7 @@ class ServerPool:
                 num_loaded += await ended is None
                 if 2 * num_loaded >= len(servers):
                     break
-            # Else a server that loads as fast as the others, but began later, would load every policy too late to be admitted.
+            # Otherwise a server that is as fast as the others, but began later, would load every policy too late to be admitted.
             loads |= {
                 asyncio.create_task(server.await_change(), name=f"join-{server.root}"): server
                 for server in self.servers.values()

@@ -1,6 +1,6 @@
 """Receives policies from the trainer into a worker's main memory (`weights.transport` gloo and nccl).
 
-`transfer_engine` calls it, while the worker generates. The files of the policy are received. Once they have the sizes and digests
+`transfer_engine` calls `begin` and `take`. The files arrive while the worker generates. Once they have the sizes and digests
 of its manifest, a load reads them as it would read those of a directory. So the engine pauses as long as for a directory, and a
 transfer that fails does not touch the engine. Meanwhile the worker needs main memory for one more copy of the policy.
 """

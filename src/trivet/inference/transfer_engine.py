@@ -1,12 +1,12 @@
-"""vLLM's engine for weight transfer, by which a worker gets policies from the trainer's memory (`weights.transport` gloo and nccl).
+"""Gives a worker policies from the trainer's memory, as an engine of vLLM's interface for weight transfer.
 
-vLLM makes it in each worker, because its configuration names it (`inference.arguments`), and calls it in these phases:
+vLLM makes one engine in each worker if `inference.arguments` names it (`weights.transport` gloo and nccl). These calls reach it:
 
-    init_weight_transfer_engine: begin to receive the files of a policy (`policy_receiver`), while the worker generates
-    start_weight_update, update_weights, finish_weight_update: load them as those of a directory, while it is paused
+    init_weight_transfer_engine, by `VersionedEngine.receive`: begin to receive the files (`policy_receiver`), while it generates
+    start_weight_update, update_weights, finish_weight_update, by `PolicyWorkerExtension`: load them, while it is paused
 
-Each round begins with the first phase, because it has connections of its own. `PolicyLoader` calls the phases through
-`VersionedEngine` and `PolicyWorkerExtension`. The interface is that of vLLM 0.32.
+vLLM means the first one to be called once. Here every round calls it, because every round has connections of its own. The interface
+is that of vLLM 0.32.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ from trivet.wire.versions import TransferRound
 
 
 @dataclass
-class Announced(WeightTransferInitInfo):
-    """A policy that is about to be sent: a `TransferRound` and a `FileRecord` for each file, as built-in types."""
+class PolicyInitInfo(WeightTransferInitInfo):
+    """Describes the policy that the trainer will send: a `TransferRound` and a `FileRecord` for each file, as built-in types."""
 
     backend: str
     key: bytes
@@ -40,19 +40,19 @@ class Announced(WeightTransferInitInfo):
 
 
 @dataclass
-class Received(WeightTransferUpdateInfo):
-    """Says nothing: the policy that was received last is loaded."""
+class PolicyUpdateInfo(WeightTransferUpdateInfo):
+    """Has no fields: `receive_weights` loads the policy that was received last."""
 
 
-class PolicyTransferEngine(WeightTransferEngine[Announced, Received]):
-    """One worker's engine."""
+class PolicyTransferEngine(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo]):
+    """Receives and loads policies in one worker."""
 
-    init_info_cls = Announced
-    update_info_cls = Received
+    init_info_cls = PolicyInitInfo
+    update_info_cls = PolicyUpdateInfo
     receiver: PolicyReceiver
     """Made by the first transfer."""
 
-    def init_transfer_engine(self, init_info: Announced) -> None:
+    def init_transfer_engine(self, init_info: PolicyInitInfo) -> None:
         """Begin to receive a policy."""
         if not hasattr(self, "receiver"):
             device = self.device if init_info.backend == "nccl" else torch.device("cpu")
@@ -65,7 +65,7 @@ class PolicyTransferEngine(WeightTransferEngine[Announced, Received]):
         """Prepare the model for weights in the layout of files."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Received) -> None:
+    def receive_weights(self, update_info: PolicyUpdateInfo) -> None:
         """Load the policy that was received."""
         model: Any = self.model
         model.load_weights(self.receiver.take())

@@ -62,7 +62,7 @@ class PolicyWorkerExtension:
     model_runner: Any
     """Set by the worker."""
     weight_transfer_engine: Any
-    """Set by the worker: a `PolicyTransferEngine`, with `inference.weights_transport` nccl and gloo."""
+    """Set by the worker: a `PolicyTransferEngine` if `inference.weights_transport` is gloo or nccl, else None."""
 
     def load_policy(self, directory: str, is_received: bool = False) -> None:
         """Replace the served weights by those in `directory`, or by those that were received, in place."""
@@ -71,9 +71,13 @@ class PolicyWorkerExtension:
         load_gpt_oss_by_expert(self.model_runner.get_model())
         if is_received:
             worker.start_weight_update()
-            worker.update_weights({})
-            worker.finish_weight_update()
-            # These hold what the old weights computed from images. vLLM drops them after a reload, and not here.
+            try:
+                worker.update_weights({})
+                worker.finish_weight_update()
+            finally:
+                # vLLM 0.32 leaves this set if `finish_weight_update` fails, and would refuse every later update.
+                worker._weight_update_active = False
+            # Outputs of the encoder are those of the old weights. vLLM drops them after a reload, and not here.
             self.model_runner.reset_encoder_cache()
             self.model_runner.reset_mm_cache()
         else:
