@@ -9,6 +9,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +181,15 @@ _ORIGIN = "RLConfig"
 """The origin, in messages, of the values that a user passes in `RLConfig`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """The checked configuration of a run, and the functions that it needs."""
+
+    config: RLConfig
+    functions: FunctionFiles
+    """The program's functions. Their files are written when the run starts."""
+
+
 @use_names(PYTHON_NAMES)
 def plan_run(
     model: str | Path,
@@ -188,11 +198,8 @@ def plan_run(
     *,
     env_args: Mapping[str, Any],
     task: RewardTask | None = None,
-) -> tuple[RLConfig, FunctionFiles]:
-    """Return the configuration that the arguments of `RLTrainer` describe, and the functions that it needs, not written yet.
-
-    A ConfigError lists all problems, under the user's names.
-    """
+) -> PlannedRun:
+    """Return the run that the arguments of `RLTrainer` describe. A ConfigError lists all problems, under the user's names."""
     if not isinstance(model, str | Path):
         raise ConfigError(
             f"model must be a Hugging Face name or a directory, got an object of type {type(model).__name__}: other processes load "
@@ -240,7 +247,7 @@ def plan_run(
     for configured in run.config.orchestrator.environments.values():
         if file_of(configured.package) is None:  # the file of a function is written when the run starts
             require_installed(configured.package)
-    return run.config, functions
+    return PlannedRun(config=run.config, functions=functions)
 
 
 def plan_sft(model: str | Path | None, data: str | Path | None, args: SFTArguments) -> SftConfig:

@@ -199,17 +199,17 @@ class RLTrainer(_Trainer):
                 tools=tools,
                 environment_factory=environment_factory,
             )
-        config, functions = plan_run(model, env, args, env_args=env_args or {}, task=task)
-        if config.inference is not None and importlib.util.find_spec("vllm") is None:
+        planned = plan_run(model, env, args, env_args=env_args or {}, task=task)
+        if planned.config.inference is not None and importlib.util.find_spec("vllm") is None:
             raise ConfigError(_NO_ENGINE)
         with use_names(PYTHON_NAMES):
-            require_files(config)
+            require_files(planned.config)
         super().__init__(
-            config,
+            planned.config,
             module="trivet.launcher.commands.rl",
             names=PYTHON_NAMES,
-            functions=functions,
-            stop_timeout_s=config.recovery.preemption_grace_s + config.shutdown_timeout_s,
+            functions=planned.functions,
+            stop_timeout_s=planned.config.recovery.preemption_grace_s + planned.config.shutdown_timeout_s,
             callbacks=[*args.callbacks, *callbacks],
             progress=progress,
         )

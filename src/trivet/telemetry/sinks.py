@@ -78,13 +78,11 @@ class SinkFeed:
 
     def write_step(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's metrics. The role precedes each name, because several roles have metrics such as `time/step`."""
-        self.write_eval(step, {f"{self._role}/{name}": value for name, value in values.items()})
+        self._write(step, {f"{self._role}/{name}": value for name, value in values.items()})
 
     def write_eval(self, version: int, values: Mapping[str, float]) -> None:
         """Write the scores of an evaluation under their own names, `eval/<env>/…`, without the role."""
-        numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-        now = time.time()
-        self._put(lambda sink: sink.write(version, numbers, time=now))
+        self._write(version, values)
 
     def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Write some rollouts of a step."""
@@ -96,6 +94,11 @@ class SinkFeed:
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             self._warn(f"it did not take the last steps within {_CLOSE_TIMEOUT_S:.0f} s")
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        now = time.time()
+        self._put(lambda sink: sink.write(step, numbers, time=now))
 
     def _put(self, call: Callable[[Sink], None] | None) -> None:
         if not self._thread.is_alive():

@@ -16,7 +16,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -123,13 +123,15 @@ class Download:
             while digest.hexdigest() != expected:
                 source, start = next(turns), file.tell()
                 try:
-                    for chunk in self._request(f"{source}/weights/{self.policy.version}/{self.policy.digest}/{name}", start):
-                        self.require_wanted()
-                        file.write(chunk)
-                        digest.update(chunk)
-                        self._heard_at = self.clock()
-                        if file.tell() > max_bytes:
-                            break
+                    url = f"{source}/weights/{self.policy.version}/{self.policy.digest}/{name}"
+                    with closing(self._request(url, start)) as chunks:
+                        for chunk in chunks:
+                            self.require_wanted()
+                            file.write(chunk)
+                            digest.update(chunk)
+                            self._heard_at = self.clock()
+                            if file.tell() > max_bytes:
+                                break
                 except (httpx.HTTPError, httpx.InvalidURL, httpcore.NetworkError, httpcore.TimeoutException) as exc:
                     problems[source] = f"{type(exc).__name__}: {exc}"
                     if isinstance(exc, httpx.HTTPStatusError) and exc.response.status_code in _REFUSALS:
@@ -144,7 +146,7 @@ class Download:
                         sources.remove(source)
         partial.rename(path)
 
-    def _request(self, url: str, start: int) -> Iterator[bytes]:
+    def _request(self, url: str, start: int) -> Generator[bytes]:
         """Yield the bytes of a file from `start` on.
 
         After the first part they come directly from the connection. httpx's parser would take 0.5 s of a core for each GB: at

@@ -65,7 +65,14 @@ ATTRIBUTES = {
     "vllm.v1.engine.output_processor.OutputProcessor": {"add_request", "process_outputs", "propagate_error", "request_states"},
     "vllm.v1.engine.output_processor.RequestState": {"queue", "request_index"},
     "vllm.v1.worker.gpu_worker.Worker": {"add_lora", "model_runner", "parallel_config", "pin_lora", "reload_weights"}
-    | {"finish_weight_update", "remove_lora", "start_weight_update", "update_weights", "weight_transfer_engine"},
+    | {
+        "_weight_update_active",
+        "finish_weight_update",
+        "remove_lora",
+        "start_weight_update",
+        "update_weights",
+        "weight_transfer_engine",
+    },
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": {"reset_encoder_cache", "reset_mm_cache"},
     "vllm.config.parallel.ParallelConfig": {"data_parallel_index", "rank", "world_size", "world_size_across_dp"},
     "vllm.lora.worker_manager.WorkerLoRAManager": {"add_dummy_lora"},
@@ -123,6 +130,7 @@ limits = [values.get(vllm_names.UsageContext.OPENAI_API_SERVER) for values in (t
 
 import asyncio
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
@@ -172,6 +180,32 @@ asyncio.run(engine._restart_requests_without_tokens())
 
 import torch
 from vllm.config.model import _get_head_dtype
+from vllm.v1.worker import gpu_worker
+
+from trivet.inference import worker_extension
+
+class Engine:
+    # One worker's engine for weight transfer. Its model has never memory to convert weights.
+    reset_weight_update_target = start_weight_update = lambda self: None
+    update_weights = lambda self, info: None
+
+    def finish_weight_update(self):
+        raise MemoryError
+
+class Worker(worker_extension.PolicyWorkerExtension, gpu_worker.Worker):
+    pass
+
+gpu_worker.set_current_vllm_config = lambda config: nullcontext()
+worker = Worker.__new__(Worker)  # its constructor would load a model
+runner = SimpleNamespace(get_model=lambda: torch.nn.Module())
+worker.__dict__ |= {"model_runner": runner, "vllm_config": None, "weight_transfer_engine": Engine()}
+worker.__dict__ |= {"_weight_update_active": False, "_weight_update_is_draft": False}
+failures = []
+for _ in range(2):
+    try:
+        worker.load_policy("", True)
+    except Exception as exc:
+        failures.append(type(exc).__name__)
 
 from trivet.inference.arguments import dtype_overrides
 
@@ -183,7 +217,7 @@ arguments = [action.dest for action in parser._actions]
 variables = list(vllm.envs.environment_variables)
 metrics = re.findall(r'"vllm:(\\w+)"', inspect.getsource(vllm.v1.metrics.loggers))
 print(json.dumps({"missing": missing, "arguments": arguments, "variables": variables, "metrics": metrics, "limits": limits}
-    | {"routes": seen, "head_dtype": head_dtype, "restart": order}))
+    | {"routes": seen, "head_dtype": head_dtype, "restart": order, "failures": failures}))
 """
 
 
@@ -195,6 +229,10 @@ def found() -> dict:
     answer = subprocess.run(program, input=given, capture_output=True, text=True, timeout=300, check=False)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout.splitlines()[-1])
+
+
+def test_a_received_policy_that_fails_to_load_lets_the_next_be_loaded(found: dict) -> None:
+    assert found["failures"] == ["MemoryError", "MemoryError"], "vLLM alone would refuse the second"
 
 
 def test_vllm_has_every_name_and_attribute(found: dict) -> None:

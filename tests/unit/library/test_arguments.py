@@ -117,7 +117,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_defaults_are_those_of_the_dialect() -> None:
-    config, _ = plan_run("models/x", "reverse-text", RLArguments(), env_args={"a": 1})
+    config = plan_run("models/x", "reverse-text", RLArguments(), env_args={"a": 1}).config
     assert (config.max_steps, config.orchestrator.batch_size, config.trainer.model.lora is None) == (500, 512, False)
     assert config.output_dir == Path("outputs/reverse-text")
     assert (config.orchestrator.env[0].id, config.orchestrator.env[0].args) == ("reverse-text", {"a": 1})
@@ -128,7 +128,7 @@ def test_sections_lie_over_the_dialect(functions: ModuleType) -> None:
     args = RLArguments(
         max_steps=7, loss="grpo", advantage={"type": "rloo"}, ckpt={"keep_last": 2}, trainer={"num_iterations": 2}
     )
-    config, _ = plan_run("models/x", "reverse-text", args, env_args={})
+    config = plan_run("models/x", "reverse-text", args, env_args={}).config
     assert isinstance(config.trainer.loss, GrpoLossConfig)
     assert (config.orchestrator.advantage.type, config.trainer.ckpt.keep_last, config.trainer.num_iterations) == ("rloo", 2, 2)
 
@@ -146,7 +146,7 @@ def test_sections_lie_over_the_dialect(functions: ModuleType) -> None:
 )
 def test_dialect_and_sections_go_together(values: dict[str, object]) -> None:
     args = RLArguments(**values)
-    config, _ = plan_run("models/x", "reverse-text", args, env_args={})
+    config = plan_run("models/x", "reverse-text", args, env_args={}).config
     assert config.deterministic == (args.deterministic or False)
     assert config.trainer_gpu_ids == (args.trainer_gpu_ids or [1])
     assert (config.orchestrator.advantage.type == "none") == (args.advantage is not None)
@@ -160,7 +160,7 @@ def test_functions_go_by_their_import_paths(functions: ModuleType, tmp_path: Pat
         eval_strategy="steps",
     )
     env = functools.partial(functions.load_environment, n=3)
-    config, _ = plan_run("models/x", env, args, env_args={"m": 4})
+    config = plan_run("models/x", env, args, env_args={"m": 4}).config
     loss, folder = config.trainer.loss, tmp_path / "outputs" / ".functions"
     assert isinstance(loss, CustomLossConfig)
     assert loss.import_path.rpartition(":")[2] == "my_loss"

@@ -43,31 +43,31 @@ def plan(tmp_path: Path, arguments: dict[str, Any] | None = None, **task: Any) -
 
 def test_functions_and_prompts_become_an_environment_of_the_run(tmp_path: Path) -> None:
     arguments = {"reward_weights": [1.0, 0.5], "eval_strategy": "steps", "max_steps": 7}
-    config, functions = plan(tmp_path, arguments, reward_funcs=[exact, brief], train_dataset=ROWS, eval_dataset=ROWS[:1])
-    [trained], evaluated = config.orchestrator.env, config.orchestrator.eval
+    planned = plan(tmp_path, arguments, reward_funcs=[exact, brief], train_dataset=ROWS, eval_dataset=ROWS[:1])
+    [trained], evaluated = planned.config.orchestrator.env, planned.config.orchestrator.eval
     assert (trained.label, trained.args["made_of"]["reward_funcs"]) == ("exact", {"exact": 1.0, "brief": 0.5})
     assert evaluated is not None
     assert evaluated.env[0].program == trained.program
-    functions.write()
+    planned.functions.write()
     env = import_by_path(trained.id)(**trained.args)
     assert [row["prompt"] for row in env.get_dataset()] == [row["prompt"] for row in ROWS]
     assert len(env.get_eval_dataset()) == 1
-    assert not config.inference.model.enable_auto_tool_choice
+    assert not planned.config.inference.model.enable_auto_tool_choice
 
 
 def test_the_file_is_named_by_the_functions_and_not_by_the_data(tmp_path: Path) -> None:
     def paths(*functions: Callable[..., Any], rows: list[dict[str, Any]] = ROWS) -> str:
-        return plan(tmp_path, reward_funcs=list(functions), train_dataset=rows)[0].orchestrator.env[0].id
+        return plan(tmp_path, reward_funcs=list(functions), train_dataset=rows).config.orchestrator.env[0].id
 
     assert paths(exact) == paths(exact, rows=ROWS[:1])
     assert paths(exact) != paths(exact, brief)
 
 
 def test_tools_turn_the_servers_parser_on(tmp_path: Path) -> None:
-    config, functions = plan(tmp_path, {"max_tool_calling_iterations": 3}, train_dataset=CHATS, environment_factory=Board)
-    assert config.inference.model.enable_auto_tool_choice
-    functions.write()
-    [trained] = config.orchestrator.env
+    planned = plan(tmp_path, {"max_tool_calling_iterations": 3}, train_dataset=CHATS, environment_factory=Board)
+    assert planned.config.inference.model.enable_auto_tool_choice
+    planned.functions.write()
+    [trained] = planned.config.orchestrator.env
     env = import_by_path(trained.id)(**trained.args)
     assert ([tool.name for tool in env.tool_defs], env.max_turns) == (["look"], 4)
     assert trained.label == "rewards"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support.prepared_batches import make_batch, make_config, run_loop
+from support.processes import find_free_port
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
 from trivet.config.layout import RunLayout
 from trivet.config.schema.trainer import TrainerConfig
@@ -16,7 +17,7 @@ from trivet.telemetry.events import read_events
 from trivet.trainer.loop import check_batch, run, use_experts
 from trivet.trainer.main import open_receiver
 from trivet.trainer.measurement.fake import fake_rows
-from trivet.transport.recording import record_batch
+from trivet.transport.recording import record_batch, recorded_steps
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.wire.batches import Batch, BatchPurpose
@@ -215,3 +216,14 @@ def test_a_recorded_run_is_replayed_to_the_same_weights(tiny_model: Path, world,
     assert verify(second.weights_step(3)).digest == verify(first.weights_step(3)).digest
     assert committed_steps(second) == [2, 3]
     assert list(read_record(second, Step(3)).parts) == ["trainer"]
+
+
+def test_a_run_that_goes_back_forgets_the_recorded_batches_after_its_checkpoint(
+    tiny_model: Path, world, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path)
+    for batch in (make_batch(step, [], BatchPurpose.TRAIN) for step in (1, 2, 10)):
+        record_batch(layout, batch)
+    config = make_config(tiny_model, tmp_path, data={"record": True}, rollout_transport={"port": find_free_port()})
+    open_receiver(config, Step(1), world).close()
+    assert recorded_steps(layout) == [1]
